@@ -1,0 +1,188 @@
+"""LoRA: the weights stay frozen, a matrix of low rank beside them learns.
+
+    y = x @ W.T + (alpha / rank) · (x @ lora_A.T) @ lora_B.T          W (N, K), lora_A (r, K), lora_B (N, r)
+
+LoRA (arXiv 2106.09685, §4.1) as in QeRL (arXiv 2510.11696, §3.2): on all seven projections of a block, never
+merged, as a sum rounded back to 4 bits would lose it. lora_B starts at 0, so the first policy is the base.
+
+Projections that read the same input run as one matrix, and so do their adapters:
+
+    W     [ q ]  N        lora_A  [ A_q ]  S·r    lora_B  [ B_q ]  N       row block s of lora_B meets only
+          [ k ]                   [ A_k ]                 [ B_k ]          row block s of lora_A, so that this
+          [ v ]   x K             [ A_v ]   x K           [ B_v ]   x r    equals three separate adapters
+
+The parameters are fp32. refresh() rounds them into copies of the compute type, in place, which the sampler
+reads; the trainer rounds the same way inside autograd, so both sides multiply by the same numbers.
+
+Files are PEFT's: adapter_config.json and adapter_model.safetensors, fused projections split into their parts.
+Left out: dropout, bias, DoRA, rsLoRA, several adapters at once.
+Needs: torch, safetensors.
+"""
+
+import json
+import os
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+PREFIX = "base_model.model.model."             # PEFT wraps transformers' ForCausalLM, which holds a `model`
+
+
+class LoRALinear(nn.Module):
+    """A frozen base and its adapter: x (…, K) → (…, N) in the dtype of x.
+
+    base: a module with in_features, out_features and forward(x). One that says `fuses_lora = True` is called
+    as base(x, lora) and adds the adapter itself. splits: rows of each fused part, their sum is N.
+    """
+
+    def __init__(self, base, rank, alpha, splits=None, dtype=torch.float32, device=None, generator=None):
+        super().__init__()
+        if rank < 1:
+            raise ValueError(f"LoRA rank {rank} must be at least 1")
+        N, K = base.out_features, base.in_features
+        self.base, self.rank, self.alpha, self.scale = base, rank, alpha, alpha / rank
+        self.splits = tuple(splits or (N,))
+        assert sum(self.splits) == N, f"splits {self.splits} do not add up to the {N} rows of the base"
+        # Kaiming-uniform with a = √5, as in torch's Linear and in PEFT: U(−1/√K, 1/√K). Drawn on the CPU,
+        # so that a seed gives the same adapter on every device.
+        lora_A = torch.empty(len(self.splits) * rank, K).uniform_(-(K**-0.5), K**-0.5, generator=generator)
+        self.lora_A = nn.Parameter(lora_A.to(device))
+        self.lora_B = nn.Parameter(torch.zeros(N, rank, device=device))
+        self.register_buffer("copy_A", self.lora_A.detach().to(dtype, copy=True), persistent=False)
+        self.register_buffer("copy_B", self.lora_B.detach().to(dtype, copy=True), persistent=False)
+        self.enabled = True
+
+    def refresh(self):
+        """Round the parameters into the copies that the sampler reads. In place: captured graphs see it."""
+        with torch.no_grad():
+            self.copy_A.copy_(self.lora_A)
+            self.copy_B.copy_(self.lora_B)
+
+    def forward(self, x):
+        if not self.enabled:
+            return self.base(x)
+        if torch.is_grad_enabled():
+            lora = (self.lora_A.to(x.dtype), self.lora_B.to(x.dtype), self.splits, self.scale)
+        else:
+            lora = (self.copy_A, self.copy_B, self.splits, self.scale)
+        if getattr(self.base, "fuses_lora", False):
+            return self.base(x, lora)
+        return self.base(x) + delta(x, *lora)
+
+
+def delta(x, lora_A, lora_B, splits, scale):
+    """(…, K) → (…, N): what the adapter adds, part by part."""
+    low = (x @ lora_A.T).split(lora_B.shape[1], -1)                   # S times (…, r)
+    return scale * torch.cat([h @ b.T for h, b in zip(low, lora_B.split(splits), strict=True)], -1)
+
+
+def lora_layers(model):
+    """name → LoRALinear, in the model's order. An empty model is an error: nothing would learn."""
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
+    assert layers, "this model has no LoRALinear: nothing would learn"
+    return layers
+
+
+def refresh(model):
+    """After an optimizer step or a load: every layer's copies follow its parameters."""
+    for layer in lora_layers(model).values():
+        layer.refresh()
+
+
+@contextmanager
+def disabled(model):
+    """Inside the block the model is its frozen base alone: the reference policy of a KL term."""
+    layers = lora_layers(model).values()
+    try:
+        for layer in layers:
+            layer.enabled = False
+        yield
+    finally:
+        for layer in layers:
+            layer.enabled = True
+
+
+def _parts(name, layer):
+    """One fused layer → (PEFT name, rows of lora_A, rows of lora_B) of each part."""
+    parent, _, own = name.rpartition(".")
+    names = FUSED.get(own, (own,)) if len(layer.splits) > 1 else (own,)
+    row = 0
+    for s, (part, n) in enumerate(zip(names, layer.splits, strict=True)):
+        yield f"{PREFIX}{parent}.{part}", slice(s * layer.rank, (s + 1) * layer.rank), slice(row, row + n)
+        row += n
+
+
+def adapter_tensors(model):
+    """PEFT tensor name → view of the parameter (fp32): the rows of one part of one layer."""
+    tensors = {}
+    for name, layer in lora_layers(model).items():
+        for peft_name, a, b in _parts(name, layer):
+            tensors[f"{peft_name}.lora_A.weight"] = layer.lora_A.data[a]
+            tensors[f"{peft_name}.lora_B.weight"] = layer.lora_B.data[b]
+    return tensors
+
+
+def save_adapter(model, folder, base_name=""):
+    """Write adapter_config.json and adapter_model.safetensors as PEFT does, each file whole or not at all."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {k: v.contiguous().cpu() for k, v in adapter_tensors(model).items()}
+    layer = next(iter(lora_layers(model).values()))
+    config = dict(peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=str(base_name),
+                  r=layer.rank, lora_alpha=layer.alpha, lora_dropout=0.0, bias="none", fan_in_fan_out=False,
+                  inference_mode=True, target_modules=sorted({k.split(".")[-3] for k in tensors}))
+    save_file(tensors, folder / "adapter_model.safetensors.tmp", metadata={"format": "pt"})
+    (folder / "adapter_config.json.tmp").write_text(json.dumps(config, indent=2) + "\n")
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        os.replace(folder / f"{file}.tmp", folder / file)
+
+
+def load_adapter(model, folder):
+    """Read an adapter that save_adapter or PEFT wrote into the parameters and their copies.
+
+    ValueError: the folder holds no adapter, another kind of adapter, another rank or alpha, or other tensors.
+    """
+    folder = Path(folder)
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (folder / file).is_file():
+            raise ValueError(f"{folder} holds no {file}: name the folder of a PEFT LoRA adapter")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    layer = next(iter(lora_layers(model).values()))
+    wanted = {"peft_type": "LORA", "r": layer.rank, "lora_alpha": layer.alpha}
+    refused = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
+    for key, value in {**wanted, **dict.fromkeys(refused)}.items():
+        if config.get(key) != value and (value is not None or config.get(key)):
+            raise ValueError(f"{folder / 'adapter_config.json'} has {key}={config.get(key)!r}; "
+                             f"this model takes {value or 'none'}")
+    stored, own = load_file(folder / "adapter_model.safetensors"), adapter_tensors(model)
+    if stored.keys() != own.keys():
+        odd = sorted(stored.keys() ^ own.keys())
+        raise ValueError(f"{folder}: {len(odd)} tensors do not match the model's layers, "
+                         f"the first is {odd[0]}")
+    for name, tensor in stored.items():
+        if tensor.shape != own[name].shape:
+            raise ValueError(f"{folder}: {name} is {tuple(tensor.shape)}, "
+                             f"the model has {tuple(own[name].shape)}")
+    for name, tensor in stored.items():                # nothing is copied before everything fits
+        own[name].copy_(tensor)
+    refresh(model)
+
+
+if __name__ == "__main__":
+    generator = torch.Generator().manual_seed(0)
+    base = nn.Linear(64, 96, bias=False).requires_grad_(False)
+    layer = LoRALinear(base, rank=4, alpha=4, splits=(64, 16, 16), generator=generator)
+    x = torch.randn(5, 64, generator=generator)
+    print(f"lora_B = 0: differs from the base by {(layer(x) - base(x)).abs().max():.1e}")
+    layer.lora_B.data.normal_(generator=generator)
+    merged = base.weight + torch.cat([layer.scale * b @ a for a, b in zip(
+        layer.lora_A.split(4), layer.lora_B.split(layer.splits), strict=True)])
+    print(f"lora_B ≠ 0: differs from the base by {(layer(x) - base(x)).abs().max():.2f}, "
+          f"from x @ (W + scale·B·A).T by {(layer(x) - F.linear(x, merged)).abs().max():.1e}")
+    learned = sum(p.numel() for p in layer.parameters() if p.requires_grad)
+    print(f"{learned} numbers learn beside {base.weight.numel()} frozen ones")
