@@ -1,0 +1,250 @@
+"""python -m pytest tests/test_grpo.py"""
+import math
+
+import pytest
+import torch
+from conftest import tiny_checkpoint
+
+import grpo
+import model as decoder
+
+LOSSES = ["dapo", "grpo", "dr_grpo", "gspo", "cispo"]
+LENGTHS = torch.tensor([4, 1, 6, 0, 3, 6])                # one answer that is masked out
+MAX = 6
+
+
+def batch(spread=.5):
+    """Off-policy rows in float64, of unequal lengths, NaN outside the mask: (new, old, ref, weights)."""
+    mask = torch.arange(MAX) < LENGTHS[:, None]
+    new, old, ref = (torch.randn(6, MAX, dtype=torch.float64) * spread - 2 for _ in range(3))
+    weights = torch.rand(6, MAX, dtype=torch.float64) * 2
+    poisoned = [torch.where(mask, t, math.nan) for t in (new, old, ref, weights)]
+    poisoned[0].requires_grad_()
+    return poisoned, torch.randn(6, dtype=torch.float64), mask
+
+
+def gradient(logprobs, old, adv, mask, normalizer, kind, **options):
+    loss, _ = grpo.policy_loss(logprobs, old, adv, mask, normalizer, kind, **options)
+    return torch.autograd.grad(loss, logprobs)[0]
+
+
+def papers_loss(kind, new, old, ref, weights, adv, low, high, cispo_max, beta):
+    """The papers' objectives, row by row and token by token, negated and divided by what each paper says."""
+    total, tokens, rows = 0, int(LENGTHS.sum()), int((LENGTHS > 0).sum())
+    divisor = {"dapo": tokens, "cispo": tokens, "grpo": rows, "gspo": rows, "dr_grpo": rows * MAX}[kind]
+    for i, n in enumerate(LENGTHS.tolist()):
+        objective, per_row = 0, 1 / n if kind in ("grpo", "gspo") and n else 1
+        if kind == "gspo" and n:                          # one ratio per answer, times its mean weight
+            s = torch.exp(sum(new[i, t] - old[i, t] for t in range(n)) / n)
+            objective += weights[i, :n].sum() * torch.min(s * adv[i], s.clamp(1 - low, 1 + high) * adv[i])
+        for t in range(n):
+            ratio = torch.exp(new[i, t] - old[i, t])
+            if kind == "cispo":
+                objective += weights[i, t] * ratio.detach().clamp(max=cispo_max) * adv[i] * new[i, t]
+            elif kind != "gspo":
+                clipped = ratio.clamp(1 - low, 1 + high)
+                objective += weights[i, t] * torch.min(ratio * adv[i], clipped * adv[i])
+            objective -= beta * (torch.exp(ref[i, t] - new[i, t]) - (ref[i, t] - new[i, t]) - 1)
+        total -= objective * per_row
+    return total / divisor
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("beta", [0.0, .04])
+def test_each_loss_equals_its_papers_formula(kind, beta):
+    """Value and gradient, off-policy, with weights and KL, float64: 1e-12. NaN outside is not seen."""
+    (new, old, ref, weights), adv, mask = batch()
+    bounds = dict(clip_low=.1, clip_high=.3, cispo_max=1.5)
+    loss, _ = grpo.policy_loss(new, old, adv, mask, grpo.normalizer(kind, LENGTHS, MAX), kind, weights,
+                               ref_logprobs=ref, beta=beta, **bounds)
+    want = papers_loss(kind, new, old, ref, weights, adv, .1, .3, 1.5, beta)
+    got, expected = (torch.autograd.grad(f, new)[0] for f in (loss, want))
+    assert (loss - want).abs() < 1e-12 and (got - expected.nan_to_num()).abs().max() < 1e-12
+    assert (got[mask] != 0).any() and (got[~mask] == 0).all()
+
+
+def test_advantages_worked_out_by_hand():
+    """(1, 0, 0, 0): mean ¼, unbiased std ½. Rewards .1 and .1001, equal in bf16, stay apart."""
+    rewards = torch.tensor([[1.0, 0, 0, 0], [3, 1, 1, 3]])
+    a, b = .75 / .5001, 1 / (math.sqrt(4 / 3) + 1e-4)
+    want = torch.tensor([[a, -a / 3, -a / 3, -a / 3], [b, -b, -b, b]])
+    assert (grpo.advantages(rewards) - want).abs().max() < 1e-6              # fp32 has 1.2e-7 near 1.5
+    assert grpo.advantages(rewards, scale="none").tolist() == [[.75, -.25, -.25, -.25], [1, -1, -1, 1]]
+    # std of (.1, .1001) is 7.07e-5: ± 5e-5 / 1.707e-4; fp32 holds the rewards to 4e-9, 4e-5 of that
+    near = grpo.advantages(torch.tensor([[.1, .1001]]))[0]
+    assert near.tolist() == pytest.approx([-.2929, .2929], rel=1e-3)
+
+
+def test_a_group_of_equal_rewards_gets_exact_zeros():
+    """Also prompts that differ among each other, and .1, of which three do not add up to .3."""
+    for value in (0.0, 1.0, .1, 1e4, -2.3):
+        for G in (2, 3, 7):
+            for dtype in (torch.float32, torch.float64):
+                assert (grpo.advantages(torch.full((2, G), value, dtype=dtype)) == 0).all()
+    assert (grpo.advantages(torch.tensor([[0.0] * 4, [1.0] * 4])) == 0).all()
+
+
+def test_a_group_is_normalised_by_itself_and_rows_keep_their_order():
+    """Shifting one prompt's rewards changes nothing; flattened, row p·G + g belongs to prompt p, sample g."""
+    rewards = torch.randn(3, 4, dtype=torch.float64)
+    a = grpo.advantages(rewards)
+    assert (grpo.advantages(rewards + torch.tensor([[0.0], [5.0], [-9.0]])) - a).abs().max() < 1e-6
+    for p in range(3):
+        assert torch.equal(a.flatten()[4 * p:4 * p + 4], grpo.advantages(rewards[p:p + 1])[0])
+        assert torch.equal(a[p].argsort(), rewards[p].argsort()) and a[p].sum().abs() < 1e-6
+
+
+@pytest.mark.parametrize("rewards, scale, words", [
+    ([[1.0], [0.0]], "group", "group of 1"), ([[1.0, math.nan]], "group", "1 rewards are NaN"),
+    ([[1.0, math.inf]], "none", "1 rewards"), ([[1.0, 0.0]], "batch", "'batch'")])
+def test_what_advantages_refuses_it_names(rewards, scale, words):
+    with pytest.raises(ValueError, match=words):
+        grpo.advantages(torch.tensor(rewards), scale)
+
+
+def test_on_policy_gradients_are_reinforce():
+    """ρ = 1: dapo and cispo are −A/Σm on each token, gspo and grpo −A/(|o|·rows); lengths equal, all agree.
+
+    The loss says nothing of it: where advantages sum to 0 its value is 0, the gradient is not.
+    """
+    (new, *_), adv, mask = batch()
+    row_mean = LENGTHS.clamp(min=1)[:, None] * 5
+    for kind, divisor in dict(dapo=20, cispo=20, dr_grpo=5 * MAX, grpo=row_mean, gspo=row_mean).items():
+        grad = gradient(new, new.detach(), adv, mask, grpo.normalizer(kind, LENGTHS, MAX), kind)
+        assert (grad - -adv[:, None] * mask / divisor).abs().max() < 1e-15
+    full = torch.ones(6, MAX, dtype=torch.bool)
+    same = torch.full((6,), MAX)
+    logprobs = torch.randn(6, MAX, dtype=torch.float64, requires_grad=True)
+    centred = adv - adv.mean()
+    for kind in LOSSES:
+        n = grpo.normalizer(kind, same, MAX)
+        grad = gradient(logprobs, logprobs, centred, full, n, kind)
+        assert (grad + centred[:, None] / 36).abs().max() < 1e-15
+        if kind != "cispo":                               # whose value is A ln π
+            assert grpo.policy_loss(logprobs, logprobs, centred, full, n, kind)[0].abs() < 1e-15
+
+
+@pytest.mark.parametrize("kind", ["dapo", "grpo", "dr_grpo", "gspo"])
+@pytest.mark.parametrize("adv, ratio, stopped", [(1, 1.35, True), (1, .5, False), (1, 1.25, None),
+                                                 (-1, .5, True), (-1, 1.35, False)])
+def test_the_clip_stops_the_gradient_on_the_gaining_side_only(kind, adv, ratio, stopped):
+    """Good and likelier already, or bad and rarer: left alone, and counted. 1.25 is within ε = .28 only."""
+    if stopped is None:
+        stopped = kind != "dapo"
+    new = torch.full((1, 3), math.log(ratio), dtype=torch.float64, requires_grad=True)
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    loss, clipped = grpo.policy_loss(new, torch.zeros(1, 3), torch.tensor([float(adv)]), mask, 3, kind)
+    grad, = torch.autograd.grad(loss, new)
+    assert (grad == 0).all() if stopped else (grad * adv < 0).all()
+    assert clipped == (3 if stopped else 0)
+
+
+def test_gspos_bounds_are_tiny_and_cispo_never_loses_a_token():
+    """gspo clips at 1 + 4e-4 and 1 − 3e-4; cispo bounds a token's weight and keeps its gradient."""
+    ones, adv = torch.ones(1, 2).bool(), torch.tensor([1.0])
+    for log_ratio, sign, stopped in ((3.8e-4, 1, 0), (4.2e-4, 1, 2), (-2.8e-4, -1, 0), (-3.2e-4, -1, 2)):
+        new = torch.full((1, 2), log_ratio, dtype=torch.float64)
+        assert grpo.policy_loss(new, torch.zeros(1, 2), sign * adv, ones, 1, "gspo")[1] == stopped
+    new = torch.tensor([[2.0, .5]], requires_grad=True)
+    loss, clipped = grpo.policy_loss(new, torch.zeros(1, 2), adv, ones, 1, "cispo")
+    assert clipped == 1                                   # e² = 7.4 > 5 > e^.5; fp32 rounds at 6e-8
+    assert torch.autograd.grad(loss, new)[0][0].tolist() == pytest.approx([-5, -math.exp(.5)], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_the_gradient_does_not_depend_on_how_the_batch_is_cut_or_ordered(kind):
+    """Micro-batches of 1, 2 or 6 rows, in any order, with more padding: one gradient, one value (float64)."""
+    (new, old, ref, weights), adv, mask = batch()
+    n = grpo.normalizer(kind, LENGTHS, MAX)
+
+    def total(rows, size, pad=0):
+        new.grad, value = None, 0
+        for part in rows.split(size):
+            pieces = [torch.nn.functional.pad(t[part], (0, pad), value=v) for t, v in
+                      ((new, math.nan), (old, math.nan), (mask, False), (weights, math.nan), (ref, math.nan))]
+            loss, _ = grpo.policy_loss(*pieces[:2], adv[part], pieces[2], n, kind, pieces[3],
+                                       ref_logprobs=pieces[4], beta=.1)
+            loss.backward()
+            value += loss.item()
+        return torch.cat((new.grad.flatten(), torch.tensor([value])))
+
+    whole = total(torch.arange(6), 6)
+    assert whole.isfinite().all()
+    for rows, size, pad in ((torch.arange(6), 1, 0), (torch.arange(6), 2, 3), (torch.randperm(6), 6, 0),
+                            (torch.randperm(6), 1, 5)):
+        assert (total(rows, size, pad) - whole).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_masked_row_counts_neither_above_nor_below(kind):
+    """Loss and gradient are those of the batch without it; of such rows alone the normalizer is 0."""
+    (new, old, _, _), adv, mask = batch()
+    keep = LENGTHS > 0
+    with_row = gradient(new, old, adv, mask, grpo.normalizer(kind, LENGTHS, MAX), kind)
+    without = gradient(new, old, adv, mask & keep[:, None], grpo.normalizer(kind, LENGTHS[keep], MAX), kind)
+    assert torch.equal(with_row, without) and (with_row[~keep] == 0).all()
+    alone = grpo.policy_loss(new[~keep], old[~keep], adv[~keep], mask[~keep], 1, kind)[0]
+    assert alone == 0 and grpo.normalizer(kind, LENGTHS[~keep], MAX) == 0
+
+
+def test_each_normalizer_is_what_decision_6_says():
+    """20 tokens in 5 rows of at most 6: Σ lengths, rows, rows · max_new_tokens."""
+    assert {kind: grpo.normalizer(kind, LENGTHS, MAX).item() for kind in LOSSES} == \
+        {"dapo": 20, "cispo": 20, "grpo": 5, "gspo": 5, "dr_grpo": 30}
+
+
+def test_importance_weights_are_capped_and_carry_no_gradient():
+    """min(π_old / π_sampler, 2): ½, 1, 1.9, 5 → ½, 1, 1.9, 2; in the loss weights are constants."""
+    old = torch.tensor([.5, 1, 1.9, 5], dtype=torch.float64).log().requires_grad_()
+    weights = grpo.importance_weights(old, torch.zeros(4))
+    assert weights.tolist() == pytest.approx([.5, 1, 1.9, 2], rel=1e-12) and not weights.requires_grad
+    new = torch.zeros(1, 4, dtype=torch.float64, requires_grad=True)
+    live = torch.rand(1, 4, dtype=torch.float64, requires_grad=True)
+    loss, _ = grpo.policy_loss(new, new.detach(), torch.ones(1), torch.ones(1, 4).bool(), 4, weights=2 * live)
+    grad, reached = torch.autograd.grad(loss, (new, live), allow_unused=True)
+    assert reached is None and torch.equal(grad, -2 * live.detach() / 4)
+
+
+def test_k3_is_an_unbiased_kl_that_is_never_negative():
+    """Σ p · k3(ln ref/p) = Σ p ln p/ref on a distribution of 7 (float64, 1e-15); 0 where they agree."""
+    p, ref = torch.randn(2, 7, dtype=torch.float64).softmax(-1)
+    assert ((p * grpo.kl_k3((ref / p).log())).sum() - (p * (p / ref).log()).sum()).abs() < 1e-15
+    q = torch.linspace(-5, 5, 101, dtype=torch.float64)
+    assert (grpo.kl_k3(q) >= 0).all() and grpo.kl_k3(torch.zeros(1)) == 0 and grpo.kl_k3(q)[[0, -1]].min() > 1
+
+
+def test_the_soft_overlong_penalty_of_dapo():
+    """Eq. 13, L_max 20, cache 4: 0 up to 16, then (16 − n)/4, −1 from 20 on."""
+    got = grpo.overlong_penalty(torch.tensor([0, 15, 16, 17, 18, 19, 20, 25]), max_new_tokens=20, cache=4)
+    assert got.tolist() == [0, 0, 0, -.25, -.5, -.75, -1, -1]
+
+
+def test_the_end_token_is_trained_and_the_first_step_moves_lora_b(tmp_path):
+    """An answer of 3 tokens and the end token, which is also the padding: 4 in the mask, 4 gradients.
+
+    Nothing has moved, so the loss is 0; the gradient and lora_B after a step are not.
+    """
+    tiny_checkpoint(tmp_path)
+    model = decoder.load(str(tmp_path), quant="bf16", rank=2, alpha=2)
+    end = 2                                          # conftest's eos_token_id and pad_token_id
+    tokens = torch.tensor([[5, end, 6, 7, 8, 9, end, end, end], [5, end, 6, 10, end, end, end, end, end]])
+    prompts, lengths = torch.tensor([3, 3]), torch.tensor([4, 2])
+    mask = decoder.answer_mask(tokens, prompts, lengths)
+    assert mask.nonzero().tolist() == [[0, 3], [0, 4], [0, 5], [0, 6], [1, 3], [1, 4]]
+    logprobs, _ = model.logprobs(tokens, prompts, lengths, temperature=1.0)
+    adv = torch.tensor([1.0, -2.0])                       # so that Σ A · length = 0
+    loss, _ = grpo.policy_loss(logprobs, logprobs, adv, mask, 6)
+    grad, = torch.autograd.grad(loss, logprobs, retain_graph=True)
+    assert torch.equal(grad != 0, mask) and grad[0, 6] == pytest.approx(-1 / 6) and loss.abs() < 1e-7
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert all(p.abs().max() > 0 for name, p in model.named_parameters() if name.endswith("lora_B"))
+
+
+def test_the_entropy_of_uniform_logits_is_ln_v():
+    """Whatever was drawn, at every temperature; −ln V for the token itself. fp32 holds 4.57 to 2.4e-7."""
+    hidden, head = torch.randn(5, 8), torch.zeros(97, 8)
+    for temperature in (1.0, .7):
+        logprobs, entropy = decoder.ChunkedLogprobs.apply(
+            hidden, torch.arange(5), lambda h: h @ head.T, head, temperature)
+        assert (entropy - math.log(97)).abs().max() < 1e-5 and (logprobs + math.log(97)).abs().max() < 1e-5
