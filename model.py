@@ -1,0 +1,301 @@
+"""One small decoder, the only forward of this project: Llama, Qwen2 / Qwen2.5 and Qwen3.
+
+    ids → embed → [   x + o(attention(rope(qkv(norm(x)))))
+                    → x + down(swiglu(gate_up(norm(x))))   ] × layers → norm → hidden
+
+Sampler and trainer run this same code on the same tensors. Every projection is a frozen base in NVFP4 (or
+plain, with quant="bf16") with a LoRA beside it; q, k, v are one matrix, and so are gate and up. Embeddings,
+lm_head, norms and biases stay as they are; the norms' weights are fp32 buffers that take aqn.py's noise.
+
+Weights stream in layer by layer and are quantised on the way: the peak is the model plus one layer. On a CPU
+everything computes in fp32, on a GPU in bf16 with fp32 logits.
+
+transformers supplies the config and the RoPE frequencies; its own models are the tests' oracle.
+Left out: mixtures of experts, sliding windows, encoder parts, dropout.
+Needs: torch, transformers; nvfp4.py, fp4_gemm.py, lora.py, decode.py, checkpoint.py.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint as recompute
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+import checkpoint
+import decode
+import fp4_gemm
+import nvfp4
+from lora import LoRALinear, delta
+
+# what tells the families apart: (bias on q, k, v; bias on o; a norm on each head's q and k)
+FAMILIES = {"LlamaForCausalLM": lambda c: (c.attention_bias, c.attention_bias, False),
+            "Qwen2ForCausalLM": lambda c: (True, False, False),
+            "Qwen3ForCausalLM": lambda c: (c.attention_bias, c.attention_bias, True)}
+QUANT = {"nvfp4": "sweep", "rtn": "rtn", "bf16": None}
+LOGITS_AT_ONCE = 1 << 25                       # logits in memory at a time: 128 MB of fp32 for any vocabulary
+
+
+def load(name_or_source, quant="nvfp4", rank=32, alpha=32, device="cpu", seed=0):
+    """→ Decoder with quantised weights and a fresh adapter whose lora_A comes from `seed`.
+
+    name_or_source: what checkpoint.open takes, or returns. quant: "nvfp4" (scale sweep), "rtn" (the paper's
+    rounding) or "bf16" (not quantised; fp32 on a CPU). ValueError: an unsupported architecture or config, a
+    tensor that is missing, misshapen or left over.
+    """
+    if quant not in QUANT:
+        raise ValueError(f"quant={quant!r} must be one of {', '.join(QUANT)}")
+    found = isinstance(name_or_source, checkpoint.Source)
+    source = name_or_source if found else checkpoint.open(name_or_source)
+    model = Decoder(source, QUANT[quant], rank, alpha, torch.device(device),
+                    torch.Generator().manual_seed(seed))
+    source.finish()
+    return model
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, weight, eps, device):
+        super().__init__()
+        self.register_buffer("weight", weight.float().to(device))
+        self.eps = eps
+
+    def forward(self, x):
+        return decode.rms_norm(x, self.weight, self.eps)
+
+
+class FrozenLinear(nn.Module):
+    """y = x @ W.T + bias. W is packed NVFP4, or a plain matrix where method is None; parts join along N."""
+
+    fuses_lora = True
+
+    def __init__(self, weights, biases, method, dtype, device):
+        super().__init__()
+        self.in_features, self.out_features = weights[0].shape[1], sum(len(w) for w in weights)
+        self.register_buffer("bias", torch.cat(biases).to(device, dtype) if biases else None)
+        weights = [w.to(device) for w in weights]
+        if method is None:
+            self.register_buffer("weight", torch.cat(weights).to(dtype))
+        else:
+            # one global scale for what one GEMM reads, as vLLM and TensorRT-LLM require of a checkpoint
+            shared = nvfp4.shared_global_scale(*weights)
+            self.packed = fp4_gemm.pack(*(nvfp4.quantize(w, method, shared) for w in weights))
+        self.quantized = method is not None
+
+    def forward(self, x, lora=None):
+        if self.quantized:
+            return fp4_gemm.linear(x, self.packed, self.bias, lora)
+        y = F.linear(x, self.weight, self.bias)
+        return y if lora is None else y + delta(x, *lora)
+
+
+class Attention(nn.Module):
+    def __init__(self, linear, norm, config, head_dim, qkv_bias, o_bias, head_norm):
+        super().__init__()
+        H, Hkv, D = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
+        self.head_dim, self.splits = head_dim, (H * head_dim, Hkv * head_dim, Hkv * head_dim)
+        self.qkv_proj = linear(("q_proj", "k_proj", "v_proj"), self.splits, D, qkv_bias)
+        self.o_proj = linear(("o_proj",), (D,), H * head_dim, o_bias)
+        self.q_norm = norm("q_norm", head_dim) if head_norm else nn.Identity()
+        self.k_norm = norm("k_norm", head_dim) if head_norm else nn.Identity()
+
+    def forward(self, x, positions, cos, sin, cache, layer):
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.qkv_proj(x).split(self.splits, -1))
+        q, k = decode.rope(self.q_norm(q), cos, sin), decode.rope(self.k_norm(k), cos, sin)   # (B, T, …, Dh)
+        if cache is None:
+            return self.o_proj(decode.causal_attention(q, k, v))
+        return self.o_proj(decode.cached_attention(q, *cache.write(layer, k, v, positions), positions))
+
+
+class MLP(nn.Module):
+    def __init__(self, linear, config):
+        super().__init__()
+        D, F_ = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = linear(("gate_proj", "up_proj"), (F_, F_), D, False)
+        self.down_proj = linear(("down_proj",), (D,), F_, False)
+
+    def forward(self, x):
+        return self.down_proj(decode.swiglu(self.gate_up_proj(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, attention, mlp, input_norm, post_attention_norm):
+        super().__init__()
+        self.self_attn, self.mlp = attention, mlp
+        self.input_layernorm, self.post_attention_layernorm = input_norm, post_attention_norm
+
+    def forward(self, x, *where):
+        x = x + self.self_attn(self.input_layernorm(x), *where)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """layers, norm, embed_tokens (V, D), lm_head (V, D; the same tensor when tied); config, dtype, device."""
+
+    def __init__(self, source, method, rank, alpha, device, generator):
+        super().__init__()
+        config, family = source.config, _family(source.config)
+        self.config, self.device = config, device
+        self.dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.gradient_checkpointing = False
+        D, V = config.hidden_size, config.vocab_size
+
+        def norm_at(prefix):
+            return lambda name, width: RMSNorm(source.tensor(f"{prefix}{name}.weight", (width,)),
+                                               config.rms_norm_eps, device)
+
+        def linear_at(prefix):
+            def linear(names, rows, K, bias):
+                weights = [source.tensor(f"{prefix}{n}.weight", (r, K))
+                           for n, r in zip(names, rows, strict=True)]
+                biases = [source.tensor(f"{prefix}{n}.bias", (r,))
+                          for n, r in zip(names, rows, strict=True) if bias]
+                base = FrozenLinear(weights, biases, method, self.dtype, device)
+                return LoRALinear(base, rank, alpha, rows, self.dtype, device, generator)
+            return linear
+
+        self.register_buffer("embed_tokens",
+                             source.tensor("model.embed_tokens.weight", (V, D)).to(device, self.dtype))
+        self.layers = nn.ModuleList()
+        for i in range(config.num_hidden_layers):
+            at = f"model.layers.{i}."
+            norm = norm_at(at)
+            attention = Attention(linear_at(at + "self_attn."), norm_at(at + "self_attn."),
+                                  config, self.head_dim, *family)
+            self.layers.append(Block(attention, MLP(linear_at(at + "mlp."), config),
+                                     norm("input_layernorm", D), norm("post_attention_layernorm", D)))
+        self.norm = norm_at("model.")("norm", D)
+        tied = config.tie_word_embeddings
+        if tied and "lm_head.weight" in source.names:            # some exports store the tied matrix twice
+            source.unread.discard("lm_head.weight")
+        self.register_buffer("lm_head", self.embed_tokens if tied else
+                             source.tensor("lm_head.weight", (V, D)).to(device, self.dtype))
+        rotary = LlamaRotaryEmbedding(config)                    # transformers' own tables, scaling included
+        self.register_buffer("inv_freq", rotary.inv_freq.float().to(device))
+        self.rope_scale = rotary.attention_scaling
+
+    def forward(self, ids, positions, cache=None):
+        """ids, positions (B, T) → hidden (B, T, D) after the final norm.
+
+        With a KVCache, T new tokens are written at `positions` and attend to all that is cached before them;
+        without, the rows attend within themselves, and padding belongs on the right.
+        """
+        x = F.embedding(ids, self.embed_tokens)
+        angle = positions[..., None].float() * self.inv_freq                          # (B, T, Dh/2)
+        angle = torch.cat((angle, angle), -1)
+        cos, sin = angle.cos() * self.rope_scale, angle.sin() * self.rope_scale
+        for i, layer in enumerate(self.layers):
+            where = (positions, cos, sin, cache, i)
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                x = recompute(layer, x, *where, use_reentrant=False)
+            else:
+                x = layer(x, *where)
+        return self.norm(x)
+
+    def logits(self, hidden):
+        """(n, D) → (n, V) f32: the one way from hidden states to logits, in sampler and trainer."""
+        if hidden.is_cuda:
+            return torch.mm(hidden, self.lm_head.T, out_dtype=torch.float32)
+        return hidden @ self.lm_head.T
+
+    def logprobs(self, tokens, prompt_lengths, lengths, temperature):
+        """(B, T) tokens → log-probability of each answer token, entropy where it was drawn, both (B, T) f32.
+
+        Row b is prompt_lengths[b] prompt tokens, lengths[b] answer tokens, then padding; outside the answer
+        both results are 0. Temperature divides the logits as it did in sampling (0: as 1). The gradient goes
+        through the log-probabilities. [B, T, V] never exists: the head runs in chunks, forward and backward.
+        """
+        mask = answer_mask(tokens, prompt_lengths, lengths)
+        hidden = self(tokens, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
+        chosen = hidden[:, :-1][mask[:, 1:]]                     # (n, D): the state before each answer token
+        logprobs, entropy = ChunkedLogprobs.apply(chosen, tokens[mask], self.logits, self.lm_head,
+                                                  temperature or 1.0)
+        zeros = torch.zeros(tokens.shape, device=tokens.device)
+        return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropy)
+
+
+class ChunkedLogprobs(torch.autograd.Function):
+    """log softmax(h @ W.T / temperature)[target] and the entropy, a chunk of rows at a time.
+
+    hidden (n, D), targets (n,) → (n,), (n,) f32. Backward makes the chunk's logits again:
+    d logprob / d logits = (onehot(target) − softmax) / temperature. W is frozen; entropy has no gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, targets, logits, weight, temperature):
+        ctx.save_for_backward(hidden, targets)
+        ctx.logits, ctx.weight, ctx.temperature = logits, weight, temperature
+        logprobs, entropy = hidden.new_empty(2, len(hidden), dtype=torch.float32)
+        for rows in _chunks(len(hidden), len(weight)):
+            z = logits(hidden[rows]) / temperature
+            log_p = z - z.logsumexp(-1, keepdim=True)
+            logprobs[rows] = log_p.gather(1, targets[rows, None])[:, 0]
+            entropy[rows] = -(log_p.exp() * log_p).sum(-1)
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        hidden, targets = ctx.saved_tensors
+        out = torch.empty_like(hidden)
+        for rows in _chunks(len(hidden), len(ctx.weight)):
+            p = (ctx.logits(hidden[rows]) / ctx.temperature).softmax(-1)
+            d = -p * (grad[rows, None] / ctx.temperature)
+            d.scatter_add_(1, targets[rows, None], grad[rows, None] / ctx.temperature)
+            out[rows] = d.to(hidden.dtype) @ ctx.weight
+        return out, None, None, None, None
+
+
+def _chunks(n, V):
+    """Slices of n rows whose logits fit into LOGITS_AT_ONCE."""
+    size = max(1, LOGITS_AT_ONCE // V)
+    return (slice(i, i + size) for i in range(0, n, size))
+
+
+def answer_mask(tokens, prompt_lengths, lengths):
+    """(B, T) bool: the answer's tokens, sampled end token included. From lengths, never from token ids."""
+    t = torch.arange(tokens.shape[1], device=tokens.device)
+    return (t >= prompt_lengths[:, None]) & (t < (prompt_lengths + lengths)[:, None])
+
+
+class KVCache:
+    """Keys and values of `batch` rows and up to `length` positions: two (layers, B, length, Hkv, Dh) tensors.
+
+    live: how many positions may be read, set by whoever decodes; attention does not look beyond it.
+    """
+
+    def __init__(self, model, batch, length):
+        c = model.config
+        shape = (c.num_hidden_layers, batch, length, c.num_key_value_heads, model.head_dim)
+        # zeros, not empty: a masked position has weight 0, and 0 · NaN would still be NaN
+        self.k, self.v = (torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(2))
+        self.live = length
+
+    def write(self, layer, k, v, positions):
+        """Put k, v (B, T, Hkv, Dh) at positions (B, T) → this layer's live k, v (B, live, Hkv, Dh)."""
+        rows = torch.arange(len(positions), device=positions.device)[:, None]
+        self.k[layer, rows, positions], self.v[layer, rows, positions] = k, v
+        return self.k[layer, :, :self.live], self.v[layer, :, :self.live]
+
+    def select(self, rows):
+        """Keep these rows, in this order; a row named several times is copied: (n,) int64."""
+        self.k, self.v = self.k[:, rows], self.v[:, rows]
+
+
+def _family(config):
+    """→ (qkv bias, o bias, head norm). ValueError where this decoder does not compute what the model does."""
+    name = (config.architectures or ["a model without a named architecture"])[0]
+    if name not in FAMILIES:
+        raise ValueError(f"{name} is not supported: this decoder is {', '.join(FAMILIES)}")
+    rope_type = config.rope_parameters.get("rope_type", "default")
+    refused = {
+        "hidden_act": getattr(config, "hidden_act", "silu") != "silu",
+        "mlp_bias": getattr(config, "mlp_bias", False),
+        "use_sliding_window": getattr(config, "use_sliding_window", False),
+        "rope_parameters": rope_type not in ("default",
+                                             *(ROPE_INIT_FUNCTIONS.keys() - {"dynamic", "longrope"})),
+    }
+    for key, bad in refused.items():
+        if bad:
+            raise ValueError(f"{name} with {key}={getattr(config, key)!r} is not supported by this decoder")
+    return FAMILIES[name](config)

@@ -1,0 +1,205 @@
+"""python -m pytest tests/test_lora.py"""
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import tiny_checkpoint
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import lora
+import model as decoder
+
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+IDS = torch.arange(24).view(2, 12) * 7 % 97
+
+
+def load(folder, rank=4, alpha=8, seed=0):
+    return decoder.load(str(folder), quant="bf16", rank=rank, alpha=alpha, seed=seed)
+
+
+def logits(model):
+    return model.logits(model(IDS, torch.arange(12).expand(2, 12)))
+
+
+def randomise(model):
+    """A B ≠ 0 of the size at which the adapter moves the logits by about as much as they are."""
+    for layer in lora.lora_layers(model).values():
+        layer.lora_B.data.normal_(0, .2)
+    lora.refresh(model)
+    return model
+
+
+def fused_layer(dtype=torch.float64, rank=3):
+    base = nn.Linear(20, 28, bias=False, dtype=dtype).requires_grad_(False)
+    layer = lora.LoRALinear(base, rank, alpha=6, splits=(16, 8, 4), dtype=dtype).to(dtype)
+    layer.lora_B.data.normal_()
+    return layer
+
+
+def test_an_adapter_worked_out_by_hand():
+    """W = I, rank 1, alpha 2: y = x + 2 · (A·x) B, with A·x = 1·3 + 2·4 = 11."""
+    base = nn.Linear(2, 2, bias=False).requires_grad_(False)
+    base.weight.copy_(torch.eye(2))
+    layer = lora.LoRALinear(base, rank=1, alpha=2)
+    layer.lora_A.data, layer.lora_B.data = torch.tensor([[1.0, 2.0]]), torch.tensor([[.5], [-1.0]])
+    assert layer(torch.tensor([3.0, 4.0])).tolist() == [3 + 11, 4 - 22]
+
+
+def test_a_fresh_adapter_is_the_identity_and_alone_is_trained(tmp_path):
+    """lora_B = 0 gives the oracle's logits (fp32, 1e-4); seed decides lora_A, within ±1/√K; rank 64 works."""
+    oracle = tiny_checkpoint(tmp_path)
+    model = load(tmp_path, rank=64, alpha=64)
+    assert (logits(model) - oracle(IDS).logits).abs().max() < 1e-4
+    with lora.disabled(model):
+        base = logits(model)
+    assert torch.equal(logits(model), base)
+    assert {n.rpartition(".")[2] for n, p in model.named_parameters()} == {"lora_A", "lora_B"}
+    assert all(p.requires_grad and p.dtype == torch.float32 for p in model.parameters())
+    layers, other = lora.lora_layers(model), lora.lora_layers(load(tmp_path, rank=64, seed=1))
+    assert len(layers) == 4 * 3
+    for name, layer in layers.items():
+        bound = layer.base.in_features ** -.5
+        # the largest of 4 096 uniform numbers or more stays below .99 of the bound with probability e⁻⁴¹
+        assert .99 * bound < layer.lora_A.abs().max() <= bound
+        assert not torch.equal(layer.lora_A, other[name].lora_A) and layer.lora_B.abs().max() == 0
+
+
+def test_a_fused_adapter_equals_separate_ones_and_the_merged_matrix():
+    """Forward and every gradient, in float64: nothing but the order of sums of 20 may differ (1e-12)."""
+    layer, x = fused_layer(), torch.randn(5, 7, 20, dtype=torch.float64, requires_grad=True)
+    W, A, B = layer.base.weight, layer.lora_A.detach().split(3), layer.lora_B.detach().split((16, 8, 4))
+    parts = []
+    for w, a, b in zip(W.split((16, 8, 4)), A, B, strict=True):
+        part = lora.LoRALinear(nn.Linear(20, len(w), bias=False).requires_grad_(False), 3, 6).double()
+        part.base.weight.data, part.lora_A.data, part.lora_B.data = w, a, b
+        parts.append(part)
+    y, apart = layer(x), torch.cat([part(x) for part in parts], -1)
+    merged = W + torch.cat([6 / 3 * b @ a for a, b in zip(A, B, strict=True)])
+    assert (y - apart).abs().max() < 1e-12 and (y - F.linear(x, merged)).abs().max() < 1e-12
+    dy = torch.randn_like(y)
+    dx, dA, dB = torch.autograd.grad(y, (x, layer.lora_A, layer.lora_B), dy)
+    separate = torch.autograd.grad(apart, [x] + [p for part in parts for p in (part.lora_A, part.lora_B)], dy)
+    for got, want in ((dx, separate[0]), (dA, torch.cat(separate[1::2])), (dB, torch.cat(separate[2::2]))):
+        assert (got - want).abs().max() < 1e-12 * want.abs().max() * 35
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_sampler_reads_copies_that_refresh_rewrites_in_place(dtype):
+    """Stale before refresh, equal to the training forward to the bit after it, at the same address."""
+    layer, x = fused_layer(torch.float32), torch.randn(5, 20).to(dtype)
+    layer = lora.LoRALinear(layer.base.to(dtype), 3, 6, layer.splits, dtype)
+    addresses = layer.copy_A.data_ptr(), layer.copy_B.data_ptr()
+    layer.lora_A.data.normal_()
+    layer.lora_B.data.normal_()
+    with torch.no_grad():
+        stale = layer(x)
+    assert torch.equal(stale, layer.base(x)) and not torch.equal(layer(x).detach(), stale)
+    layer.refresh()
+    with torch.no_grad():
+        assert torch.equal(layer(x), torch.enable_grad()(layer)(x).detach())
+    assert (layer.copy_A.data_ptr(), layer.copy_B.data_ptr()) == addresses
+    assert layer.copy_A.dtype == dtype and layer.lora_A.dtype == torch.float32
+
+
+def test_the_reference_policy_is_the_frozen_base_whatever_was_learnt(tmp_path):
+    """With the adapter off: the policy before step 1, and still that one after three optimizer steps.
+
+    The sampler's logits follow the trainer's after refresh; an exception in `disabled` turns it back on.
+    """
+    tiny_checkpoint(tmp_path)
+    model = load(tmp_path)
+    with lora.disabled(model):
+        reference = logits(model).detach()
+    assert torch.equal(reference, logits(model))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        logits(model).square().mean().backward()
+        optimizer.step()
+    trained = logits(model).detach()
+    with torch.no_grad():
+        assert torch.equal(logits(model), reference)                   # stale: the copies are those of step 0
+        lora.refresh(model)
+        assert torch.equal(logits(model), trained) and not torch.equal(trained, reference)
+    with pytest.raises(KeyError), lora.disabled(model):
+        assert torch.equal(logits(model), reference)
+        raise KeyError
+    assert torch.equal(logits(model), trained)
+
+
+def test_tied_embeddings_are_neither_adapted_nor_quantised(tmp_path):
+    """lm_head is the embedding's storage with the checkpoint's numbers; only the projections are adapted."""
+    oracle = tiny_checkpoint(tmp_path, "qwen2", tie_word_embeddings=True)
+    model = decoder.load(str(tmp_path), quant="nvfp4", rank=4, alpha=4)
+    assert model.lm_head.data_ptr() == model.embed_tokens.data_ptr()
+    assert torch.equal(model.lm_head, oracle.lm_head.weight) and type(model.lm_head) is torch.Tensor
+    adapted = {name.split(".")[-3] for name in lora.adapter_tensors(model)}
+    assert adapted == set(PROJECTIONS) and len(lora.adapter_tensors(model)) == 2 * 7 * 3
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_peft_reads_our_adapter_and_we_read_its(family, tmp_path):
+    """Both ways logits agree within 1e-4 with transformers' fp32 model under PEFT, with B ≠ 0 everywhere."""
+    import peft
+    base, ours, theirs = tmp_path / "base", tmp_path / "ours", tmp_path / "theirs"
+    oracle = tiny_checkpoint(base, family)
+    plain = oracle(IDS).logits
+    model = randomise(load(base))
+    lora.save_adapter(model, ours, base)
+    assert sorted(f.name for f in ours.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    wrapped = peft.PeftModel.from_pretrained(oracle, ours)
+    with torch.no_grad():
+        assert (wrapped(IDS).logits - logits(model)).abs().max() < 1e-4
+        assert (wrapped(IDS).logits - plain).abs().mean() > .1
+
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=PROJECTIONS, init_lora_weights=False)
+    wrapped = peft.get_peft_model(tiny_checkpoint(base, family), config).eval()
+    wrapped.save_pretrained(theirs)
+    lora.load_adapter(model, theirs)
+    with torch.no_grad():
+        assert (wrapped(IDS).logits - logits(model)).abs().max() < 1e-4
+    lora.save_adapter(model, ours)
+    a, b = (load_file(folder / "adapter_model.safetensors") for folder in (ours, theirs))
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def edit_config(**changes):
+    def edit(folder):
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return edit
+
+
+def edit_tensors(change):
+    def edit(folder):
+        file = folder / "adapter_model.safetensors"
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file)
+    return edit
+
+
+LAST = "base_model.model.model.layers.2.self_attn.v_proj.lora_B.weight"
+
+
+@pytest.mark.parametrize("damage, words", [
+    (lambda folder: (folder / "adapter_config.json").unlink(), "no adapter_config.json"),
+    (lambda folder: (folder / "adapter_model.safetensors").unlink(), "no adapter_model.safetensors"),
+    (edit_config(peft_type="LOHA"), "peft_type='LOHA'"), (edit_config(r=8), "r=8; this model takes 4"),
+    (edit_config(lora_alpha=16), "lora_alpha=16; this model takes 8"), (edit_config(use_dora=1), "use_dora"),
+    (edit_config(rank_pattern={"q_proj": 2}), "rank_pattern={'q_proj': 2}"),
+    (edit_tensors(lambda t: t.pop(LAST)), f"1 tensors .* {LAST}"),
+    (edit_tensors(lambda t: t.update({LAST + "x": t[LAST].clone()})), f"1 tensors .* {LAST}x"),
+    (edit_tensors(lambda t: t.update({LAST: torch.zeros(5, 4)})), rf"{LAST} is \(5, 4\), .*\(32, 4\)")])
+def test_an_adapter_that_does_not_fit_is_refused_and_leaves_the_model_alone(damage, words, tiny, tmp_path):
+    """One sentence names what is wrong, and not one tensor has been read in by then."""
+    lora.save_adapter(randomise(load(tiny)), tmp_path)
+    damage(tmp_path)
+    model = randomise(load(tiny))
+    before = logits(model)
+    with pytest.raises(ValueError, match=words) as error:
+        lora.load_adapter(model, tmp_path)
+    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+    assert torch.equal(logits(model), before)

@@ -1,0 +1,228 @@
+"""python -m pytest tests/test_model.py -q"""
+import math
+
+import pytest
+import torch
+from conftest import tiny_checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
+
+import checkpoint
+import lora
+import model
+import nvfp4
+from rollout import Sampler
+
+FAMILY = {"llama": ("llama", {}), "llama, biases": ("llama", {"attention_bias": True}),
+          "qwen2": ("qwen2", {}),
+          "qwen2.5, tied": ("qwen2", {"tie_word_embeddings": True}), "qwen3": ("qwen3", {"head_dim": 24}),
+          "qwen3, biases": ("qwen3", {"head_dim": 24, "attention_bias": True})}
+SHORT = {"original_max_position_embeddings": 32}
+ROPE = {"default": {}, "linear": {"factor": 2.0}, "yarn": {"factor": 4.0} | SHORT,
+        "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | SHORT}
+END = 2                                                  # the tiny models' end token, and their padding
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    source = checkpoint.open("smollm2")
+    oracle = AutoModelForCausalLM.from_pretrained(source.folder, gguf_file=source.path.name,
+                                                  dtype=torch.float32)
+    return model.load(source, quant="bf16", rank=2), oracle.eval(), source.tokenizer()
+
+
+def load(folder, quant="bf16", learned=True):
+    """A Decoder; `learned` moves lora_B away from 0, so that the adapter takes part."""
+    m = model.load(str(folder), quant=quant, rank=4, alpha=8)
+    if learned:
+        for layer in lora.lora_layers(m).values():
+            layer.lora_B.data.normal_(0, 0.05)
+        lora.refresh(m)
+    return m
+
+
+@torch.no_grad()
+def check_against(oracle, m, ids, tolerance=1e-4):
+    """Logits and 50 greedy tokens. fp32 sums in another order differ by 1e-5, a wrong pair in RoPE by 0.1."""
+    ours = m.logits(m(ids, torch.arange(ids.shape[1]).expand_as(ids)).flatten(0, 1)).view(*ids.shape, -1)
+    assert (ours - oracle(ids).logits).abs().max() < tolerance
+    oracle.generation_config.eos_token_id = None
+    for row in ids:
+        theirs = oracle.generate(row[None], attention_mask=torch.ones_like(row[None]), max_new_tokens=50,
+                                 do_sample=False)
+        assert Sampler(m).generate([row.tolist()], 1, 50, 0.0, [], 0, 0).tokens.tolist() == theirs.tolist()
+
+
+def answers(m):
+    """Rows with an end token inside the prompt or at the answer's end, with no answer, padded with junk."""
+    prompts, lengths = torch.tensor([5, 1, 9, 3, 7]), torch.tensor([11, 1, 6, 0, 4])
+    tokens = torch.randint(3, m.config.vocab_size, (5, 19))
+    tokens[0, 2] = tokens[2, 4] = tokens[1, 1] = tokens[2, 14] = END
+    return tokens, prompts, lengths
+
+
+def alone(m, tokens, prompts, lengths, temperature):
+    """(logprobs, entropy) by definition: a row at a time, without padding, whole logits, float64."""
+    result = torch.zeros(2, *tokens.shape, dtype=torch.float64)
+    for b, (p, n) in enumerate(zip(prompts.tolist(), lengths.tolist(), strict=True)):
+        ids = tokens[b:b + 1, :p + n]
+        log_p = (m.logits(m(ids, torch.arange(p + n)[None])[0]).double() / temperature).log_softmax(-1)
+        for t in range(p, p + n):
+            result[0, b, t] = log_p[t - 1, ids[0, t]]
+            result[1, b, t] = -(log_p[t - 1].exp() * log_p[t - 1]).sum()
+    return result
+
+
+@pytest.mark.parametrize("rope", ROPE)
+@pytest.mark.parametrize("family", FAMILY)
+def test_logits_and_50_greedy_tokens_equal_transformers(tmp_path, family, rope):
+    """Every family, with every RoPE scaling."""
+    name, changes = FAMILY[family]
+    changes = changes | {"rope_parameters": {"rope_type": rope, "rope_theta": 10000.0} | ROPE[rope]}
+    oracle = tiny_checkpoint(tmp_path, name, **changes)
+    check_against(oracle, load(tmp_path, learned=False), torch.randint(97, (2, 61)))
+
+
+def test_smollm2_equals_transformers(smollm2):
+    """The default model, past its end token too. GGUF's order of q and k rows is right, or this fails."""
+    m, oracle, tokenizer = smollm2
+    prompts = [checkpoint.encode(tokenizer, text) for text in ("What is 7 * 8?", "Name a colour, in a word!")]
+    n = min(map(len, prompts))
+    check_against(oracle, m, torch.tensor([p[-n:] for p in prompts]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shard", ["30KB", "5GB"])
+def test_sharded_and_half_precision_checkpoints_load(tmp_path, shard, dtype):
+    """One file or many, stored in any floating type, computed in fp32 from the stored values."""
+    whole = tiny_checkpoint(tmp_path / "whole", "qwen3", head_dim=24)
+    whole.to(dtype).save_pretrained(tmp_path, max_shard_size=shard)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 5) == (shard == "30KB")
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    check_against(oracle, load(tmp_path, learned=False), torch.randint(97, (1, 21)))
+
+
+@pytest.mark.parametrize("quant", ["nvfp4", "rtn"])
+def test_a_quantised_model_is_the_model_with_rounded_weights(tmp_path, quant):
+    """All seven projections and nothing else, with one global scale for q, k, v and one for gate, up."""
+    oracle = tiny_checkpoint(tmp_path, "qwen2", tie_word_embeddings=True)
+    for layer in oracle.model.layers:
+        a, f = layer.self_attn, layer.mlp
+        for group in ((a.q_proj, a.k_proj, a.v_proj), (a.o_proj,), (f.gate_proj, f.up_proj), (f.down_proj,)):
+            shared = nvfp4.shared_global_scale(*(linear.weight for linear in group))
+            for linear in group:
+                q = nvfp4.quantize(linear.weight.data, model.QUANT[quant], shared)
+                linear.weight.data = nvfp4.dequantize(q, torch.float32)
+    check_against(oracle, load(tmp_path, quant, learned=False), torch.randint(97, (2, 33)))
+
+
+def test_tied_embeddings_are_one_tensor(tmp_path):
+    """lm_head shares embed_tokens' storage, neither is quantised or adapted; untied ones are two tensors."""
+    oracle = tiny_checkpoint(tmp_path / "tied", "qwen2", tie_word_embeddings=True)
+    m = load(tmp_path / "tied", "nvfp4")
+    assert m.lm_head.data_ptr() == m.embed_tokens.data_ptr() and torch.equal(m.lm_head, oracle.lm_head.weight)
+    assert len(lora.lora_layers(m)) == 4 * len(m.layers)
+    tiny_checkpoint(tmp_path / "untied")
+    m = load(tmp_path / "untied")
+    assert not torch.equal(m.lm_head, m.embed_tokens)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_logprobs_and_entropy_are_those_of_each_row_alone(tiny, monkeypatch, temperature):
+    """log_softmax(logits / T) at the answer's tokens, its end token too; 0 elsewhere; whatever the chunk."""
+    m = load(tiny)
+    tokens, prompts, lengths = answers(m)
+    with torch.no_grad():
+        ref = alone(m, tokens, prompts, lengths, temperature)
+        for at_once in (model.LOGITS_AT_ONCE, 5 * 97):
+            monkeypatch.setattr(model, "LOGITS_AT_ONCE", at_once)
+            result = torch.stack(m.logprobs(tokens, prompts, lengths, temperature))
+            # |logits / T| < 16: a rounding is at most 2⁻²¹ = 5e-7, and there are a dozen. In bf16 it is 2⁻⁵
+            assert (result - ref).abs().max() < 6e-6
+    mask = model.answer_mask(tokens, prompts, lengths)
+    assert mask.sum(1).tolist() == lengths.tolist() and mask[1, 1] and mask[2, 14]
+    assert (result[:, ~mask] == 0).all() and (result[0, mask] < 0).all()
+
+
+def test_neither_padding_nor_other_rows_matter(tiny):
+    """Other junk in the padding changes no bit; a long junk row, more columns, batch 1: 1e-5 at most."""
+    m = load(tiny)
+    tokens, prompts, lengths = answers(m)
+    t = torch.arange(19)
+    junk = torch.where(t >= (prompts + lengths)[:, None], torch.randint(97, (5, 19)), tokens)
+    wide = torch.cat([torch.nn.functional.pad(tokens, (0, 40)), torch.randint(97, (3, 59))])
+    with torch.no_grad():
+        base = m.logprobs(tokens, prompts, lengths, 1.0)[0]
+        assert torch.equal(base, m.logprobs(junk, prompts, lengths, 1.0)[0]) and not torch.equal(junk, tokens)
+        eight = m.logprobs(wide, torch.cat([prompts, torch.tensor([3, 1, 50])]),
+                           torch.cat([lengths, torch.tensor([56, 2, 9])]), 1.0)[0]
+        one = torch.cat([m.logprobs(tokens[[b]], prompts[[b]], lengths[[b]], 1.0)[0] for b in range(5)])
+    assert (eight[:5, :19] - base).abs().max() < 1e-5 and (one - base).abs().max() < 1e-5
+    assert (eight[:5, 19:] == 0).all()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_equal_the_plain_computation(tiny, monkeypatch, checkpointing):
+    """Chunked backward, with and without gradient checkpointing, against autograd over whole logits."""
+    m = load(tiny)
+    tokens, prompts, lengths = answers(m)
+    weight = torch.randn(tokens.shape)
+    parameters = [p for p in m.parameters() if p.requires_grad]
+    assert len(parameters) == 2 * 4 * 3
+    ref = torch.autograd.grad((alone(m, tokens, prompts, lengths, 0.7)[0] * weight).sum(), parameters)
+    monkeypatch.setattr(model, "LOGITS_AT_ONCE", 5 * 97)
+    m.gradient_checkpointing = checkpointing
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        logprobs = m.logprobs(tokens, prompts, lengths, 0.7)[0]
+    assert (len(saved) < 40) == checkpointing      # each layer's inputs, or what every operation needs
+    ours = torch.autograd.grad((logprobs * weight).sum(), parameters)
+    for a, b in zip(ours, ref, strict=True):
+        assert (a - b).norm() / b.norm() < 1e-5            # fp32 sums of 22 terms: measured 1e-6
+
+
+def test_the_end_token_is_trained(tiny):
+    """An answer that is nothing but the end token moves the adapter."""
+    m = load(tiny)
+    tokens = torch.tensor([[5, END, 7, END]])
+    m.logprobs(tokens, torch.tensor([3]), torch.tensor([1]), 1.0)[0].sum().backward()
+    assert all(layer.lora_B.grad.norm() > 1e-3 for layer in lora.lora_layers(m).values())
+
+
+def test_logits_of_all_tokens_never_exist(tmp_path, monkeypatch):
+    """Neither forward nor backward makes a tensor larger than the head; [n, V] would be four times that."""
+    tiny_checkpoint(tmp_path, vocab_size=1024, num_hidden_layers=1)
+    m = load(tmp_path)
+    monkeypatch.setattr(model, "LOGITS_AT_ONCE", 16 * 1024)
+    largest = [0]
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            largest.extend(t.numel() for t in tree_leaves(out) if torch.is_tensor(t))
+            return out
+
+    with Record():
+        tokens, ones = torch.randint(1024, (4, 65)), torch.ones(4, dtype=torch.long)
+        m.logprobs(tokens, ones, 64 * ones, 1.0)[0].sum().backward()
+    assert max(largest) <= m.lm_head.numel() == 4 * 64 * 1024 / 4
+
+
+def test_a_three_word_language_gives_its_own_table(tmp_path):
+    """Where attention and MLP add nothing, j follows i with probability table[i, j]: no shift by one."""
+    table = torch.tensor([[.5, .25, .25], [.1, .2, .7], [.6, .3, .1]])
+    tiny_checkpoint(tmp_path, vocab_size=3, num_hidden_layers=1)
+    m = load(tmp_path, learned=False)
+    m.layers[0].self_attn.o_proj.base.weight.zero_()
+    m.layers[0].mlp.down_proj.base.weight.zero_()
+    m.embed_tokens.zero_()[:, :3] = torch.eye(3)
+    m.norm.weight.fill_(1)                                 # the norm makes 8 of 1, as D is 64
+    m.lm_head.zero_()[:, :3] = table.log().T / 8
+    tokens = torch.tensor([[0, 1, 2, 0, 1]])
+    logprobs, _ = m.logprobs(tokens, torch.tensor([2]), torch.tensor([3]), 1.0)
+    # the norm's eps of 1e-6 beside a mean square of 1/64 is 3e-5 of the logits' 0.2 to 2.3
+    torch.testing.assert_close(logprobs.exp(), torch.tensor([[1, 1, .7, .6, .25]]), atol=1e-4, rtol=0)
+    m.lm_head.zero_()
+    entropy = m.logprobs(tokens, torch.tensor([1]), torch.tensor([4]), 0.7)[1]
+    assert (entropy[0, 1:] - math.log(3)).abs().max() < 1e-6 and entropy[0, 0] == 0
