@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 
 
-def rms_norm(x, weight, eps):
-    """x / rms(x) · weight over the last axis, in fp32, back in the dtype of x. weight (D,) f32."""
+def rms_norm(x, weight, eps, dtype=None):
+    """x / rms(x) · weight over the last axis, in fp32; the result in `dtype`, else x's. weight (D,) f32."""
     wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(dtype or x.dtype)
 
 
 def rope(x, cos, sin):

