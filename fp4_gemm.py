@@ -3,33 +3,33 @@
     W[n, k] = E2M1[code[n, k]] · block_scale[n, k // 16] · global_scale[n]
 
 With few rows in x (a decode step) a linear layer takes as long as its weight takes to arrive: 0.5625 byte a
-weight instead of bf16's 2. So 3.56 times the speed is the bound, on an H200 (4.3 TB/s, 790 TFLOP/s) up to about
-50 rows. To come near it a kernel may spend 4 instructions on a weight; this one spends 3.
+weight instead of bf16's 2. So 3.56 times the speed is the bound, on an H200 (4.3 TB/s, 790 TFLOP/s) up to 50
+rows or so. To come near it a kernel may spend 4 instructions on a weight; this one spends 3.
 
 A word holds 8 codes, placed so that few operations turn them into bf16. A bf16 is s eeeeeeee mmmmmmm; a code
 is s ee m with bias 1, and ee = 0 means 0 or ½. With s in bit 15 and eem in bits 8..6 the bf16 is worth
-v · 2^-126 exactly, the subnormal ½ included: the right bits, read with bias 127. A half word takes three codes
+v · 2^-126 exactly, the subnormal ½ included: the right bits, read with bias 127. A half word has three codes
 like that, shifted by 0, 3 and 6, and a fourth (marked ') in the bits that are left:
 
     bit    15  14  13  12  11  10   9   8   7   6   5   4   3   2   1   0    of sub-tile 0, 1, 2 or 3'
            s0  m'  s'  s1  e'  e'  s2  e0  e0  m0  e1  e1  m1  e2  e2  m2
 
 A tile of 128 columns is four sub-tiles of 32. Half h (0 low, 1 high) of word j holds element 2j + h of
-sub-tiles 0, 1, 2 and element 2j + 1 - h of sub-tile 3. Nine integer operations make four pairs of bf16, each a
-pair of neighbours in k, as a tensor core's register wants it (& and | together are one LOP3):
+sub-tiles 0, 1, 2 and element 2j + 1 - h of sub-tile 3. Nine integer operations make four pairs of bf16, each
+a pair of neighbours in k, as a tensor core's register wants it (& and | together are one LOP3):
 
     t0 = w & 81C081C0    t1 = w << 3 & 81C081C0    t2 = w << 6 & 81C081C0                     1 + 2 + 2
     q  = (w & 6C006C00) · (2^18 + 2^13 + 2^8)      64 bits; no two bits meet, and one copy        2
     t3 = low(q) & 81C00000 | high(q) & 81C0        of each bit is in place, halves swapped        2
 
 A block scale, (1 + m/8) · 2^e in e4m3, becomes the byte (e + 9) << 3 | m: five exponent bits, so that e4m3's
-subnormals are normal. Below exponent bits 7000 it is a bf16 worth s · 2^106, and t · s = v · s · 2^-20: normal,
-and exact, since 2 · 4 significant bits fit in bf16's 8. 2^20 · global_scale waits for the fp32 epilogue.
+subnormals are normal. Below exponent bits 7000 it is a bf16 worth s · 2^106, and t · s = v · s · 2^-20 is
+normal and exact: 2 · 4 significant bits fit in bf16's 8. 2^20 · global_scale waits for the fp32 epilogue.
 
 The kernel computes y.T = W @ x.T: a tensor core's wide side must be the weights when M is small. Several CTAs
-share a row of tiles (split-K); each leaves fp32 sums, and the last to arrive adds them in a fixed order. LoRA's
-x @ A.T is a small kernel beside which the large one runs, to add the product with B in its epilogue. For many
-rows, and in backward, the weight is decoded to bf16 for the moment of one cuBLAS call.
+share a row of tiles (split-K); each leaves fp32 sums, and the last to arrive adds them in a fixed order. The
+kernel for LoRA's x @ A.T is small, and the large one, which multiplies by B in its epilogue, runs beside it.
+For many rows, and in backward, the weight is decoded to bf16 for the moment of one cuBLAS call.
 
 Left out: 4-bit activations (Hopper's tensor cores have no FP4), experts.  Needs: torch; on a GPU also triton.
 """
@@ -41,14 +41,14 @@ import torch.nn.functional as F
 try:
     import triton
     import triton.language as tl
-except ImportError:                                  # the CPU path needs no triton
-    triton = tl = None
-jit = triton.jit if triton else lambda fn: fn
-constexpr = tl.constexpr if triton else int
+    from triton import jit
+    from triton.language import constexpr
+except ImportError:      # the CPU path needs no triton
+    jit, constexpr = (lambda kernel: kernel), int
 
 BLOCK = 16               # weights that share a scale
 ROWS, COLS = 64, 128     # weights of a tile: 4 KB of words and 512 B of scales, each in one piece
-EXPONENT = 0x70007000    # an argument, no constant: ptxas merges AND and OR if one of the masks is in a register
+EXPONENT = 0x70007000    # an argument, no constant: ptxas merges AND and OR if one mask is in a register
 
 
 # --- the packed format
@@ -67,45 +67,37 @@ class PackedNVFP4:
 
 def pack(*qs):
     """Tuples (packed (N_i, K/2) u8, block_scale (N_i, K/16) e4m3, global_scale f32 ()) → one PackedNVFP4."""
-    parts = [tuple(q) for q in qs]
-    K, device = 2 * parts[0][0].shape[1], parts[0][0].device
+    codes, block_scales, global_scales = zip(*qs, strict=True)
+    K, device, sizes = 2 * codes[0].shape[1], codes[0].device, tuple(map(len, codes))
     if K % BLOCK:
         raise ValueError(f"K={K} must be a multiple of {BLOCK}, the weights that share a scale")
-    for p, s, g in parts:
-        dtypes, devices = (p.dtype, s.dtype), {p.device, s.device, g.device}
-        if dtypes != (torch.uint8, torch.float8_e4m3fn) or devices != {device}:
-            raise ValueError(f"codes and scales are {dtypes} on {devices}, not uint8 and float8_e4m3fn on {device}")
-        if p.shape[1] * 2 != K or s.shape != (p.shape[0], K // BLOCK):
-            raise ValueError(f"codes {tuple(p.shape)} and scales {tuple(s.shape)} do not make (N, {K})")
-    sizes = tuple(p.shape[0] for p, _, _ in parts)
+    for c, s, g in qs:
+        found = c.dtype, s.dtype, {c.device, s.device, g.device}, (*c.shape, *s.shape)
+        if found != (torch.uint8, torch.float8_e4m3fn, {device}, (len(c), K // 2, len(c), K // BLOCK)):
+            raise ValueError(f"codes and scales {found} do not make (N, {K}) on {device}")
     pad_k, pad_n = -K % COLS, -sum(sizes) % ROWS
-    byte = F.pad(torch.cat([p for p, _, _ in parts]), (0, pad_k // 2, 0, pad_n)).int()        # (N, K/2)
-    scale = torch.cat([s.view(torch.uint8) for _, s, _ in parts])                             # (N, K/16)
+    byte = F.pad(torch.cat(codes), (0, pad_k // 2, 0, pad_n)).int()                           # (N, K/2)
+    scale = torch.cat([s.view(torch.uint8) for s in block_scales])                            # (N, K/16)
     scale = F.pad(scale, (0, pad_k // BLOCK, 0, pad_n)).int()
-    if (scale > 0x7E).any():
-        raise ValueError("a block scale is negative or NaN")
+    assert not (scale > 0x7E).any(), "a block scale is negative or NaN"
     n, k = byte.shape[0] // ROWS, scale.shape[1] * BLOCK // COLS
     code = torch.stack((byte & 15, byte >> 4), -1).view(*scale.shape, BLOCK)
     code = code * (scale > 0)[..., None]             # no stored scale means 0: a zero block has zero codes
-    a, b, c, d = code.view(n, ROWS, k, 4, 16, 2).transpose(1, 2).unbind(3)                    # (n, k, 64, 16, 2)
+    a, b, c, d = code.view(n, ROWS, k, 4, 16, 2).transpose(1, 2).unbind(3)                 # (n, k, 64, 16, 2)
+    a, b, c = ((f & 8) << 12 | (f & 7) << 6 for f in (a, b, c))
     d = d.flip(-1)                                   # the halves of sub-tile 3 are swapped
-    half = _spread(a) | _spread(b) >> 3 | _spread(c) >> 6 | (d & 8) << 10 | (d & 6) << 9 | (d & 1) << 14
-    words = half[..., 0] | half[..., 1] << 16
-    ue5m3 = _to_ue5m3(scale).view(n, ROWS, k, 4, 2).transpose(1, 2)                           # (n, k, 64, 4, 2)
+    half = a | b >> 3 | c >> 6 | (d & 8) << 10 | (d & 6) << 9 | (d & 1) << 14
+    words = (half[..., 0] | half[..., 1] << 16).contiguous()
+    s = _to_ue5m3(scale).view(n, ROWS, k, 4, 2).transpose(1, 2)                             # (n, k, 64, 4, 2)
     # sub-tiles in the order 0 2 1 3: one shift places two scales in the two half words
-    scales = ue5m3[..., 0, :] | ue5m3[..., 2, :] << 8 | ue5m3[..., 1, :] << 16 | ue5m3[..., 3, :] << 24
-    rows = [g.reshape(1).float().expand(size) for (_, _, g), size in zip(parts, sizes, strict=True)]
-    return PackedNVFP4(words.contiguous(), scales.contiguous(), torch.cat(rows), sizes, (sum(sizes), K),
-                       counters=torch.zeros(64 + 16 * n, dtype=torch.int32, device=device))
-
-
-def _spread(code):
-    """s ee m → the bf16 bits that hold it: s at 15, eem at 8..6."""
-    return (code & 8) << 12 | (code & 7) << 6
+    scales = (s[..., 0, :] | s[..., 2, :] << 8 | s[..., 1, :] << 16 | s[..., 3, :] << 24).contiguous()
+    rows = torch.cat([g.reshape(1).float().expand(n_i) for g, n_i in zip(global_scales, sizes, strict=True)])
+    counters = torch.zeros(1024 + 64 * n, dtype=torch.int32, device=device)
+    return PackedNVFP4(words, scales, rows, sizes, (sum(sizes), K), counters)
 
 
 def _to_ue5m3(byte):
-    """e4m3 → (e + 9) << 3 | m. A normal number has e + 7 already; 0 becomes 143, which no e4m3 number does."""
+    """e4m3 → (e + 9) << 3 | m. A normal number has e + 7 already; 0 becomes 143, which no other does."""
     table = torch.tensor([143, 0, 8, 12, 16, 18, 20, 22], dtype=torch.int32, device=byte.device)
     return torch.where(byte < 8, table[byte.clamp(max=7)], byte + 16)
 
@@ -113,17 +105,17 @@ def _to_ue5m3(byte):
 def unpack(packed):
     """The tuples that went into pack, bit for bit; only blocks of scale 0 come back with codes 0."""
     (N, K), (n, k) = packed.shape, packed.words.shape[:2]
-    w = torch.stack((packed.words, packed.words >> 16), -1)                                   # (n, k, 64, 16, 2)
+    w = torch.stack((packed.words, packed.words >> 16), -1)                                # (n, k, 64, 16, 2)
     fields = [(w << shift >> 12 & 8) | (w << shift >> 6 & 7) for shift in (0, 3, 6)]
     fields.append((w >> 10 & 8 | w >> 9 & 6 | w >> 14 & 1).flip(-1))
     code = torch.stack(fields, 3).transpose(1, 2).reshape(n * ROWS, k * COLS)[:N, :K]
     byte = (code[:, 0::2] | code[:, 1::2] << 4).to(torch.uint8)
-    ue5m3 = torch.stack([packed.scales >> shift & 255 for shift in (0, 16, 8, 24)], 3)        # (n, k, 64, 4, 2)
-    ue5m3 = ue5m3.transpose(1, 2).reshape(n * ROWS, k * COLS // BLOCK)[:N, :K // BLOCK]
-    # _to_ue5m3 grows from e4m3's 1 to 126, and 0's 143 comes behind them
-    e4m3 = (torch.searchsorted(_to_ue5m3(torch.arange(1, 127, device=w.device)), ue5m3.contiguous()) + 1) % 127
-    parts = zip(*(t.split(packed.sizes) for t in (byte, e4m3.to(torch.uint8), packed.global_scales)), strict=True)
-    return [(b, s.view(torch.float8_e4m3fn), g[0].clone()) for b, s, g in parts]
+    ue5m3 = torch.stack([packed.scales >> shift & 255 for shift in (0, 16, 8, 24)], 3)      # (n, k, 64, 4, 2)
+    ue5m3 = ue5m3.transpose(1, 2).reshape(n * ROWS, k * COLS // BLOCK)[:N, :K // BLOCK].contiguous()
+    table = _to_ue5m3(torch.arange(1, 127, device=w.device))     # it grows, and 0's 143 comes behind
+    scale = ((torch.searchsorted(table, ue5m3) + 1) % 127).to(torch.uint8).view(torch.float8_e4m3fn)
+    parts = zip(*(t.split(packed.sizes) for t in (byte, scale, packed.global_scales)), strict=True)
+    return [(b, s, g[0].clone()) for b, s, g in parts]
 
 
 # --- what callers use
@@ -144,29 +136,24 @@ def linear(x, packed, bias=None, lora=None, deterministic=False):
     assert x.dtype == dtype, f"x is {x.dtype}; on {x.device.type} it must be {dtype}"
     assert bias is None or bias.shape == (N,), f"bias is {tuple(bias.shape)}, expected ({N},)"
     if lora:
-        shapes = tuple(lora_A.shape), tuple(lora_B.shape)
-        fits = shapes[0] == (len(splits) * shapes[1][1], K) and shapes[1][0] == sum(splits) == N
-        assert fits, f"lora_A and lora_B {shapes} in splits {splits} do not fit a weight {packed.shape}"
-        lora_A, lora_B = lora_A.to(dtype), lora_B.to(dtype)
-    rows = x.reshape(-1, K)
-    if deterministic and len(rows) > 512:                # as many as the fused kernel takes at once
-        y = torch.cat([linear(r, packed, bias, lora, deterministic) for r in rows.split(512)])
-    elif x.is_cuda:
-        y = _Linear.apply(rows, packed, bias, lora_A, lora_B, tuple(splits), scale, deterministic)
-    else:
-        if packed._dense is None:
-            packed._dense = dequantize(packed, torch.float32)
-        y = F.linear(rows, packed._dense, bias)
-        if lora:
-            parts = _parts(y, rows @ lora_A.T, lora_B, splits)
-            y = torch.cat([y_s + scale * xa_s @ B.T for y_s, xa_s, B in parts], 1)
+        shapes = [*lora_A.shape, *lora_B.shape]
+        assert shapes == [len(splits) * shapes[3], K, sum(splits), shapes[3]] and sum(splits) == N, \
+            f"lora_A {shapes[:2]}, lora_B {shapes[2:]} and splits {splits} do not fit a weight {packed.shape}"
+        lora_A, lora_B = lora_A.to(dtype).contiguous(), lora_B.to(dtype).contiguous()
+    rows = x.reshape(-1, K).contiguous()
+    fused = x.is_cuda and (deterministic or len(rows) <= FUSED_MAX)
+    y = _Linear.apply(rows, packed, bias, lora_A, lora_B, tuple(splits), scale, fused, deterministic)
     return y.view(*x.shape[:-1], N)
 
 
 def dequantize(packed, dtype=torch.bfloat16):
     """(N, K) weights; exact in bf16 if global_scale is a power of two, else rounded once."""
+    (N, K), (n, k) = packed.shape, packed.words.shape[:2]
     if packed.words.is_cuda:
-        return _dequantize(packed, dtype)
+        out = torch.empty(N, K, dtype=dtype, device=packed.words.device)
+        _dequantize_kernel[n * k,](packed.words, packed.scales, packed.global_scales, out, N, K, k,
+                                   EXPONENT, False)
+        return out
     e2m1, rows = torch.tensor([0., .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6]), []
     for byte, scale, global_scale in unpack(packed):
         code = torch.stack((byte & 15, byte >> 4), -1).view(*scale.shape, BLOCK)
@@ -180,15 +167,14 @@ def _parts(y, xa, lora_B, splits):
 
 
 class _Linear(torch.autograd.Function):
-    """The GPU's linear. For backward it keeps x, xa = scale · x @ A.T and packed bytes, never a 16-bit weight."""
+    """Backward finds x, xa = scale · x @ A.T and the packed bytes; a GPU never keeps a 16-bit weight."""
 
     @staticmethod
-    def forward(ctx, x, packed, bias, lora_A, lora_B, splits, scale, deterministic):
-        x = x.contiguous()
-        if x.shape[0] <= FUSED_MAX or deterministic:
+    def forward(ctx, x, packed, bias, lora_A, lora_B, splits, scale, fused, deterministic):
+        if fused:
             y, xa = _fused(x, packed, bias, lora_A, lora_B, splits, scale, deterministic)
         else:
-            y = F.linear(x, _dequantize(packed, x.dtype), bias)
+            y = F.linear(x, _weight(packed, x.dtype), bias)
             xa = None if lora_A is None else (x @ lora_A.T).mul_(scale)
             for y_s, xa_s, B in [] if xa is None else _parts(y, xa, lora_B, splits):
                 y_s.addmm_(xa_s, B.T)
@@ -199,27 +185,30 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         (x, xa, lora_A, lora_B), dy, dA, dB = ctx.saved_tensors, dy.contiguous(), None, None
-        # this bf16 weight lives for one product; the allocator hands the next layer the same memory
-        dx = dy @ _dequantize(ctx.packed, dy.dtype) if ctx.needs_input_grad[0] else None
+        dx = dy @ _weight(ctx.packed, dy.dtype) if ctx.needs_input_grad[0] else None
         dbias = dy.sum(0) if ctx.needs_input_grad[2] else None
         if lora_A is not None:
             parts = _parts(dy, xa, lora_B, ctx.splits)
             dxa = torch.cat([dy_s @ B for dy_s, _, B in parts], 1).mul_(ctx.scale)            # (M, S·r)
-            dA = dxa.T @ x
-            dB = torch.cat([dy_s.T @ xa_s for dy_s, xa_s, _ in parts])
+            dA, dB = dxa.T @ x, torch.cat([dy_s.T @ xa_s for dy_s, xa_s, _ in parts])
             dx = None if dx is None else dx.addmm_(dxa, lora_A)
-        return dx, None, dbias, dA, dB, None, None, None
+        return dx, None, dbias, dA, dB, None, None, None, None
+
+
+def _weight(packed, dtype):
+    """(N, K). On a GPU it lives for one product, and the allocator hands the next layer the same memory."""
+    if packed._dense is None and not packed.words.is_cuda:
+        packed._dense = dequantize(packed, dtype)
+    return dequantize(packed, dtype) if packed._dense is None else packed._dense
 
 
 # --- launching; the numbers come from results/gemm_tune.py on an H200
 
-FUSED_MAX = 256                                  # up to so many rows, decoding inside the GEMM beats doing it before
-STAGES = {8: 4, 16: 4, 32: 4, 64: 3, 128: 3}     # TILE_M: tiles of W and x in flight
-RESIDENT = {8: 4, 16: 5, 32: 4, 64: 3, 128: 2}   # TILE_M: CTAs that an SM holds
-SPLIT_K = {(37888, 3584, 16): 2, (3584, 18944, 8): 7, (3584, 18944, 16): 10, (5120, 27648, 8): 13,
-           (5120, 27648, 64): 8, (5120, 27648, 256): 3, (3584, 3584, 8): 7, (3584, 3584, 16): 10,
-           (3584, 3584, 128): 2, (5120, 5120, 256): 3, (2048, 11008, 8): 11, (2048, 11008, 16): 8,
-           (27648, 5120, 8): 4, (27648, 5120, 16): 3}      # N, K, M rounded up: where the rule loses over 3 %
+FUSED_MAX = 256          # rows up to which decoding inside the GEMM beats decoding before it
+TILES = {8: (4, 4), 16: (5, 4), 32: (4, 4), 64: (3, 3), 128: (2, 3)}     # TILE_M: CTAs on an SM, stages
+SPLIT_K = {(37888, 3584, 16): 2, (27648, 5120, 8): 4, (27648, 5120, 16): 3, (3584, 18944, 16): 10,
+           (5120, 27648, 8): 13, (5120, 27648, 64): 8, (5120, 27648, 256): 3, (3584, 3584, 16): 10,
+           (5120, 5120, 256): 3, (2048, 11008, 8): 11, (2048, 11008, 16): 8}    # where the rule loses > 5 %
 
 
 def _tile(M, N, K, sms, wgmma, deterministic=False):
@@ -228,46 +217,37 @@ def _tile(M, N, K, sms, wgmma, deterministic=False):
     tile_m = max(16 if deterministic else 8, min(triton.next_power_of_2(M), 128 if wgmma else 32))
     m = 16 if deterministic else max(8, min(triton.next_power_of_2(M), FUSED_MAX))
     tiles = triton.cdiv(N, ROWS) * triton.cdiv(m, tile_m)
-    split = SPLIT_K.get((N, K, m)) or RESIDENT[min(m, tile_m)] * sms // tiles or (2 if m <= 16 else 1)
-    return tile_m, max(1, min(split, 14, K // (2 * COLS))), STAGES[tile_m]
+    split = SPLIT_K.get((N, K, m)) or TILES[min(m, tile_m)][0] * sms // tiles or (2 if m <= 16 else 1)
+    return tile_m, max(1, min(split, 14, K // (2 * COLS))), TILES[tile_m][1]
 
 
 def _fused(x, packed, bias, lora_A, lora_B, splits, scale, deterministic=False, tile=None):
-    """One launch, two with LoRA. x (M ≤ 512, K) → y (M, N), and xa = scale · x @ lora_A.T or None."""
+    """One launch, two with LoRA. → y (M, N), and xa = scale · x @ lora_A.T or None."""
     (M, K), (N, _), (tiles_n, tiles_k) = x.shape, packed.shape, packed.words.shape[:2]
-    gpu = torch.cuda.get_device_properties(x.device) if x.is_cuda else None                # None: the interpreter
+    gpu = torch.cuda.get_device_properties(x.device) if x.is_cuda else None      # None: Triton's interpreter
     sms, generation = (gpu.multi_processor_count, gpu.major) if gpu else (132, 0)
     tile_m, split, stages = tile or _tile(M, N, K, sms, generation in (9, 10), deterministic)
     # PDL, programmatic dependent launch: a kernel starts beside the one before it, and waits inside
     flags = {"PDL": generation >= 9, "EVEN_K": K % COLS == 0, "F32": x.dtype == torch.float32}
-    launch = {"num_warps": 4, "launch_pdl": generation >= 9}
     y, xa, rank = x.new_empty(M, N), None, 0
     if lora_A is not None:
         R, rank = lora_A.shape[0], lora_B.shape[1]
         xa_m, xa_split = max(16, min(triton.next_power_of_2(M), 64)), min(16, triton.cdiv(K, 256))
         grid = (triton.cdiv(M, xa_m), triton.cdiv(R, 32), xa_split)
-        assert grid[0] * grid[1] <= 64, f"lora_A has {R} rows; {64 // grid[0] * 32} are the most"
+        assert grid[0] * grid[1] <= 1024, f"M={M} rows and lora_A of {R} are too many for one launch"
         xa, xa_sums = x.new_empty(M, R), x.new_empty(*grid, xa_m * 32, dtype=torch.float32)
-        _shrink_kernel[grid](x, lora_A, xa, xa_sums, packed.counters, M, R, K, scale, TILE_M=xa_m, SPLIT_K=xa_split,
-                             **flags, **launch, num_stages=3)
+        _shrink_kernel[grid](x, lora_A, xa, xa_sums, packed.counters, M, R, K, scale, TILE_M=xa_m,
+                             SPLIT_K=xa_split, **flags, num_stages=3, launch_pdl=flags["PDL"])
     grid = (triton.cdiv(M, tile_m), tiles_n, split)
-    assert grid[0] <= 16 and split <= tiles_k, f"M={M} and K={K} do not allow tiles of {tile_m} rows in {split} splits"
-    sums = x.new_empty(*grid, tile_m * ROWS, dtype=torch.float32)
+    assert grid[0] <= 64 and split <= tiles_k, f"M={M}, K={K} do not suit TILE_M={tile_m}, SPLIT_K={split}"
+    sums = x.new_empty(*grid, tile_m * ROWS if split > 1 else 0, dtype=torch.float32)
     _linear_kernel[grid](x, packed.words, packed.scales, packed.global_scales, bias, xa, lora_B, y, sums,
                          packed.counters, M, N, K, tiles_k, EXPONENT, TILE_M=tile_m, SPLIT_K=split, RANK=rank,
-                         SPLITS=splits, **flags, **launch, num_stages=stages)
+                         SPLITS=splits, **flags, num_stages=stages, launch_pdl=flags["PDL"])
     return y, xa
 
 
-def _dequantize(packed, dtype):
-    (N, K), (tiles_n, tiles_k) = packed.shape, packed.words.shape[:2]
-    out = torch.empty(N, K, dtype=dtype, device=packed.words.device)
-    _dequantize_kernel[tiles_n * tiles_k,](packed.words, packed.scales, packed.global_scales, out, N, K, tiles_k,
-                                           EXPONENT, F32=not out.is_cuda, num_warps=4)
-    return out
-
-
-# --- the kernels; F32: fp32 arithmetic on the same bits, for Triton's interpreter, which has neither bf16 nor PTX
+# --- the kernels (F32: the same bits in fp32, for Triton's interpreter, which has neither bf16 nor PTX)
 
 @jit
 def _halves(t, F32: constexpr):
@@ -292,15 +272,14 @@ def _decode(words, scales, exponent, F32: constexpr):
     w1 = tl.join(*_halves((w << 3) & 0x81C081C0, F32)).reshape(64, 2, 16) * f1[:, :, None]
     w2 = tl.join(*_halves((w << 6) & 0x81C081C0, F32)).reshape(64, 2, 16) * f2[:, :, None]
     w3 = tl.join(*_halves(t3, F32)).reshape(64, 2, 16) * f3[:, :, None]
-    # line the sub-tiles up in k: registers get new names, nothing moves
     w = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(64, 32, 2, 2)
-    return w.permute(0, 2, 3, 1).reshape(64, 128)
+    return w.permute(0, 2, 3, 1).reshape(64, 128)                     # registers get new names, nothing moves
 
 
 @jit
-def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, counters, M, N, K, tiles_k, exponent,
-                   TILE_M: constexpr, SPLIT_K: constexpr, RANK: constexpr, SPLITS: constexpr, PDL: constexpr,
-                   EVEN_K: constexpr, F32: constexpr):
+def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, counters, M, N, K, tiles_k,
+                   exponent, TILE_M: constexpr, SPLIT_K: constexpr, RANK: constexpr, SPLITS: constexpr,
+                   PDL: constexpr, EVEN_K: constexpr, F32: constexpr):
     """y[m, n] = Σ_k x[m, k] W[n, k], as a tile (64, TILE_M) of y.T. Grid (M tiles, N tiles, SPLIT_K)."""
     pid_m, pid_n, pid_k = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, col = tl.arange(0, 64), tl.arange(0, 128)
@@ -325,16 +304,14 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
     for k in range(last - first):
         w = tl.load(w_ptr + k * 1024)
         s = tl.load(s_ptr + k * 128)
-        in_k = col < (128 if EVEN_K else K - (first + k) * 128)                  # all true when compiled EVEN_K
+        in_k = col < (128 if EVEN_K else K - (first + k) * 128)                  # no mask is left if EVEN_K
         xt = tl.load(x_ptr + k * 128, mask=in_k[:, None], other=0.)              # (128, TILE_M)
         acc = tl.dot(_decode(w, s, exponent, F32), xt, acc, input_precision="ieee")
         if not F32:
-            # An empty instruction that uses acc makes Triton wait for this step's wgmmas. It would leave them in
-            # flight, and ptxas let the next step's decoding overwrite registers that they read (seen on an H200).
+            # An empty instruction that uses acc makes Triton wait for this step's wgmmas. It would leave them
+            # in flight while the next step's decoding overwrites registers they read: wrong sums, on an H200.
             acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
-
-    tile = pid_n * tl.num_programs(0) + pid_m
-    acc, done = _sum_splits(acc, sums + tile * SPLIT_K * 64 * TILE_M, counters + 64 + tile, SPLIT_K)
+    acc, done = _sum_splits(acc, sums, counters + 1024, 64, TILE_M, SPLIT_K)
     if done:
         in_n, in_m = offs_n < N, (offs_m < M)[None, :]
         acc *= tl.load(global_scales + offs_n, mask=in_n, other=0.)[:, None] * 1048576.      # 2^20
@@ -354,22 +331,21 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
                                    mask=in_m & (r < RANK)[:, None], other=0.)
                     acc = tl.dot(B, xa_t, acc, input_precision="ieee")
                 begin = end
-        tl.store(y + offs_m[None, :] * N + offs_n[:, None], acc.to(y.dtype.element_ty), mask=in_m & in_n[:, None])
+        y_ptr = y + offs_m[None, :] * N + offs_n[:, None]
+        tl.store(y_ptr, acc.to(y.dtype.element_ty), mask=in_m & in_n[:, None])
 
 
 @jit
-def _sum_splits(acc, sums, counter, SPLIT_K: constexpr):
+def _sum_splits(acc, sums, counters, R: constexpr, C: constexpr, SPLIT_K: constexpr):
     """→ (sum over the CTAs of this tile, whether this CTA came last and so has it)."""
-    done = True
+    done, tile = True, tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     if SPLIT_K > 1:
-        R: constexpr = acc.shape[0]
-        C: constexpr = acc.shape[1]
-        offs = tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]
+        offs = tile * SPLIT_K * R * C + tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]
         tl.store(sums + tl.program_id(2) * R * C + offs, acc)
         tl.debug_barrier()                             # every warp has stored before this CTA arrives
-        done = tl.atomic_add(counter, 1, sem="acq_rel") == SPLIT_K - 1
+        done = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT_K - 1
         if done:
-            tl.store(counter, 0)
+            tl.store(counters + tile, 0)
             acc = tl.zeros((R, C), tl.float32)
             # .cg: L1 may hold an older launch's lines. A small tile has all its loads in flight at once
             for i in tl.range(SPLIT_K, loop_unroll_factor=SPLIT_K if R * C <= 4096 else 1, num_stages=1):
@@ -393,8 +369,7 @@ def _shrink_kernel(x, lora_A, xa, sums, counters, M, R, K, scale, TILE_M: conste
         in_k = offs_k < (128 if EVEN_K else K - i * 128)
         a = tl.load(a_ptr + i * 128, mask=in_k[None, :], other=0.)
         acc = tl.dot(a, tl.load(x_ptr + i * 128, mask=in_k[:, None], other=0.), acc, input_precision="ieee")
-    tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    acc, done = _sum_splits(acc, sums + tile * SPLIT_K * 32 * TILE_M, counters + tile, SPLIT_K)
+    acc, done = _sum_splits(acc, sums, counters, 32, TILE_M, SPLIT_K)
     if done:
         tl.store(xa + offs_m[None, :] * R + offs_r[:, None], (acc * scale).to(xa.dtype.element_ty),
                  mask=(offs_m < M)[None, :] & (offs_r < R)[:, None])
@@ -415,13 +390,11 @@ def _dequantize_kernel(words, scales, global_scales, out, N, K, tiles_k, exponen
 
 
 if __name__ == "__main__":
-    torch.manual_seed(0)
     packed = pack((torch.randint(0, 256, (256, 256), dtype=torch.uint8),
                    torch.rand(256, 32).to(torch.float8_e4m3fn), torch.tensor(2.**-3)))
     word = packed.words[0, 0, 0, 0]
     pairs = [(word << shift & 0x81C081C0 - 2**32).view(1).view(torch.bfloat16) for shift in (0, 3, 6)]
-    print(f"a word, {word.item() & 0xFFFFFFFF:032b}, holds · 2^-126:", *[(p * 2.**126).tolist() for p in pairs])
-    x = torch.randn(4, 512)
-    exact = x.double() @ dequantize(packed, torch.float64).T
-    error = ((linear(x, packed) - exact).norm() / exact.norm()).item()
-    print(f"{(packed.words.nbytes + packed.scales.nbytes) / 2**17} bytes a weight, relative error {error:.0e} on a CPU")
+    print(f"word {word.item() & 0xFFFFFFFF:032b} is, times 2^126,", *[(p * 2.**126).tolist() for p in pairs])
+    x, W = torch.randn(4, 512), dequantize(packed, torch.float64)
+    error = ((linear(x, packed) - x.double() @ W.T).norm() / (x.double() @ W.T).norm()).item()
+    print(f"{(packed.words.nbytes + packed.scales.nbytes) / 2**17} bytes a weight; error {error:.0e} (CPU)")

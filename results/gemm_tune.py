@@ -1,0 +1,107 @@
+"""Choose STAGES and SPLIT_K of fp4_gemm.py by timing them on one GPU: python results/gemm_tune.py OUT.jsonl [BENCH.jsonl]
+
+Every candidate is first compared with the product in float64 (relative error < 2^-8); a wrong one is recorded, not timed.
+Kernels are compiled beforehand, in parallel, into Triton's cache. With BENCH.jsonl, bench.py gemm follows, with the
+winners in place.
+"""
+import argparse
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from statistics import mean
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import bench  # noqa: E402
+import fp4_gemm  # noqa: E402
+
+STAGES = {8: (4, 6), 16: (4, 5, 6), 32: (3, 4), 64: (3, 4), 128: (3,)}
+
+
+def candidates(M, N, K):
+    """(TILE_M, SPLIT_K, stages): every split up to 14 that leaves two steps to each CTA and is no more than 14 CTAs an SM."""
+    tile_m = min(128, M)
+    tiles = -(-N // 64) * -(-M // tile_m)
+    most = max(1, min(14, K // 256, 14 * 132 // tiles))
+    return [(tile_m, split, s) for split in range(1, most + 1) for s in STAGES[tile_m]]
+
+
+def compile_one(job):
+    M, tile, even_k, even_tiles = job
+    tiles = max(2, tile[1])                  # the smallest K that specialises the kernel like the real one
+    while (tiles % 16 == 0) != even_tiles:
+        tiles += 1
+    K = tiles * 128 - (0 if even_k else 64)
+    x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
+    fp4_gemm._fused(x, bench.random_packed((128,), K), None, None, None, (), 0., tile=tile)
+    torch.cuda.synchronize()
+
+
+def warm_up(name, winners):
+    fp4_gemm.STAGES.update(winners[0])
+    fp4_gemm.SPLIT_K.update(winners[1])
+    with contextlib.redirect_stdout(io.StringIO()):
+        bench.gemm(argparse.Namespace(shapes=name, out=None, check=True))
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out")
+    parser.add_argument("bench", nargs="?")
+    args = parser.parse_args()
+    began = time.time()
+    rows = [(name, M) for name, (_, _, Ms) in bench.SHAPES.items()
+            for M in ((8, 16, 32, 64, 128, 256) if len(Ms) > 3 else (8, 16))]
+    jobs = {(M, tile, K % 128 == 0, -(-K // 128) % 16 == 0) for name, M in rows
+            for sizes, K, _ in [bench.SHAPES[name]] for tile in candidates(M, sum(sizes), K)}
+    pool = multiprocessing.get_context("spawn").Pool(min(14, os.cpu_count()))
+    pool.map(compile_one, sorted(jobs), chunksize=4)
+    print(f"{len(jobs)} kernels compiled in {time.time() - began:.0f} s", flush=True)
+
+    times = {}
+    log = open(args.out, "a")
+    for name, M in rows:
+        sizes, K, _ = bench.SHAPES[name]
+        N, packed = sum(sizes), bench.random_packed(sizes, K)
+        fours = [packed] + [bench.clone(packed) for _ in range(bench.copies(packed.words.nbytes) - 1)]
+        x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
+        ref = x.double() @ fp4_gemm.dequantize(packed).double().T
+        for tile in candidates(M, N, K):
+            calls = [partial(fp4_gemm._fused, x, p, None, None, None, (), 0., tile=tile) for p in fours]
+            error = bench.rel_err(calls[0]()[0], ref)
+            us = bench.graph_time(calls, 9) * 1e6 if error < 2**-8 else None
+            log.write(json.dumps({"shape": name, "N": N, "K": K, "M": M, "tile": tile, "us": us, "error": error}) + "\n")
+            times[N, K, M, *tile] = us or float("inf")
+    log.close()
+
+    stages = {}
+    for tile_m in STAGES:                    # the number of stages that loses least, on average, with its best split
+        shapes = {k[:3] for k in times if k[3] == tile_m}
+        loss = {s: mean(min(us for k, us in times.items() if k[:4] == (*shape, tile_m) and k[5] == s)
+                        / min(us for k, us in times.items() if k[:4] == (*shape, tile_m)) for shape in shapes)
+                for s in STAGES[tile_m]}
+        stages[tile_m] = min(loss, key=loss.get)
+        print("TILE_M", tile_m, {s: round(v, 3) for s, v in loss.items()})
+    splits = {}
+    for N, K, M in sorted({k[:3] for k in times}):
+        mine = {k[4]: us for k, us in times.items() if k[:3] == (N, K, M) and k[5] == stages[k[3]]}
+        splits[N, K, M] = min(mine, key=mine.get)
+        print((N, K, M), " ".join(f"{s}:{us:.1f}" for s, us in sorted(mine.items())), "→", splits[N, K, M])
+    print("STAGES =", stages, "\nSPLIT_K =", splits, flush=True)
+    if args.bench:
+        pool.map(partial(warm_up, winners=(stages, splits)), bench.SHAPES, chunksize=1)
+        print(f"ready to measure after {time.time() - began:.0f} s", flush=True)
+        fp4_gemm.STAGES.update(stages)
+        fp4_gemm.SPLIT_K.update(splits)
+        print(json.dumps(bench.gemm(argparse.Namespace(shapes="", out=args.bench, check=False))))
+
+
+if __name__ == "__main__":
+    main()
