@@ -1,13 +1,13 @@
-"""Measure. `python bench.py gemm [--out results/gemm_bench.jsonl]`; the last line of stdout is one JSON document.
+"""Measure: python bench.py gemm [--out results/gemm_bench.jsonl]. The last line of stdout is one JSON value.
 
 gemm: y = x @ W.T of fp4_gemm.py against bf16 (cuBLAS), and its distance from the bound
     max(0.5625 · N · K bytes / 4.3 TB/s, 2 · M · N · K / 790 TFLOP/s)        (both rates measured on an H200)
-A time is the median of 25 replays of a CUDA graph that walks over as many copies of the weight as spill the L2 cache.
+A time is the median of 25 replays of a CUDA graph that walks over enough copies of the weight to spill L2.
 """
 import argparse
 import json
-import os
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -43,7 +43,7 @@ SHAPES = {
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     gemm_args = commands.add_parser("gemm", help="the NVFP4 matrix product against bf16")
     gemm_args.add_argument("--out", help="append one JSON record per row to this file")
@@ -98,7 +98,7 @@ def rel_err(y, ref):
 # --- gemm
 
 def random_packed(sizes, K):
-    """A weight of random codes, and scales around 1: every value of the format, global scale a power of two."""
+    """A weight of random codes and of scales around 1; the global scale is a power of two, as ours are."""
     import fp4_gemm
     qs = [(torch.randint(0, 256, (n, K // 2), dtype=torch.uint8, device="cuda"),
            torch.randint(48, 64, (n, K // 16), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn),
@@ -134,43 +134,45 @@ def gemm(args):
         dense = [W] + [W.clone() for _ in range(copies(W.nbytes) - 1)]
         exact = W.double()
         for M in rows:
-            x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
-            ref = x.double() @ exact.T
-            xa = (x.double() @ lora_A.double().T).split(rank, 1)
-            with_lora = ref + torch.cat([a @ B.double().T for a, B in zip(xa, lora_B.split(sizes), strict=True)], 1)
-            dy = torch.randn(M, N, device="cuda", dtype=torch.bfloat16)
-            errors = {"forward": rel_err(fp4_gemm.linear(x, packed), ref),
-                      "lora": rel_err(fp4_gemm.linear(x, packed, lora=lora), with_lora),
-                      "dx": rel_err(dx(dy, packed), dy.double() @ exact)}
-            del ref, with_lora
-            # bf16's rounding of the result is below 2^-9 an element
-            if max(errors.values()) >= 2**-8:
-                sys.exit(f"{name}, M={M}: wrong results are not timed: {errors}")
+            x, dy = (torch.randn(M, n, device="cuda", dtype=torch.bfloat16) for n in (K, N))
+            check_row(f"{name}, M={M}", x, dy, packed, exact, lora)
             if args.check:
                 continue
             with torch.no_grad():
-                least = 16 if M < 2048 else 4
-                times = {"bf16": graph_time([partial(torch.nn.functional.linear, x, w) for w in dense], at_least=least),
-                         "ours": graph_time([partial(fp4_gemm.linear, x, p) for p in fours], at_least=least),
-                         "lora": graph_time([partial(fp4_gemm.linear, x, p, lora=lora) for p in fours], at_least=least)}
+                calls = {"bf16": [partial(torch.nn.functional.linear, x, w) for w in dense],
+                         "ours": [partial(fp4_gemm.linear, x, p) for p in fours],
+                         "lora": [partial(fp4_gemm.linear, x, p, lora=lora) for p in fours]}
                 if M >= 2048:
-                    times["dx bf16"] = graph_time([partial(torch.matmul, dy, w) for w in dense], at_least=least)
-                    times["dx"] = graph_time([partial(dx, dy, p) for p in fours], at_least=least)
-            bound = max(.5625 * N * K / BYTES_PER_S, 2 * M * N * K / FLOP_PER_S)
-            record = {"shape": name, "N": N, "K": K, "M": M, "bound_us": bound * 1e6, "speedup": times["bf16"] / times["ours"],
-                      **{f"{k} us".replace(" ", "_"): v * 1e6 for k, v in times.items()}, "errors": errors}
-            records.append(record)
-            line = (f"{name:>14} {M:>5} {times['bf16'] * 1e6:9.1f} {times['ours'] * 1e6:9.1f} {times['lora'] * 1e6:9.1f} "
-                    f"{bound * 1e6:9.1f} {record['speedup']:8.2f} {bound / times['ours']:8.2f} "
-                    f"{times['lora'] / times['ours']:9.2f}")
-            if "dx" in times:
-                line += f"   dx {times['dx'] * 1e6:.1f} µs, {times['dx bf16'] / times['dx']:.2f} of bf16"
-            print(line, flush=True)
+                    calls |= {"dx_bf16": [partial(torch.matmul, dy, w) for w in dense],
+                              "dx": [partial(dx, dy, p) for p in fours]}
+                us = {k: 1e6 * graph_time(c, at_least=16 if M < 2048 else 4) for k, c in calls.items()}
+            us["bound"] = 1e6 * max(.5625 * N * K / BYTES_PER_S, 2 * M * N * K / FLOP_PER_S)
+            speedup, of_bound = us["bf16"] / us["ours"], us["bound"] / us["ours"]
+            records.append({"shape": name, "N": N, "K": K, "M": M, "speedup": speedup}
+                           | {f"{kind}_us": t for kind, t in us.items()})
+            print(f"{name:>14} {M:>5}", *(f"{us[kind]:9.1f}" for kind in ("bf16", "ours", "lora", "bound")),
+                  f"{speedup:8.2f} {of_bound:8.2f} {us['lora'] / us['ours']:9.2f}",
+                  f"  dx {us['dx']:.1f} µs, {us['dx_bf16'] / us['dx']:.2f}" if "dx" in us else "", flush=True)
         del fours, dense, exact, W
     if args.out:
         with open(args.out, "a") as f:
             f.writelines(json.dumps(info | r) + "\n" for r in records)
     return info | {"speedup": {f"{r['shape']} M={r['M']}": round(r["speedup"], 2) for r in records}}
+
+
+def check_row(what, x, dy, packed, exact, lora):
+    """Stop unless forward, forward with LoRA and dx agree with float64 to 2^-8; bf16 rounds to half."""
+    import fp4_gemm
+    lora_A, lora_B, sizes, _ = lora
+    ref = x.double() @ exact.T
+    xa = (x.double() @ lora_A.double().T).split(lora_B.shape[1], 1)
+    parts = zip(xa, lora_B.double().split(sizes), strict=True)
+    delta = torch.cat([a @ B.T for a, B in parts], 1)
+    errors = {"forward": rel_err(fp4_gemm.linear(x, packed), ref),
+              "lora": rel_err(fp4_gemm.linear(x, packed, lora=lora), ref + delta),
+              "dx": rel_err(dx(dy, packed), dy.double() @ exact)}
+    if not max(errors.values()) < 2**-8:
+        sys.exit(f"{what}: wrong results are not timed: {errors}")
 
 
 def dx(dy, packed):

@@ -390,11 +390,11 @@ def _dequantize_kernel(words, scales, global_scales, out, N, K, tiles_k, exponen
 
 
 if __name__ == "__main__":
-    packed = pack((torch.randint(0, 256, (256, 256), dtype=torch.uint8),
-                   torch.rand(256, 32).to(torch.float8_e4m3fn), torch.tensor(2.**-3)))
-    word = packed.words[0, 0, 0, 0]
+    q = torch.randint(256, (256, 256)).byte(), torch.rand(256, 32).to(torch.float8_e4m3fn), torch.tensor(.125)
+    word = (packed := pack(q)).words[0, 0, 0, 0]
     pairs = [(word << shift & 0x81C081C0 - 2**32).view(1).view(torch.bfloat16) for shift in (0, 3, 6)]
-    print(f"word {word.item() & 0xFFFFFFFF:032b} is, times 2^126,", *[(p * 2.**126).tolist() for p in pairs])
+    print(f"8 codes: {word.item() & 0xFFFFFFFF:032b}; shifted by 0, 3, 6, masked, as bf16 · 2^126:",
+          *[p.mul(2.**126).tolist() for p in pairs], sep="\n")
     x, W = torch.randn(4, 512), dequantize(packed, torch.float64)
     error = ((linear(x, packed) - x.double() @ W.T).norm() / (x.double() @ W.T).norm()).item()
-    print(f"{(packed.words.nbytes + packed.scales.nbytes) / 2**17} bytes a weight; error {error:.0e} (CPU)")
+    print((packed.words.nbytes + packed.scales.nbytes) / 2**17, f"bytes a weight; relative error {error:.0e}")

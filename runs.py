@@ -264,6 +264,7 @@ def plot(folders, path):
               ("Adaptive noise", ""))
     for axis, (title, unit) in zip(axes, titles, strict=True):
         axis.set(title=title, xlabel="optimizer steps", ylabel=unit)
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8, loc="best")
     axes[0].set_ylim(-0.03, 1.03)

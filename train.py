@@ -303,9 +303,9 @@ def main(arguments):
     if config.prompts % rank_and_count()[1]:
         raise ValueError(f"--prompts {config.prompts} must be a multiple of the {rank_and_count()[1]} ranks")
     task = TASKS[config.task](config.data or None, config.operands or None)
-    run = runs.Run(config, resume=bool(config.resume), quiet=rank_and_count()[0] > 0)
     began = time.perf_counter()
     source = checkpoint.open(config.model)
+    run = runs.Run(config, resume=bool(config.resume), quiet=rank_and_count()[0] > 0)
     tokenizer, stop_ids = source.tokenizer(), source.stop_ids()
     model = load(source, config.quant, config.rank, config.alpha, device, config.seed)
     model.gradient_checkpointing = config.gradient_checkpointing

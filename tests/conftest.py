@@ -22,24 +22,25 @@ def seeded():
 @pytest.fixture(autouse=True)
 def poisoned_memory():
     """torch.empty is full of NaN, so that whoever reads what nothing wrote fails."""
-    torch.use_deterministic_algorithms(True, warn_only=True)       # fills what empty() returns; True is its default
+    torch.use_deterministic_algorithms(True, warn_only=True)       # this fills what empty() returns
     yield
     torch.use_deterministic_algorithms(False)
 
 
-TINY = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=128, eos_token_id=2, pad_token_id=2, bos_token_id=1)
+TINY = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, eos_token_id=2,
+            pad_token_id=2, bos_token_id=1)
 
 
 def tiny_checkpoint(folder, family="llama", **changes):
-    """Save a random transformers model of a supported family into `folder` → that model, in fp32, as the oracle."""
+    """Save a random transformers model of a family into `folder` → that model, in fp32, as the oracle."""
     import transformers
     name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
     config = getattr(transformers, f"{name}Config")(**(TINY | changes))
     torch.manual_seed(1)
     oracle = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():
-        for parameter_name, p in oracle.named_parameters():            # norms and biases start at 1 and 0: move them
+        for parameter_name, p in oracle.named_parameters():        # norms and biases start at 1 and 0
             p.normal_(1.0 if "norm" in parameter_name else 0.0, 0.2)
     oracle.save_pretrained(folder)
     return oracle

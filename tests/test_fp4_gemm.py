@@ -16,10 +16,10 @@ E2M1 = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, 
 
 
 def random_weight(N, K, global_scale, device="cpu", largest=126):
-    """Random codes, and block scales that are random among the e4m3 numbers up to `largest`, 0 and subnormals included."""
-    scale = torch.randint(0, largest + 1, (N, K // 16), dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
-    return (torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, device=device), scale,
-            torch.tensor(global_scale, device=device))
+    """Random codes, and scales from the e4m3 numbers 0 to `largest` (a bit pattern), subnormals included."""
+    codes, scale = (torch.randint(0, high, (N, K // n), dtype=torch.uint8, device=device)
+                    for high, n in ((256, 2), (largest + 1, 16)))
+    return codes, scale.view(torch.float8_e4m3fn), torch.tensor(global_scale, device=device)
 
 
 def exact(q):
@@ -31,8 +31,8 @@ def exact(q):
 
 
 def reference(x, W, bias, lora_A, lora_B, splits, scale):
-    xa = (x @ lora_A.T).split(lora_B.shape[1], 1)
-    return x @ W.T + bias + scale * torch.cat([a @ B.T for a, B in zip(xa, lora_B.split(splits), strict=True)], 1)
+    parts = zip((x @ lora_A.T).split(lora_B.shape[1], 1), lora_B.split(splits), strict=True)
+    return x @ W.T + bias + scale * torch.cat([xa @ B.T for xa, B in parts], 1)
 
 
 def rel_err(y, ref):
@@ -45,6 +45,17 @@ def adapted_layer(M, sizes, K, rank, device="cpu", dtype=torch.float32):
     shapes = (M, K), (sum(sizes),), (rank * len(sizes), K), (sum(sizes), rank)
     x, bias, lora_A, lora_B = (torch.randn(s, device=device).to(dtype).requires_grad_() for s in shapes)
     return x, fp4_gemm.pack(*qs), torch.cat([exact(q) for q in qs]), bias, lora_A, lora_B
+
+
+def watched(linear):
+    """The same, with a look at what autograd keeps: x, x @ A.T, A and B, nothing as large as the weight."""
+    def call(x, packed, bias, lora_A, lora_B):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+            y = linear(x, packed, bias, lora_A, lora_B)
+        assert set(saved) == {x.shape, (x.shape[0], lora_A.shape[0]), lora_A.shape, lora_B.shape}
+        return y
+    return call
 
 
 def check_forward_and_backward(linear, layer, sizes, tolerance):
@@ -66,9 +77,9 @@ def test_a_word_by_hand():
     packed[0, [0, 16, 32, 48]] = torch.tensor([0x07, 0x09, 0x60, 0x1B], dtype=torch.uint8)
     one = torch.full((1, 8), 1.).to(torch.float8_e4m3fn)
     p = fp4_gemm.pack((packed, one, torch.tensor(1.)))
-    # low half:  6 = 0 111 at 15, 8..6; -½ = 1 001 at 12, 5..3; 0; the fourth is element 1, ½ = 0 001: its m is bit 14
+    # low half: 6 = 0 111 at 15 and 8..6; -½ = 1 001 at 12 and 5..3; 0; and element 1, ½ = 0 001, m at 14
     low = 0b0101_0001_1100_1000
-    # high half: 0; 0; 4 = 0 110 at 9, 2..0; the fourth is element 0, -1.5 = 1 011: s at 13, eE = 01 at 11..10, m at 14
+    # high half: 0; 0; 4 = 0 110 at 9 and 2..0; and element 0, -1.5 = 1 01 1: s at 13, 01 at 11..10, m at 14
     high = 0b0110_0100_0000_0110
     assert p.words[0, 0, 0, 0].item() & 0xFFFFFFFF == high << 16 | low
     assert p.words.count_nonzero() == 1
@@ -78,7 +89,7 @@ def test_a_word_by_hand():
 def all_codes_and_scales():
     """Row c: 16 blocks that hold all 16 codes; 127 rows, one for each scale."""
     packed = (torch.arange(8) * 2 + (torch.arange(8) * 2 + 1) * 16).to(torch.uint8).repeat(127, 16)
-    scale = torch.arange(127, dtype=torch.uint8)[:, None].expand(127, 16).contiguous().view(torch.float8_e4m3fn)
+    scale = torch.arange(127, dtype=torch.uint8)[:, None].repeat(1, 16).view(torch.float8_e4m3fn)
     return packed, scale, torch.tensor(2.**-3)
 
 
@@ -90,7 +101,8 @@ def test_every_code_with_every_scale_is_decoded_exactly():
 def test_unpack_returns_what_went_in():
     """Bit for bit, only a block of scale 0 has lost its codes. 77 and 208 are no multiple of a tile."""
     for group in ([random_weight(77, 208, .3), random_weight(5, 208, .7)], [all_codes_and_scales()]):
-        for (codes, scale, g), (codes2, scale2, g2) in zip(group, fp4_gemm.unpack(fp4_gemm.pack(*group)), strict=True):
+        back = fp4_gemm.unpack(fp4_gemm.pack(*group))
+        for (codes, scale, g), (codes2, scale2, g2) in zip(group, back, strict=True):
             kept = (scale.float() > 0).repeat_interleave(8, 1)
             assert torch.equal(codes * kept, codes2) and g == g2 and g2.shape == ()
             assert torch.equal(scale.view(torch.uint8), scale2.view(torch.uint8))
@@ -99,9 +111,10 @@ def test_unpack_returns_what_went_in():
 @pytest.mark.parametrize("M, sizes, K", [(1, (70, 33, 5), 208), (13, (64,), 128), (5, (31, 97), 576)])
 def test_linear_on_the_cpu(M, sizes, K):
     """fp32 sums of K < 600 terms: their rounding, about sqrt(K) · 2^-24, stays below 2^-18."""
-    layer = adapted_layer(M, sizes, K, rank=3)
-    check_forward_and_backward(lambda x, p, b, lora_A, lora_B: fp4_gemm.linear(x, p, b, (lora_A, lora_B, sizes, .5)),
-                               layer, sizes, 2**-18)
+    def linear(x, packed, bias, lora_A, lora_B):
+        return fp4_gemm.linear(x, packed, bias, (lora_A, lora_B, sizes, .5))
+
+    check_forward_and_backward(watched(linear), adapted_layer(M, sizes, K, rank=3), sizes, 2**-18)
 
 
 def test_the_cpu_keeps_one_dense_copy():
@@ -132,10 +145,10 @@ def test_mistakes_are_named():
         fp4_gemm.linear(torch.randn(2, 32), packed, lora=(torch.randn(4, 32), torch.randn(8, 4), (4, 3), 1.))
 
 
-# --- the Triton kernels without a GPU: interpreted in one process, compiled in another (Triton cannot do both in one)
+# --- the Triton kernels without a GPU: interpreted in one process, compiled in another; one cannot do both
 
 def run_alone(function, interpret):
-    env = os.environ | {"TRITON_INTERPRET": "1" if interpret else "0", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    env = os.environ | {"TRITON_INTERPRET": str(int(interpret)), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     code = f"import test_fp4_gemm as t; t.{function}(); print('done')"
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert run.returncode == 0 and run.stdout.endswith("done\n"), run.stderr[-3000:]
@@ -145,7 +158,8 @@ def interpreted():
     torch.manual_seed(0)
     q = all_codes_and_scales()
     p, out = fp4_gemm.pack(q), torch.full((127, 256), float("nan"))
-    fp4_gemm._dequantize_kernel[4,](p.words, p.scales, p.global_scales, out, *p.shape, 2, fp4_gemm.EXPONENT, True)
+    stored = p.words, p.scales, p.global_scales
+    fp4_gemm._dequantize_kernel[4,](*stored, out, *p.shape, 2, fp4_gemm.EXPONENT, F32=True)
     assert torch.equal(out.double(), exact(q))
     for M, sizes, K, rank, tile in [(1, (70, 33, 5), 208, 5, (8, 2, 3)), (9, (64, 1), 640, 16, None),
                                     (19, (130,), 512, 17, (16, 3, 3))]:
@@ -153,26 +167,24 @@ def interpreted():
         tile = tile or fp4_gemm._tile(M, *packed.shape, 132, True)
         fp4_gemm._tile = lambda *args, tile=tile: tile
         assert tile[1] > 1, "split-K is what this is to test"
-        saved = []
 
-        def linear(x, packed, bias, lora_A, lora_B, sizes=sizes, saved=saved):
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-                return fp4_gemm._Linear.apply(x, packed, bias, lora_A, lora_B, sizes, .5, True, False)
+        def linear(x, packed, bias, lora_A, lora_B, sizes=sizes):
+            return fp4_gemm._Linear.apply(x, packed, bias, lora_A, lora_B, sizes, .5, True, False)
 
-        check_forward_and_backward(linear, layer, sizes, 2**-18)
-        assert {t.shape for t in saved} == {x.shape, (M, lora_A.shape[0]), lora_A.shape, lora_B.shape}
+        check_forward_and_backward(watched(linear), layer, sizes, 2**-18)
         again = [linear(x, packed, bias, lora_A, lora_B) for _ in range(2)]
-        assert torch.equal(*again) and not packed.counters.any(), "the last arriver must leave the counters at zero"
+        assert torch.equal(*again) and not packed.counters.any(), "the last arriver resets its counter"
 
 
 def compiled():
+    import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    import triton
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
 
-    def build(kernel, cc, warps, stages, **consts):
-        pointers = dict.fromkeys(("words", "scales", "counters"), "*i32") | {"global_scales": "*fp32", "sums": "*fp32"}
+    def build(kernel, cc, stages, **consts):
+        pointers = dict.fromkeys(("words", "scales", "counters"), "*i32")
+        pointers |= dict.fromkeys(("global_scales", "sums"), "*fp32")
         signature = {}
         for name in kernel.arg_names:
             kind = pointers.get(name, "*bf16") if name in POINTERS else "fp32" if name == "scale" else "i32"
@@ -180,33 +192,34 @@ def compiled():
         aligned = {(i,): [["tt.divisibility", 16]] for i, (name, kind) in enumerate(signature.items())
                    if kind[0] == "*" or name in "NKR"}
         made = triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=consts, attrs=aligned),
-                              target=GPUTarget("cuda", cc, 32), options={"num_warps": warps, "num_stages": stages, "launch_pdl": cc >= 90})
+                              target=GPUTarget("cuda", cc, 32),
+                              options={"num_stages": stages, "launch_pdl": cc >= 90})
         with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
             f.write(made.asm["cubin"])
             f.flush()
-            read = [subprocess.run([tools / "cuobjdump", flag, f.name], capture_output=True, text=True, check=True).stdout
-                    for flag in ("-res-usage", "-sass")]
-        registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", read[0]).groups())
-        assert registers <= 255 and stack == 0, f"sm_{cc} {kernel.__name__} {consts}: {read[0]}"
-        assert made.metadata.shared <= SHARED[cc], f"sm_{cc} {kernel.__name__} {consts}: {made.metadata.shared} bytes"
-        return read[1]
+            usage, sass = (subprocess.run([tools / "cuobjdump", flag, f.name], capture_output=True, text=True,
+                                          check=True).stdout for flag in ("-res-usage", "-sass"))
+        registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+        assert registers <= 255 and stack == 0, f"sm_{cc} {kernel.__name__} {consts}: {usage}"
+        assert made.metadata.shared <= SHARED[cc], f"sm_{cc} {kernel.__name__}: {made.metadata.shared} bytes"
+        return sass
 
     for cc in SHARED:
         common = {"EVEN_K": True, "F32": False, "PDL": cc >= 90}
         for M in (1, 16, 32, 64, 128):
             tile_m, split, stages = fp4_gemm._tile(M, 4608, 3584, 132, cc in (90, 100))
-            sass = build(fp4_gemm._linear_kernel, cc, 4, stages, TILE_M=tile_m, SPLIT_K=split, RANK=32,
+            sass = build(fp4_gemm._linear_kernel, cc, stages, TILE_M=tile_m, SPLIT_K=split, RANK=32,
                          SPLITS=(3584, 512, 512), bias=None, **common)
             if cc == 90:
                 loop = main_loop(sass)
                 per_weight = len(loop) * 32 * 4 / (64 * 128)
                 assert 2 < per_weight < 4, f"M={M}: {per_weight:.2f} instructions a weight in the main loop"
                 check_registers_of_wgmma(loop, M >= 16)
-        build(fp4_gemm._shrink_kernel, cc, 4, 3, TILE_M=16, SPLIT_K=14, **common)
-        build(fp4_gemm._dequantize_kernel, cc, 4, 3, F32=False)
+        build(fp4_gemm._shrink_kernel, cc, 3, TILE_M=16, SPLIT_K=14, **common)
+        build(fp4_gemm._dequantize_kernel, cc, 3, F32=False)
 
 
-POINTERS = {"x", "words", "scales", "global_scales", "bias", "xa", "lora_A", "lora_B", "y", "sums", "counters", "out"}
+POINTERS = {"x", "words", "scales", "global_scales", "xa", "lora_A", "lora_B", "y", "sums", "counters", "out"}
 # the most shared memory that a CTA may have
 SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 
@@ -242,34 +255,32 @@ def test_kernels_in_the_interpreter():
 
 
 def test_kernels_compile_for_six_generations():
-    """No spills, shared memory within the card's limit, under 4 instructions a weight (an H200 can issue 4.4 in time)."""
+    """No spills, shared memory within limits, on sm_90 under 4 instructions a weight: an H200's budget."""
     run_alone("compiled", False)
 
 
 # --- on a GPU
 
-SIZES = [((3584, 512, 512), 3584), ((18944, 18944), 3584), ((3584,), 18944), ((576,), 1536), ((77, 5), 208), ((8192,), 29568)]
+SIZES = [((3584, 512, 512), 3584), ((18944, 18944), 3584), ((3584,), 18944), ((576,), 1536), ((77, 5), 208),
+         ((8192,), 29568)]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes, K", SIZES)
 @pytest.mark.parametrize("M", [1, 3, 8, 16, 17, 33, 64, 100, 128, 129, 300])
 def test_gpu_forward_and_backward(M, sizes, K):
-    """A bf16 rounding is an error of 1.7e-3; the worst path has three (adapter or scratch weight, product, sum): 2.9e-3."""
+    """A bf16 rounding is an error of 1.7e-3; the worst path has three (weight, product, sum): 2.9e-3."""
     def linear(x, packed, bias, lora_A, lora_B):
-        saved = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-            y = fp4_gemm.linear(x, packed, bias, (lora_A, lora_B, sizes, .5))
-        assert {t.shape for t in saved} == {x.shape, (M, lora_A.shape[0]), lora_A.shape, lora_B.shape}
-        return y
+        return fp4_gemm.linear(x, packed, bias, (lora_A, lora_B, sizes, .5))
 
-    check_forward_and_backward(linear, adapted_layer(M, sizes, K, 32, "cuda", torch.bfloat16), sizes, 2**-8)
+    layer = adapted_layer(M, sizes, K, 32, "cuda", torch.bfloat16)
+    check_forward_and_backward(watched(linear), layer, sizes, 2**-8)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("M", [1, 16, 64, 128])
 def test_a_thousand_launches_give_the_same_bits(M):
-    """eagerly and in a CUDA graph: a race between the splits of K, or with the adapter's kernel, would show."""
+    """Eagerly and in a CUDA graph: a race between the splits of K, or with the shrink kernel, would show."""
     for sizes, K in SIZES[:3]:
         x, packed, _, bias, lora_A, lora_B = adapted_layer(M, sizes, K, 32, "cuda", torch.bfloat16)
         with torch.no_grad():
@@ -287,8 +298,9 @@ def test_a_thousand_launches_give_the_same_bits(M):
 
 @pytest.mark.gpu
 def test_deterministic_rows_do_not_depend_on_the_batch():
-    x, packed, _, bias, lora_A, lora_B = adapted_layer(700, (3584, 512, 512), 3584, 32, "cuda", torch.bfloat16)
-    run = [fp4_gemm.linear(x[:M], packed, bias, (lora_A, lora_B, (3584, 512, 512), .5), deterministic=True)
+    sizes, K = SIZES[0]
+    x, packed, _, bias, lora_A, lora_B = adapted_layer(700, sizes, K, 32, "cuda", torch.bfloat16)
+    run = [fp4_gemm.linear(x[:M], packed, bias, (lora_A, lora_B, sizes, .5), deterministic=True)
            for M in (1, 8, 17, 64, 128, 300, 700)]
     assert all(torch.equal(y, run[-1][:y.shape[0]]) for y in run)
 

@@ -1,0 +1,97 @@
+"""README stays true: its file map, the direction of imports, what "copyable alone" means, its glossary."""
+
+import ast
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+MAP = re.findall(r"^\| `(\w+)\.py` \| (\d+) \|(.*)\|$", README, re.M)       # (name, most lines, what it is)
+COPYABLE = [name for name, _, text in MAP if "Copyable alone" in text]
+# what may import what, at module level (DESIGN.md): a name may import those in its list
+IMPORTS = {"checkpoint": {"nvfp4"}, "model": {"nvfp4", "fp4_gemm", "lora", "decode", "checkpoint"},
+           "rollout": {"model", "decode"}, "runs": {"lora"}}
+
+
+def test_the_file_map_names_every_module():
+    """Nothing at top level is unnamed, nothing named is missing."""
+    assert sorted(name for name, *_ in MAP) == sorted(p.stem for p in ROOT.glob("*.py"))
+
+
+@pytest.mark.parametrize("name, lines", [entry[:2] for entry in MAP])
+def test_a_module_keeps_its_length_and_the_direction_of_imports(name, lines):
+    """A file stops where the map says; what it imports of ours at module level is what the design allows."""
+    source = (ROOT / f"{name}.py").read_text()
+    assert source.count("\n") <= int(lines)
+    ours = {entry[0] for entry in MAP}
+    imported = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module)
+    allowed = ours if name in ("train", "bench", "memory") else IMPORTS.get(name, set())
+    assert imported & ours <= allowed
+
+
+def test_the_modules_together_stay_within_the_budget():
+    """3 800 lines, the whole of it readable."""
+    assert sum(p.read_text().count("\n") for p in ROOT.glob("*.py")) <= 3800
+
+
+@pytest.mark.parametrize("name", COPYABLE)
+def test_a_copyable_file_imports_and_runs_its_demo_alone(name, tmp_path):
+    """From an empty folder that holds only that file, without this repository on the path."""
+    shutil.copy(ROOT / f"{name}.py", tmp_path)
+    done = subprocess.run([sys.executable, "-P", f"{name}.py"], cwd=tmp_path, capture_output=True, text=True,
+                          env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) >= 3, "a demo prints something that teaches"
+
+
+def test_six_files_are_copyable():
+    """The parametrised test above finds nothing to check if the map's wording changes: that must fail."""
+    assert COPYABLE == ["nvfp4", "fp4_gemm", "lora", "aqn", "grpo", "tasks"]
+
+
+def test_the_glossary_explains_every_key_of_the_committed_logs():
+    """Each key in results/quickstart's records stands in the glossary, and each glossary key is written."""
+    rows = re.findall(r"^\| (`.*?) \|", README.split("## Metrics")[1], re.M)
+    glossary = set(re.findall(r"`(\w+)`", "".join(rows)))
+    logs = sorted((ROOT / "results" / "quickstart").glob("*/metrics.jsonl"))
+    assert len(logs) == 3
+    written = {key for log in logs for text in log.read_text().splitlines() for key in json.loads(text)}
+    assert written - {"kind"} == glossary
+
+
+def test_the_quickstart_table_is_what_its_script_makes_of_the_logs():
+    """No number in README without its log."""
+    table = subprocess.run([sys.executable, "results/quickstart.py", "table"], cwd=ROOT,
+                           capture_output=True, text=True, check=True).stdout.strip()
+    assert table.count("\n") >= 4 and table in README
+
+
+def test_the_kernel_table_is_what_its_script_makes_of_the_log():
+    """The same for the kernel's speed."""
+    table = subprocess.run([sys.executable, "results/gemm_table.py"], cwd=ROOT, capture_output=True,
+                           text=True, check=True).stdout.strip()
+    assert table.count("\n") >= 20 and table in README
+
+
+def test_ci_runs_the_test_command_of_the_readme():
+    """.ci/run reads the command from README; both commands are one line each."""
+    commands = [line.strip() for line in README.splitlines() if line.startswith("    pip install")]
+    assert len(commands) == 2
+    assert commands[0].endswith("&& python train.py") and commands[1].endswith("&& python -m pytest")
+
+
+def test_the_style_check_is_clean():
+    """ruff with pyproject.toml's settings: what the house style says of width, imports and names."""
+    done = subprocess.run([sys.executable, "-m", "ruff", "check", "."], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,439 @@
+"""python -m pytest tests/test_runs.py"""
+import dataclasses
+import gc
+import json
+import os
+import random
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import lora
+import runs
+import train
+
+ROOT = Path(train.__file__).parent
+# six short steps in which an answer is paid for being short, so that there is signal; three checkpoints
+FLAGS = ("--quant nvfp4 --steps 6 --prompts 4 --group-size 4 --max-new-tokens 8 --rank 4 --lr 5e-3 "
+         "--overlong penalty --overlong-cache 8 --eval-every 3 --save-every 2 --samples-every 2 "
+         "--mismatch-every 2 --sigma-stages 3 --device cpu").split()
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """main() installs its own; the next test gets pytest's."""
+    old = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in old.items():
+        signal.signal(number, handler)
+
+
+def main(*flags):
+    """train.main → the exit code, 0 if it returns. Nothing of the run stays alive, its lock neither."""
+    try:
+        train.main(list(map(str, flags)))
+    except SystemExit as stop:
+        return stop.code
+    finally:
+        gc.collect()
+    return 0
+
+
+def outcome(folder):
+    """What must not depend on accidents: the adapter's bytes and every record but its timings."""
+    adapter = (folder / "adapter/adapter_model.safetensors").read_bytes()
+    records = runs.read(folder).values()
+    return adapter, [{k: v for k, v in r.items() if k not in runs.TIMINGS} for r in records]
+
+
+def lines(folder):
+    return [json.loads(text) for text in (folder / "metrics.jsonl").read_bytes().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_chat, tmp_path_factory):
+    """The folder of a run that nothing happened to."""
+    out = tmp_path_factory.mktemp("runs")
+    assert main(*FLAGS, "--model", tiny_chat, "--out", out, "--name", "whole") == 0
+    return out / "whole"
+
+
+@pytest.fixture
+def start(tiny_chat, tmp_path):
+    """start(more flags) → exit code of the same run in tmp_path/run."""
+    return lambda *more: main(*FLAGS, "--model", tiny_chat, "--out", tmp_path, "--name", "run", *more)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(whole, start, tmp_path):
+    """Adapter bytes and metrics; the run has signal, noise, steps that move, and all its files."""
+    assert start() == 0 and outcome(tmp_path / "run") == outcome(whole)
+    records = runs.read(whole)
+    assert list(records) == [("eval", 0), *(("step", s) for s in range(3)), ("eval", 3),
+                             *(("step", s) for s in range(3, 6)), ("eval", 6)]
+    steps = [r for r in records.values() if r["kind"] == "step"]
+    assert sum(r["grad_norm"] is not None for r in steps) >= 4 and sum(r["sigma"] > 0 for r in steps) == 4
+    assert [r["mismatch"] is not None for r in steps] == [True, False] * 3
+    assert len({r["lr"] for r in steps}) == 6
+    assert sorted(p.name for p in whole.iterdir()) == ["adapter", "checkpoint.safetensors", "config.json",
+                                                       "curves.png", "metrics.jsonl", "samples.jsonl"]
+    assert start("--name", "other", "--seed", 1) == 0
+    assert outcome(tmp_path / "other")[0] != outcome(whole)[0]
+
+
+@pytest.mark.parametrize("number, where, code, done", [
+    (signal.SIGINT, "collect", 130, 3), (signal.SIGTERM, "collect", 143, 3),
+    (signal.SIGINT, "update", 130, 4), (signal.SIGTERM, "update", 143, 4),
+    (signal.SIGINT, "evaluate", 130, 3)])
+def test_a_stopped_run_saves_its_last_whole_step_and_resumes_to_the_same_end(
+        whole, start, tmp_path, monkeypatch, capsys, number, where, code, done):
+    """In the fourth step; while it samples it is not begun, in its update it is made, logged and saved first.
+
+    Then half a record is appended, as by a power cut: it is passed over, and the next one has its own line.
+    """
+    real, count = getattr(train, where), []
+
+    def interrupted(*args):
+        count.append(1)
+        if len(count) == (2 if where == "evaluate" else 4):
+            os.kill(os.getpid(), number)
+        return real(*args)
+    with monkeypatch.context() as patch:
+        patch.setattr(train, where, interrupted)
+        assert start() == code
+    folder = tmp_path / "run"
+    said = f"stopped after {done} steps; go on with: python train.py --resume {folder}\n"
+    assert said in capsys.readouterr().out
+    assert sum(r["kind"] == "step" for r in lines(folder)) == done
+    with open(folder / "metrics.jsonl", "ab") as file:
+        file.write(b'{"kind": "step", "step": 5, "rew')
+    assert sum(kind == "step" for kind, _ in runs.read(folder)) == done
+    assert main("--resume", folder) == 0 and outcome(folder) == outcome(whole)
+    after = (folder / "metrics.jsonl").read_bytes().split(b'"step": 5, "rew\n')[1]
+    assert all(json.loads(text)["segment"] == 1 for text in after.splitlines())
+    assert len(after.splitlines()) == 6 - done + 1 + (done == 3)      # steps, evaluation at 6, and at 3
+
+
+@pytest.mark.parametrize("crash", range(1, 11))
+def test_a_crash_between_any_two_files_loses_nothing(whole, start, tmp_path, monkeypatch, crash):
+    """Renames are counted: config.json, three files in each of three saves. Dying at one of them and resuming
+    ends as if nothing had happened, and what was replayed is in the log twice, the last record holding."""
+    real, count = os.replace, []
+
+    def dies(source, target):
+        count.append(target)
+        if len(count) == crash:
+            raise RuntimeError("power cut")
+        real(source, target)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", dies)
+        with pytest.raises(RuntimeError, match="power cut"):
+            start()
+    folder = tmp_path / "run"
+    if crash == 1:
+        assert start() == 0                          # no record yet: the name is free
+    else:
+        assert main("--resume", folder) == 0
+        records = lines(folder)
+        assert {r["segment"] for r in records} == {0, 1} and runs.read(folder)["eval", 6]["segment"] == 1
+    assert outcome(folder) == outcome(whole)
+
+
+def test_a_write_that_fails_midway_leaves_the_old_file(tiny_chat, tmp_path, monkeypatch):
+    """Half a file is written under .tmp and the disk is full: the file itself has the bytes it had."""
+    model = train.load(str(tiny_chat), "nvfp4", 4, 32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    run = runs.Run(train.Config(out=str(tmp_path), name="run"))
+    run.save(model, optimizer, "tiny")
+
+    def full(tensors, path, metadata):
+        Path(path).write_bytes(b"half a file")
+        raise OSError("no space left on device")
+    for p in model.parameters():
+        p.data += 1
+    for module, name in ((runs, "checkpoint.safetensors"), (lora, "adapter/adapter_model.safetensors")):
+        before = (run.folder / name).read_bytes()
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+            patch.setattr(module, "save_file", full)
+            run.save(model, optimizer, "tiny")
+        assert (run.folder / f"{name}.tmp").read_bytes() == b"half a file"
+        assert module is lora or (run.folder / name).read_bytes() == before
+        assert all(load_file(p) for p in run.folder.rglob("*.safetensors"))
+    assert run.load(model, optimizer) == 0 and model.layers[0].mlp.down_proj.lora_B.abs().max() == 0
+
+
+def test_a_stop_while_the_checkpoint_is_read_does_not_overwrite_it(whole, start, tmp_path, monkeypatch):
+    """Ctrl-C in the middle of load(): the model is half the old one, and must not be saved."""
+    assert start() == 0
+    path = tmp_path / "run/checkpoint.safetensors"
+    before = path.read_bytes()
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "safe_open", stopped)
+        assert main("--resume", tmp_path / "run") == 130
+    assert path.read_bytes() == before
+
+
+def test_kills_at_random_moments_change_nothing(whole, tiny_chat, tmp_path):
+    """Three SIGKILLs of a real process, each at a random moment after a random record; then to the end."""
+    seed = random.SystemRandom().randrange(10**6)
+    print("seed", seed)
+    rng, folder = random.Random(seed), tmp_path / "run"
+    metrics, size = folder / "metrics.jsonl", 0
+    command = [sys.executable, ROOT / "train.py", *FLAGS,
+               "--model", tiny_chat, "--out", tmp_path, "--name", "run"]
+    for _ in range(3):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        goal = size + rng.randrange(100, 1200)                        # bytes; a step's record has about 450
+        while process.poll() is None and size < goal:
+            time.sleep(.001)
+            size = metrics.stat().st_size if metrics.exists() else 0
+        time.sleep(rng.uniform(0, .05))                               # about a step
+        process.kill()
+        error = process.communicate()[1].decode()
+        assert process.returncode in (0, -signal.SIGKILL), error
+        command[2:] = ["--resume", folder]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    segments = {r["segment"] for r in runs.read(folder).values()}
+    assert outcome(folder) == outcome(whole) and len(segments) > 1
+
+
+def test_two_ranks_train_as_one_process(whole, tiny_chat, tmp_path):
+    """torchrun: prompts split, gradients summed, one log, the same answers. Compared up to the first update:
+    where a gradient is about 0, AdamW turns its rounding into a whole step."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               ROOT / "train.py", *FLAGS, "--model", tiny_chat, "--out", tmp_path, "--name", "run"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert ended.returncode == 0, ended.stderr
+    one, two = runs.read(whole), runs.read(tmp_path / "run")
+    assert list(one) == list(two) and len(lines(tmp_path / "run")) == len(two)
+    first = min(s for (kind, s), r in one.items() if kind == "step" and r["grad_norm"])
+    for step in range(first + 1):
+        for key in ("reward", "signal", "finished", "length", "rows", "entropy", "kl_noise", "clip_fraction",
+                    "grad_norm"):
+            want = one["step", step][key]
+            assert two["step", step][key] == (want if want is None else pytest.approx(want, rel=1e-4)), key
+    assert ended.stdout.count("run folder") == 1 and ended.stdout.count("step    0") == 1
+
+
+def test_a_folder_holds_one_run_and_one_writer(whole, start, tmp_path, capsys):
+    """A second run of that name is refused, a second process too, and neither writes a byte."""
+    before = (whole / "metrics.jsonl").read_bytes(), (whole / "config.json").read_bytes()
+    again = train.Config(out=str(whole.parent), name="whole")
+    with pytest.raises(ValueError, match="holds a run already: go on with --resume .*whole"):
+        runs.Run(again)
+    config = dataclasses.replace(again, resume=str(whole), rank=4)
+    first = runs.Run(config, resume=True)
+    with pytest.raises(ValueError, match="another process is writing to .*whole"):
+        runs.Run(config, resume=True)
+    del first
+    (whole / "config.json").write_bytes(before[1])
+    assert (whole / "metrics.jsonl").read_bytes() == before[0]
+
+
+@pytest.mark.parametrize("flags, words", [(("--rank", "8"), "of shape .*was it another --model or --rank"),
+                                          (("--model", "/nonexistent"), "/nonexistent is neither a folder")])
+def test_a_resume_that_is_refused_spoils_nothing(whole, start, tmp_path, flags, words):
+    """With another rank or model: one sentence; without the flag the run goes on."""
+    assert start() == 0
+    with pytest.raises(ValueError, match=words):
+        main("--resume", tmp_path / "run", *flags)
+    assert main("--resume", tmp_path / "run") == 0 and outcome(tmp_path / "run") == outcome(whole)
+
+
+def test_a_start_that_failed_leaves_its_name_free(whole, start, tmp_path):
+    """A mistyped --model is not a run: the right one may take the same name."""
+    with pytest.raises(ValueError, match="nonexistent"):
+        start("--model", "/nonexistent")
+    assert start() == 0 and outcome(tmp_path / "run") == outcome(whole)
+
+
+def test_an_adapter_is_evaluated_and_trained_on_from_also_after_a_crash(whole, start, tmp_path, monkeypatch):
+    """--steps 0 --adapter: the evaluation of the run that made it. A run from an adapter that dies before its
+    first checkpoint begins from that adapter again."""
+    assert start("--steps", 0, "--adapter", whole / "adapter", "--name", "eval") == 0
+    keys = [k for k in runs.read(whole)["eval", 6] if k not in (*runs.TIMINGS, "step")]
+    (got,), last = runs.read(tmp_path / "eval").values(), runs.read(whole)["eval", 6]
+    assert [got[k] for k in keys] == [last[k] for k in keys] and not (tmp_path / "eval/adapter").exists()
+    more = ("--adapter", whole / "adapter", "--steps", 2)
+    assert start(*more, "--name", "straight") == 0
+
+    def crash(*_):
+        raise RuntimeError("power cut")
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "update", crash)
+        with pytest.raises(RuntimeError, match="power cut"):
+            start(*more)
+    assert main("--resume", tmp_path / "run") == 0
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "straight")
+    assert outcome(tmp_path / "run")[1][1]["kl_noise"] is not None
+
+
+def test_every_field_is_a_flag_with_its_comment_as_help(capsys):
+    """--help shows each; a bool has its --no-; the default of a run is that of the dataclass."""
+    with pytest.raises(SystemExit, match="0"):
+        runs.parse_cli(train.Config, ["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    source = (ROOT / "train.py").read_text()
+    for f in dataclasses.fields(train.Config):
+        comment, = re.findall(rf"^    {f.name}: .*?  # (.+)$", source, re.M)
+        flag = f"--{f.name.replace('_', '-')}"
+        assert " ".join(comment.split()) in text and f"{flag} " in text
+        assert (f"--no-{flag[2:]}" in text) == (f.type is bool)
+    assert runs.parse_cli(train.Config, []) == train.Config()
+    assert runs.parse_cli(train.Config, ["--no-aqn", "--clip-low", "0.1", "--task", "addition"]) == \
+        train.Config(aqn=False, clip_low=.1, task="addition")
+
+
+@pytest.mark.parametrize("flags", ["--stepz 3", "--step 3", "--steps x", "--steps .5", "--aqn=no", "--lr"])
+def test_an_unknown_flag_or_a_wrong_type_stops_with_2(flags, capsys):
+    """A prefix of a flag is unknown too."""
+    with pytest.raises(SystemExit, match="2"):
+        runs.parse_cli(train.Config, flags.split())
+    assert "error: " in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_resume_takes_the_runs_own_flags_and_those_given_beside_it_win(whole):
+    config = runs.parse_cli(train.Config, ["--resume", str(whole), "--lr", "1"])
+    assert (config.rank, config.overlong, config.steps, config.lr) == (4, "penalty", 6, 1)
+    assert config.resume == str(whole)
+    assert runs.parse_cli(train.Config, ["--lr", "1", "--resume", str(whole)]) == config
+
+
+@pytest.mark.parametrize("name, value, words", [
+    *((name, "nonsense", "nonsense must be one of") for name in (
+        "quant", "task", "loss", "correction", "scale", "overlong", "schedule", "sigma_schedule")),
+    *((name, 0, "0 must be at least 1") for name in (
+        "prompts", "group_size", "max_new_tokens", "updates_per_rollout", "eval_every", "eval_samples",
+        "save_every", "samples_every", "mismatch_every", "micro_tokens", "rank")),
+    ("temperature", 0.0, "0.0 must be positive"), ("temperature", -1.0, "-1.0 must be positive"),
+    ("updates_per_rollout", 3, "--steps 16 must be a multiple of --updates-per-rollout 3"),
+    ("loss", "gspo", "needs --correction none or tis")])
+def test_a_config_that_cannot_work_is_refused_by_name_and_value(name, value, words):
+    """In one sentence, which begins with the flag."""
+    with pytest.raises(ValueError, match=re.escape(words)) as refused:
+        train.Config(**{name: value})
+    assert f"--{name.replace('_', '-')} {value}" in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("flags, words", [
+    ("--model /nonexistent", "/nonexistent is neither"), ("--resume {tmp}/nowhere", "nowhere"),
+    ("--task gsm8k --data {tmp}/missing.jsonl", "missing.jsonl"), ("--task gsm8k", "--data FILE.jsonl"),
+    ("--out {tmp}/file", "file"), ("--loss nonsense", "nonsense"), ("--operands 3", "operands='3'"),
+    ("--adapter {tmp}", "adapter_config.json"), ("--group-size 1", "group of 1"),
+    ("--max-new-tokens 500", "context of 128")])
+def test_what_a_user_can_get_wrong_is_one_line_and_exit_code_2(
+        tiny_chat, tmp_path, monkeypatch, capsys, flags, words):
+    """python train.py …, run in this process."""
+    (tmp_path / "file").write_text("not a folder")
+    argv = ["train.py", "--model", tiny_chat, *FLAGS, "--out", tmp_path, *flags.format(tmp=tmp_path).split()]
+    monkeypatch.setattr(sys, "argv", list(map(str, argv)))
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    error = capsys.readouterr().err.strip()
+    assert stop.value.code == 2 and words in error and error.startswith("train.py: ") and "\n" not in error
+
+
+GOOD = dict(signal=.5, finished=.9, reward=.4, mismatch=1.01)
+
+
+@pytest.mark.parametrize("name, change, others", [
+    ("flat", dict(signal=0), dict(signal=.125)), ("unfinished", dict(finished=0), dict(finished=.01)),
+    ("mismatch", dict(mismatch=1.06), dict(mismatch=1.04))])
+def test_a_diagnosis_needs_five_steps_or_a_mismatch_and_comes_once(name, change, others, tmp_path, capsys):
+    bad, near = GOOD | change, GOOD | others
+    enough = 1 if name == "mismatch" else 5
+    assert [n for n, _ in runs.diagnose([GOOD] * 5 + [bad] * enough)] == [name]
+    for quiet in ([bad] * (enough - 1), [bad] * 4 + [near], [near] * 9, [GOOD | dict(mismatch=None)] * 9):
+        assert runs.diagnose(quiet) == []
+    run = runs.Run(train.Config(out=str(tmp_path), name="x"))
+    for length in range(1, 9):
+        run.warn([bad] * length)
+    error = capsys.readouterr().err
+    assert error.count("warning: ") == 1 and error.count("\n") == 1
+
+
+def test_a_flat_reward_gets_the_advice_that_fits():
+    """All right: a harder task. All wrong: an easier one."""
+    for reward, words in ((1.0, "harder"), (0.0, "easier")):
+        (_, advice), = runs.diagnose([GOOD | dict(signal=0, reward=reward)] * 5)
+        assert words in advice
+
+
+def test_samples_hold_the_best_and_the_worst_answer(whole, capsys):
+    """Every second step two records; show prints them, also behind a half-written line."""
+    samples = [json.loads(text) for text in (whole / "samples.jsonl").read_text().splitlines()]
+    assert [(s["step"], s["which"]) for s in samples] == [
+        (step, which) for step in (0, 2, 4) for which in ("worst", "best")]
+    run = runs.Run(train.Config(out=str(whole.parent), name="other"))
+    texts = [(f"p{b}", f"a{b}\u2028b\x85") for b in range(4)]         # two line ends of Unicode's
+    run.sample(7, texts, [.5, 1.0, -2.0, 0.0], [.1, .9, -1.5, -.2])
+    with open(run.folder / "samples.jsonl", "ab") as file:
+        file.write('{"step": 8, "which": "worst", "answer": "é'.encode()[:-1])
+    run.sample(8, [("p", "a"), ("q", "b")], [1.0, 0.0], [1.0, -1.0])
+    capsys.readouterr()
+    runs.show(run.folder)
+    assert capsys.readouterr().out.splitlines() == [
+        "step    7 worst | reward -2.00 | advantage -1.50 | 'p2' → 'a2\\u2028b\\x85'",
+        "step    7 best  | reward +1.00 | advantage +0.90 | 'p1' → 'a1\\u2028b\\x85'",
+        "step    8 worst | reward +0.00 | advantage -1.00 | 'q' → 'b'",
+        "step    8 best  | reward +1.00 | advantage +1.00 | 'p' → 'a'"]
+
+
+def test_the_last_record_of_a_step_holds_and_they_come_in_order(tmp_path):
+    """Evaluation before the step it precedes; a line that was cut off, in front or behind, is passed over."""
+    whole_lines = [json.dumps(dict(kind=kind, step=step, segment=segment)) for kind, step, segment in (
+        ("step", 0, 0), ("step", 1, 0), ("eval", 2, 0), ("step", 2, 0), ("step", 1, 1), ("eval", 2, 1))]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(['{"ki', *whole_lines, '{"kind": "st']))
+    assert [(*key, r["segment"]) for key, r in runs.read(tmp_path).items()] == \
+        [("step", 0, 0), ("step", 1, 1), ("eval", 2, 1), ("step", 2, 0)]
+    with pytest.raises(ValueError, match="holds no metrics.jsonl"):
+        runs.read(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("argv, code, words", [
+    (["show", "{run}"], None, "worst"), (["plot", "{run}"], None, "curves.png"),
+    (["plot", "{run}", "{run}"], None, "curves.png"), (["show"], 1, "usage"), ([], 1, "usage"),
+    (["plot", "/nowhere"], 1, "holds no metrics.jsonl"), (["show", "/nowhere"], 1, "holds no samples.jsonl")])
+def test_runs_py_shows_and_plots(whole, tmp_path, monkeypatch, capsys, argv, code, words):
+    """One run into its folder, several into this one; anything else is one line and exit code 1."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["runs.py", *(a.format(run=whole) for a in argv)])
+    (whole / "curves.png").unlink(missing_ok=True)
+    if code:
+        with pytest.raises(SystemExit, match=words):                  # sys.exit(sentence) is exit code 1
+            runpy.run_path(str(ROOT / "runs.py"), run_name="__main__")
+        return
+    runpy.run_path(str(ROOT / "runs.py"), run_name="__main__")
+    assert words in capsys.readouterr().out
+    if argv[0] == "plot":
+        png = (whole if len(argv) == 2 else tmp_path) / "curves.png"
+        assert png.read_bytes().startswith(b"\x89PNG\r\n") and png.stat().st_size > 10_000
+    else:
+        assert not (whole / "curves.png").exists()
+
+
+def test_signals_wait_until_the_block_is_left():
+    """Both, in the order in which they came, and the handlers are as before."""
+    seen = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda n, _: seen.append(n))
+    with runs.deferred_signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(.01)
+        assert seen == []
+    assert sorted(seen) == [signal.SIGINT, signal.SIGTERM]
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(.01)
+    assert len(seen) == 3
