@@ -26,7 +26,7 @@ import resource
 import signal
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -49,14 +49,15 @@ class Run:
         """ValueError: the folder holds a run already and resume is off, or another process writes to it."""
         self.folder = Path(config.resume or Path(config.out) / (
             config.name or f"{config.task}-{time.strftime('%m%d-%H%M%S')}"))
-        self.quiet, self.done, self.warned = quiet, 0, set()
+        self.config, self.quiet, self.done, self.warned = config, quiet, 0, set()
         if quiet:
             return
-        if not resume and (self.folder / "metrics.jsonl").exists():
+        metrics = self.folder / "metrics.jsonl"
+        if not resume and metrics.exists() and metrics.stat().st_size:
             raise ValueError(f"{self.folder} holds a run already: go on with --resume {self.folder}, "
                              "or take another --name")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.metrics = open(self.folder / "metrics.jsonl", "ab+")
+        self.metrics = open(metrics, "ab+")
         try:
             fcntl.flock(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)       # the kernel drops it when we die
         except BlockingIOError:
@@ -64,8 +65,6 @@ class Run:
                              "two runs cannot share a folder") from None
         _end_line(self.metrics)
         self.segment = 1 + max((r["segment"] for r in read(self.folder).values()), default=-1)
-        saved = dataclasses.asdict(config) | {"resume": "", "name": self.folder.name}
-        _replace(self.folder / "config.json", lambda p: p.write_text(json.dumps(saved, indent=2) + "\n"))
 
     def banner(self, config, model, task, seconds):
         """What is about to run, in three lines."""
@@ -109,15 +108,26 @@ class Run:
             tensors[name] = p.detach()
             tensors |= {f"{name}/{k}": v for k, v in optimizer.state.get(p, {}).items()}
         tensors = {k: v.contiguous().cpu() for k, v in tensors.items()}
+        # the checkpoint last: dying in between, the steps since the one before are replayed and saved again
+        lora.save_adapter(model, self.folder / "adapter", base_name)
         _replace(self.folder / "checkpoint.safetensors",
                  lambda p: save_file(tensors, p, metadata={"step": str(self.done)}))
-        lora.save_adapter(model, self.folder / "adapter", base_name)
 
     def load(self, model, optimizer):
-        """→ the step to go on with, 0 if nothing was saved. ValueError: a checkpoint of another model."""
+        """→ the step to go on with, 0 if nothing was saved. ValueError: a checkpoint of another model.
+
+        Then config.json is written: flags that were refused before do not stay behind.
+        """
         path = self.folder / "checkpoint.safetensors"
-        if not path.exists():
-            return 0
+        if path.exists():
+            self._read(path, model, optimizer)
+            lora.refresh(model)
+        saved = dataclasses.asdict(self.config) | {"resume": "", "name": self.folder.name}
+        if not self.quiet:
+            _replace(self.folder / "config.json", lambda p: p.write_text(json.dumps(saved, indent=2) + "\n"))
+        return self.done
+
+    def _read(self, path, model, optimizer):
         with safe_open(path, "pt") as file:
             stored = set(file.keys())
             for name, p in model.named_parameters():
@@ -130,8 +140,6 @@ class Run:
                 if state:
                     optimizer.state[p] = {k: v if k == "step" else v.to(p.device) for k, v in state.items()}
             self.done = int(file.metadata()["step"])
-        lora.refresh(model)
-        return self.done
 
     def warn(self, history):
         """Say once what looks wrong in the last steps, and what to try."""
@@ -213,13 +221,7 @@ def read(folder):
     path = Path(folder) / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{folder} holds no metrics.jsonl: name the folder of a run")
-    records = {}
-    for text in path.read_text().splitlines():
-        try:
-            record = json.loads(text)
-        except json.JSONDecodeError:
-            continue
-        records[record["kind"], record["step"]] = record
+    records = {(record["kind"], record["step"]): record for record in _records(path)}
     return dict(sorted(records.items(), key=lambda item: (item[0][1], item[0][0])))
 
 
@@ -280,12 +282,16 @@ def show(folder):
     path = Path(folder) / "samples.jsonl"
     if not path.is_file():
         raise ValueError(f"{folder} holds no samples.jsonl: name the folder of a run that has made a step")
-    last = {}
-    for s in map(json.loads, path.read_text().splitlines()):
-        last[s["step"], s["which"]] = s
-    for s in last.values():
+    for s in {(s["step"], s["which"]): s for s in _records(path)}.values():
         print(f"step {s['step']:4d} {s['which']:5} | reward {s['reward']:+.2f} | "
               f"advantage {s['advantage']:+.2f} | {s['prompt']!r} → {s['answer']!r}")
+
+
+def _records(path):
+    """A JSONL file's records, without a line that a crash cut off, be it in the middle of a character."""
+    for text in path.read_bytes().split(b"\n"):
+        with suppress(json.JSONDecodeError, UnicodeDecodeError):
+            yield json.loads(text)
 
 
 def _append(file, record):

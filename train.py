@@ -115,8 +115,9 @@ def train(config, model, task, tokenizer, stop_ids, run):
     sampler, history = Sampler(model), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.99),
                                   weight_decay=config.weight_decay)
+    first = run.load(model, optimizer)              # outside: a stop in here must not save what is half read
     try:
-        for step in range(run.load(model, optimizer), config.steps, config.updates_per_rollout):
+        for step in range(first, config.steps, config.updates_per_rollout):
             if step % config.eval_every == 0:
                 run.log("eval", step, evaluate(config, sampler, task, tokenizer, stop_ids))
             sigma = config.aqn * aqn.sigma(step, config.steps, config.sigma_start, config.sigma_end,
@@ -309,7 +310,7 @@ def main(arguments):
     tokenizer, stop_ids = source.tokenizer(), source.stop_ids()
     model = load(source, config.quant, config.rank, config.alpha, device, config.seed)
     model.gradient_checkpointing = config.gradient_checkpointing
-    if config.adapter and not config.resume:
+    if config.adapter and not (run.folder / "checkpoint.safetensors").exists():
         lora.load_adapter(model, config.adapter)
     run.banner(config, model, task, time.perf_counter() - began)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
