@@ -300,7 +300,9 @@ def main(arguments):
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if "RANK" in os.environ:                                                # started by torchrun
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-        device = f"cuda:{os.environ['LOCAL_RANK']}" if device == "cuda" else device
+        if device == "cuda":
+            device = f"cuda:{os.environ['LOCAL_RANK']}"
+            torch.cuda.set_device(device)                                   # where Triton launches
     if config.prompts % rank_and_count()[1]:
         raise ValueError(f"--prompts {config.prompts} must be a multiple of the {rank_and_count()[1]} ranks")
     task = TASKS[config.task](config.data or None, config.operands or None)
