@@ -66,7 +66,6 @@ class Rollout(NamedTuple):
 class Sampler:
     def __init__(self, model):
         self.model = model
-        self.tokens_per_second = 0.0                             # of the last generate()
 
     @torch.no_grad()
     def generate(self, prompts, group_size, max_new_tokens, temperature, stop_ids, seed, step, first=0,
@@ -123,7 +122,4 @@ class Sampler:
             cache.live = widest + t + 1
             logits = self.model.logits(self.model(token[:, None], at[:, None], cache)[:, 0])
         bar.close()
-        self.tokens_per_second = rollout.lengths.sum().item() / (time.perf_counter() - began)
-        used = int((rollout.prompt_lengths + rollout.lengths).max())
-        return rollout._replace(tokens=rollout.tokens[:, :used], logprobs=rollout.logprobs[:, :used])
-
+        return rollout.rows(range(B))
