@@ -1,21 +1,63 @@
-"""The operations of a decoder block that are not matrix products, one function each.
+"""The operations of a decoder block that are not matrix products, and the sampler: one function each.
 
-Every function is the plain torch line of its operation: the meaning, on any device and in any dtype, with
-autograd. model.py and rollout.py call them by these names and by nothing else, so that a fused kernel can
-take the place of one without a second forward anywhere.
+Every function has its plain torch lines: the meaning, on any device, with autograd. On a GPU without
+autograd, as the sampler runs, it launches a Triton kernel instead, by the same name and to the same result.
 
-    x  (B, T, D)   rms_norm → q, k, v → rope → KV cache → attention → + x → rms_norm → swiglu → + x
+    add_norm → [q k v] → cached_attention → [o] → add_norm → [gate up] → swiglu → [down] → add_norm → …
+    the norm of x + the       rope, cache write,      what stands in brackets is a matrix product
+    branch that just ended    split-KV attention      of fp4_gemm.py, with its LoRA
 
-Random numbers are Philox-4x32-10 (Salmon et al., SC 2011), as in tl.randint4x: a function of a counter and a
-key with no state. The counter is (vocabulary id / 4, position, sequence number, step), the key is the seed.
-So a sample depends neither on its neighbours in the batch nor on the order in which sequences finish.
+A decode step has a few hundred kernels that each take a few microseconds, so the time between two of them
+counts. Every kernel here begins with `_start`: it may be launched while the one before it still runs (PDL,
+programmatic dependent launch), loads what nobody writes, waits, and lets the next one come.
 
-Needs: torch.
+Attention reads a row's own length from the GPU: one captured graph serves every length. A program takes 256
+cached positions of one row and one key head, with all the query heads that share it; the last to finish adds
+up the pieces in their order. Pieces have a fixed size, so that a row's result depends on nothing but the row.
+
+Random numbers are Philox-4x32-10 (Salmon et al., SC 2011), as in tl.philox: a function of a counter and a key
+with no state. The counter is (vocabulary id / 4, position, sequence number, step), the key is the seed. So a
+sample depends neither on its neighbours in the batch nor on the order in which sequences finish.
+
+Needs: torch; on a GPU also triton.
 """
 
 import torch
 import torch.nn.functional as F
 
+try:
+    import triton
+    import triton.language as tl
+    from triton import jit
+    from triton.language import constexpr
+except ImportError:      # plain torch needs no triton
+    constexpr = int
+
+    def jit(kernel=None, **_):
+        return kernel or jit
+
+SPLIT = 256              # cached positions that one program of the attention reads
+VOCAB_TILE = 4096        # logits that one program of the sampler reads
+
+
+def _fused(x):
+    return x.is_cuda and not torch.is_grad_enabled()
+
+
+def _flags(x):
+    """PDL needs Hopper or newer, and is not known to Triton's interpreter."""
+    pdl = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
+    return {"PDL": pdl, "launch_pdl": pdl}
+
+
+@jit
+def _start(PDL: constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+# --- norms and activations
 
 def rms_norm(x, weight, eps, dtype=None):
     """x / rms(x) · weight over the last axis, in fp32; the result in `dtype`, else x's. weight (D,) f32."""
@@ -23,18 +65,71 @@ def rms_norm(x, weight, eps, dtype=None):
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(dtype or x.dtype)
 
 
-def rope(x, cos, sin):
-    """Rotate the pairs (i, i + Dh/2) of each head by the angles of its position. x (B, T, H, Dh), cos and sin
-    (B, T, Dh) f32."""
-    a, b = x.float().chunk(2, -1)
-    rotated = torch.cat((-b, a), -1)
-    return (x.float() * cos[:, :, None] + rotated * sin[:, :, None]).to(x.dtype)
+def add_norm(x, y, weight, eps, dtype):
+    """Residual stream x (…, D) f32 and what a branch adds to it, y or None → (x + y, its norm in dtype)."""
+    if _fused(x):
+        return _add_norm(x, y, weight, eps, dtype)
+    x = x if y is None else x + y
+    return x, rms_norm(x, weight, eps, dtype)
+
+
+def _add_norm(x, y, weight, eps, dtype):
+    x = x.contiguous()
+    total, out = x if y is None else torch.empty_like(x), torch.empty_like(x, dtype=dtype)
+    D = x.shape[-1]
+    _add_norm_kernel[x.numel() // D,](x, y, weight, total, out, D, eps, TILE=triton.next_power_of_2(D),
+                                      **_flags(x), num_warps=8 if D > 1024 else 4)
+    return total, out
+
+
+@jit
+def _add_norm_kernel(x, y, weight, total, out, D, eps, TILE: constexpr, PDL: constexpr):
+    cols = tl.arange(0, TILE)
+    w = tl.load(weight + cols, mask=cols < D, other=0.)            # no kernel of a step writes it
+    _start(PDL)
+    at = tl.program_id(0).to(tl.int64) * D + cols
+    wide = tl.load(x + at, mask=cols < D, other=0.)
+    if y is not None:
+        wide += tl.load(y + at, mask=cols < D, other=0.).to(tl.float32)
+        tl.store(total + at, wide, mask=cols < D)
+    wide *= tl.rsqrt(tl.sum(wide * wide, 0) / D + eps) * w
+    tl.store(out + at, wide.to(out.dtype.element_ty), mask=cols < D)
 
 
 def swiglu(gate_up):
     """(…, 2F), gate first → silu(gate) · up (…, F)."""
+    if _fused(gate_up):
+        return _swiglu(gate_up.contiguous())
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
+
+
+def _swiglu(gate_up):
+    F_ = gate_up.shape[-1] // 2
+    out = gate_up.new_empty(*gate_up.shape[:-1], F_)
+    grid = (triton.cdiv(F_, 1024), out.numel() // F_)
+    _swiglu_kernel[grid](gate_up, out, F_, TILE=1024, **_flags(out))
+    return out
+
+
+@jit
+def _swiglu_kernel(gate_up, out, F_, TILE: constexpr, PDL: constexpr):
+    _start(PDL)
+    row, cols = tl.program_id(1).to(tl.int64), tl.program_id(0) * TILE + tl.arange(0, TILE)
+    gate = tl.load(gate_up + row * 2 * F_ + cols, mask=cols < F_, other=0.).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * F_ + F_ + cols, mask=cols < F_, other=0.).to(tl.float32)
+    silu = (gate / (1 + tl.exp(-gate))).to(out.dtype.element_ty)   # rounded here, as torch does
+    tl.store(out + row * F_ + cols, (silu.to(tl.float32) * up).to(out.dtype.element_ty), mask=cols < F_)
+
+
+# --- attention
+
+def rope(x, cos, sin):
+    """Rotate the pairs (i, i + Dh/2) of each head by the angles of its position. x (…, H, Dh), cos and sin
+    (…, Dh/2) f32."""
+    a, b = x.float().chunk(2, -1)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
 def causal_attention(q, k, v):
@@ -47,38 +142,222 @@ def causal_attention(q, k, v):
     return out.transpose(1, 2).flatten(2)
 
 
-def cached_attention(q, k, v, positions):
-    """Attend to cached positions 0 … positions[b, t]. q (B, T, H, Dh), k, v (B, S, Hkv, Dh) → (B, T, H·Dh).
+def cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
+    """One new token a row: norm and rotate its q and k, write k and v to the cache, attend to 0 … position.
 
-    The heads that share a key head go along the query axis, so that keys and values are read once.
+    qkv (B, (H + 2·Hkv)·Dh) as the projection leaves it. head_norms: (q's weight, k's weight, eps) or None.
+    cos, sin (B, Dh/2) f32. cache: a model.KVCache; row b lives in its slot cache.slots[b]. positions (B,)
+    int64, −1 for a row that is over: nothing is written for it and its result is undefined. → (B, H·Dh)
     """
-    B, T, H, Dh = q.shape
-    Hkv = k.shape[2]
-    q = q.view(B, T, Hkv, H // Hkv, Dh).permute(0, 2, 3, 1, 4).reshape(B, Hkv, -1, Dh)  # (B, Hkv, rep·T, Dh)
-    live = torch.arange(k.shape[1], device=q.device) <= positions[:, :, None]           # (B, T, S)
-    out = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2),
-                                         attn_mask=live.repeat(1, H // Hkv, 1)[:, None])
-    return out.view(B, Hkv, H // Hkv, T, Dh).permute(0, 3, 1, 2, 4).reshape(B, T, -1)
+    k_cache, v_cache, slots = cache.k[layer], cache.v[layer], cache.slots               # (S, Hkv, L, Dh)
+    if _fused(qkv):
+        return _cached_attention(qkv, head_norms, cos, sin, k_cache, v_cache, slots, positions, cache.pieces,
+                                 cache.counters)
+    Hkv, _, Dh = k_cache.shape[1:]
+    q, k, v = qkv.unflatten(-1, (-1, Dh)).tensor_split((-2 * Hkv, -Hkv), 1)             # (B, heads, Dh)
+    if head_norms:
+        q, k = rms_norm(q, head_norms[0], head_norms[2]), rms_norm(k, head_norms[1], head_norms[2])
+    q, k = rope(q, cos, sin), rope(k, cos, sin)
+    going = (positions >= 0).nonzero()[:, 0]
+    k_cache[slots[going], :, positions[going]] = k[going]
+    v_cache[slots[going], :, positions[going]] = v[going]
+    longest = int(positions.max()) + 1
+    live = torch.arange(longest, device=q.device) <= positions[:, None]                 # (B, longest)
+    # the heads that share a key head go along the query axis, so that keys and values are read once
+    out = F.scaled_dot_product_attention(q.unflatten(1, (Hkv, -1)), k_cache[slots, :, :longest],
+                                         v_cache[slots, :, :longest], attn_mask=live[:, None, None])
+    return out.flatten(1)
 
+
+def _cached_attention(qkv, head_norms, cos, sin, k_cache, v_cache, slots, positions, pieces, counters):
+    """pieces: an upper bound of position // SPLIT + 1. counters (≥ B·Hkv,) int32 zeros, zeros again after."""
+    (B, width), (_, Hkv, length, Dh) = qkv.shape, k_cache.shape
+    H = width // Dh - 2 * Hkv
+    q_weight, k_weight, eps = head_norms or (None, None, 0.)
+    out = qkv.new_empty(B, H * Dh)
+    sums = qkv.new_empty(B, Hkv, pieces, H // Hkv, Dh, dtype=torch.float32)
+    maxima = qkv.new_empty(B, Hkv, pieces, 2, H // Hkv, dtype=torch.float32)
+    assert counters.numel() >= B * Hkv and pieces * SPLIT < length + SPLIT
+    _attention_kernel[Hkv, pieces, B](
+        qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, slots, positions, out, sums, maxima,
+        counters, length, Dh**-0.5 * 1.4426950408889634, H, DH=Dh, REP=H // Hkv, SPLIT=SPLIT, TILE=64,
+        ROWS=max(16, triton.next_power_of_2(H // Hkv)), HALF=max(16, triton.next_power_of_2(Dh) // 2),
+        **_flags(qkv), num_warps=4, num_stages=2)
+    return out
+
+
+@jit
+def _rotated(x, at, mask, weight, d, in_d, cos, sin, eps, DH: constexpr):
+    """The two halves of heads (ROWS, HALF), normed and rotated, rounded where the plain lines round."""
+    a = tl.load(x + at, mask=mask, other=0.).to(tl.float32)
+    b = tl.load(x + at + DH // 2, mask=mask, other=0.).to(tl.float32)
+    if weight is not None:
+        rstd = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DH + eps)[:, None]
+        a = a * rstd * tl.load(weight + d, mask=in_d, other=0.)[None, :]
+        b = b * rstd * tl.load(weight + DH // 2 + d, mask=in_d, other=0.)[None, :]
+        a, b = a.to(x.dtype.element_ty).to(tl.float32), b.to(x.dtype.element_ty).to(tl.float32)
+    return (a * cos - b * sin).to(x.dtype.element_ty), (b * cos + a * sin).to(x.dtype.element_ty)
+
+
+@jit(do_not_specialize=["length"])
+def _attention_kernel(qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, slots, positions, out, sums,
+                      maxima, counters, length, scale, H, DH: constexpr, REP: constexpr, SPLIT: constexpr,
+                      TILE: constexpr, ROWS: constexpr, HALF: constexpr, PDL: constexpr):
+    """Grid (Hkv, pieces, B): the REP query heads of one key head over SPLIT positions of one row."""
+    h, piece, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    _start(PDL)
+    position = tl.load(positions + b).to(tl.int32)
+    if piece * SPLIT > position:
+        return
+    Hkv, last = tl.num_programs(0), position // SPLIT
+    head, d, dim = tl.arange(0, ROWS), tl.arange(0, HALF), tl.arange(0, 2 * HALF)
+    in_d, in_q = d < DH // 2, (head < REP)[:, None] & (d < DH // 2)[None, :]
+    c = tl.load(cos + b * (DH // 2) + d, mask=in_d, other=0.)[None, :]
+    s = tl.load(sin + b * (DH // 2) + d, mask=in_d, other=0.)[None, :]
+    qkv += b.to(tl.int64) * (H + 2 * Hkv) * DH
+    q_at = (h * REP + head)[:, None] * DH + d[None, :]
+    q1, q2 = _rotated(qkv, q_at, in_q, q_weight, d, in_d, c, s, eps, DH)
+    at = (tl.load(slots + b) * Hkv + h) * length * DH                    # this head's first key in the cache
+    k_cache += at
+    v_cache += at
+    m = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, 2 * HALF), tl.float32)
+    if piece == last:                                     # the new token: its key is here before it is cached
+        k1, k2 = _rotated(qkv, (H + h) * DH + d[None, :], in_d[None, :], k_weight, d, in_d, c, s, eps, DH)
+        v = tl.load(qkv + (H + Hkv + h) * DH + dim, mask=dim < DH, other=0.)
+        tl.store(k_cache + position * DH + d[None, :], k1, mask=in_d[None, :])
+        tl.store(k_cache + position * DH + DH // 2 + d[None, :], k2, mask=in_d[None, :])
+        tl.store(v_cache + position * DH + dim, v, mask=dim < DH)
+        m = tl.sum(q1.to(tl.float32) * k1.to(tl.float32) + q2.to(tl.float32) * k2.to(tl.float32), 1) * scale
+        total += 1.
+        acc += v.to(tl.float32)[None, :]
+    for start in range(piece * SPLIT, tl.minimum(piece * SPLIT + SPLIT, position), TILE):
+        t = start + tl.arange(0, TILE)
+        k_at = t[None, :] * DH + d[:, None]
+        live = (t < position)[None, :]
+        k1 = tl.load(k_cache + k_at, mask=live & in_d[:, None], other=0.)                # (HALF, TILE)
+        k2 = tl.load(k_cache + k_at + DH // 2, mask=live & in_d[:, None], other=0.)
+        v = tl.load(v_cache + t[:, None] * DH + dim[None, :], other=0.,
+                    mask=(t < position)[:, None] & (dim < DH)[None, :])                  # (TILE, 2·HALF)
+        scores = tl.dot(q2, k2, tl.dot(q1, k1, input_precision="ieee"), input_precision="ieee")
+        scores = tl.where(live, scores * scale, float("-inf"))
+        new = tl.maximum(m, tl.max(scores, 1))
+        p, shrink = tl.exp2(scores - new[:, None]), tl.exp2(m - new)
+        total = total * shrink + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        m = new
+    in_out = (head < REP)[:, None] & (dim < DH)[None, :]
+    done = last == 0
+    if last > 0:
+        tile = b * Hkv + h
+        at = (tile * tl.num_programs(1)).to(tl.int64) * REP
+        acc_ptr = sums + at * DH + head[:, None] * DH + dim[None, :]
+        max_ptr = maxima + at * 2 + head
+        tl.store(acc_ptr + piece * REP * DH, acc, mask=in_out)
+        tl.store(max_ptr + piece * 2 * REP, m, mask=head < REP)
+        tl.store(max_ptr + piece * 2 * REP + REP, total, mask=head < REP)
+        tl.debug_barrier()                                # every warp has stored before this program arrives
+        done = tl.atomic_add(counters + tile, 1, sem="acq_rel") == last
+        if done:
+            tl.store(counters + tile, 0)
+            m = tl.full((ROWS,), float("-inf"), tl.float32)
+            total = tl.zeros((ROWS,), tl.float32)
+            acc = tl.zeros((ROWS, 2 * HALF), tl.float32)
+            for i in range(last + 1):                     # .cg: L1 may hold lines of an older launch
+                m_i = tl.load(max_ptr + 2 * i * REP, head < REP, other=0., cache_modifier=".cg")
+                total_i = tl.load(max_ptr + (2 * i + 1) * REP, head < REP, other=1., cache_modifier=".cg")
+                acc_i = tl.load(acc_ptr + i * REP * DH, mask=in_out, other=0., cache_modifier=".cg")
+                new = tl.maximum(m, m_i)
+                shrink, grow = tl.exp2(m - new), tl.exp2(m_i - new)
+                total = total * shrink + total_i * grow
+                acc = acc * shrink[:, None] + acc_i * grow[:, None]
+                m = new
+    if done:
+        out_ptr = out + (b * H + h * REP + head)[:, None] * DH + dim[None, :]
+        tl.store(out_ptr, (acc / total[:, None]).to(out.dtype.element_ty), mask=in_out)
+
+
+# --- sampling
 
 def sample(logits, temperature, seed, step, sequence, position):
     """Draw from softmax(logits / temperature): → token (B,) int64, its log-probability (B,) f32.
 
     argmax(logits / T + Gumbel noise) is an exact draw (Gumbel-max), with no cumulative sum and no sort.
     Temperature 0 takes the largest logit; the log-probability then is that of temperature 1.
-    logits (B, V) f32; seed, step, position: ints; sequence (B,) int64: the global number of each sequence.
+    logits (B, V) f32; seed, step: ints; sequence, position (B,) int64: the global number of each sequence,
+    and which token of its answer this is.
     """
+    if _fused(logits):
+        return _sample(logits, temperature, seed, step, sequence, position)
     scaled = logits / temperature if temperature > 0 else logits
     noisy = scaled + gumbel(logits.shape[1], seed, step, sequence, position) if temperature > 0 else scaled
     token = noisy.argmax(-1)
     return token, scaled.gather(1, token[:, None])[:, 0] - scaled.logsumexp(-1)
 
 
+def _sample(logits, temperature, seed, step, sequence, position):
+    """Two passes: each tile's maximum, sum of exponentials and winner; then the row's."""
+    B, V = logits.shape
+    tiles = triton.cdiv(V, VOCAB_TILE)
+    found = logits.new_empty(B, 4, tiles, dtype=torch.float32)
+    winner, token = sequence.new_empty(B, tiles), torch.empty_like(sequence)
+    logprob = logits.new_empty(B)
+    _tile_kernel[tiles, B](logits, temperature or 1.0, seed, step, sequence, position,
+                           found, winner, V, GREEDY=temperature == 0, TILE=VOCAB_TILE, **_flags(logits))
+    _merge_kernel[B,](found, winner, token, logprob, tiles, TILES=triton.next_power_of_2(tiles),
+                      **_flags(logits), num_warps=1)
+    return token, logprob
+
+
+@jit(do_not_specialize=["seed", "step"])
+def _tile_kernel(logits, temperature, seed, step, sequence, position, found, winner, V, GREEDY: constexpr,
+                 TILE: constexpr, PDL: constexpr):
+    tile, b = tl.program_id(0), tl.program_id(1)
+    _start(PDL)
+    block = tile * (TILE // 4) + tl.arange(0, TILE // 4)
+    ids = tile * TILE + tl.arange(0, TILE)
+    z = tl.load(logits + b.to(tl.int64) * V + ids, mask=ids < V, other=float("-inf")) / temperature
+    noisy = z
+    if not GREEDY:
+        zero = block * 0                                             # tl.philox wants its words of one shape
+        w0, w1, w2, w3 = tl.philox(seed, block, zero + tl.load(position + b).to(tl.int32),
+                                   zero + tl.load(sequence + b).to(tl.int32), zero + step.to(tl.int32))
+        bits = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(TILE)
+        bits = bits.to(tl.uint32, bitcast=True) >> 9
+        uniform = (bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07                # 2^-23: see gumbel
+        noisy = z - tl.log(-tl.log(uniform))
+    best = tl.argmax(noisy, 0)
+    top = tl.max(z, 0)
+    found += b * 4 * tl.num_programs(0) + tile
+    tl.store(found, top)
+    tl.store(found + tl.num_programs(0), tl.sum(tl.exp(z - top), 0))
+    tl.store(found + 2 * tl.num_programs(0), tl.max(noisy, 0))
+    tl.store(found + 3 * tl.num_programs(0), tl.sum(tl.where(ids == tile * TILE + best, z, 0.), 0))
+    tl.store(winner + b * tl.num_programs(0) + tile, tile * TILE + best)
+
+
+@jit
+def _merge_kernel(found, winner, token, logprob, tiles, TILES: constexpr, PDL: constexpr):
+    _start(PDL)
+    b, i = tl.program_id(0), tl.arange(0, TILES)
+    found += b * 4 * tiles + i
+    top = tl.load(found, mask=i < tiles, other=float("-inf"))
+    total = tl.load(found + tiles, mask=i < tiles, other=0.)
+    noisy = tl.load(found + 2 * tiles, mask=i < tiles, other=float("-inf"))
+    best = tl.argmax(noisy, 0)
+    largest = tl.max(top, 0)
+    lse = largest + tl.log(tl.sum(total * tl.exp(top - largest), 0))
+    z = tl.load(found + 3 * tiles, mask=i < tiles, other=0.)
+    tl.store(logprob + b, tl.sum(tl.where(i == best, z, 0.), 0) - lse)
+    tl.store(token + b, tl.load(winner + b * tiles + best))
+
+
 def gumbel(V, seed, step, sequence, position):
     """(B, V) f32 standard Gumbel noise, B = len(sequence)."""
     block = torch.arange((V + 3) // 4, device=sequence.device)[None]                     # (1, V/4)
-    where, when = (torch.tensor(n & 0xFFFFFFFF, device=block.device) for n in (position, step))
-    words = philox(seed, block, where, sequence[:, None], when)
+    when = torch.tensor(step & 0xFFFFFFFF, device=block.device)
+    words = philox(seed, block, position[:, None], sequence[:, None], when)
     bits = torch.stack(words, -1).flatten(1)[:, :V]                                      # (B, V) 32-bit words
     # 23 bits and the half fit fp32. With 24 the largest would round to 1, and its noise, infinite, would win
     uniform = ((bits >> 9).float() + 0.5) * 2.0**-23
@@ -95,3 +374,42 @@ def philox(seed, c0, c1, c2, c3, rounds=10):
         c0, c1, c2, c3 = ((b >> 32) & low) ^ c1 ^ key0, b & low, ((a >> 32) & low) ^ c3 ^ key1, a & low
         key0, key1 = (key0 + 0x9E3779B9) & low, (key1 + 0xBB67AE85) & low
     return torch.broadcast_tensors(c0, c1, c2, c3)
+
+
+def append(token, logprob, rows, positions, stops, limit, last, rollout):
+    """Write each live row's token to the rollout, and end the row at a stop token or at the limit.
+
+    token, logprob: what `sample` gave. rows (B,) int64: whose answers these are. positions (B,) int64: where
+    the model just was; one further afterwards, −1 where the row is over. stops (n,) int64. last (B,) int64:
+    receives the tokens that go in next. rollout: of rollout.py; positions, last and rollout change in place.
+    """
+    if _fused(logprob):
+        _append_kernel[len(token),](token, logprob, rows, positions, stops, len(stops), limit, last,
+                                    *rollout[:4], rollout.tokens.shape[1], **_flags(token), num_warps=1)
+        return
+    going = (positions >= 0).nonzero()[:, 0]
+    token, row, at = token[going], rows[going], positions[going] + 1
+    rollout.tokens[row, at], rollout.logprobs[row, at] = token, logprob[going]
+    rollout.lengths[row] += 1
+    rollout.finished[row] = torch.isin(token, stops)
+    over = rollout.finished[row] | (rollout.lengths[row] >= limit)
+    positions[going], last[going] = torch.where(over, -1, at), token
+
+
+@jit(do_not_specialize=["limit", "width"])
+def _append_kernel(token, logprob, rows, positions, stops, n_stops, limit, last, tokens, logprobs, lengths,
+                   finished, width, PDL: constexpr):
+    _start(PDL)
+    b = tl.program_id(0)
+    at = tl.load(positions + b) + 1
+    if at > 0:
+        row, new = tl.load(rows + b), tl.load(token + b)
+        length, stop = tl.load(lengths + row) + 1, 0
+        for i in range(n_stops):
+            stop |= (tl.load(stops + i) == new).to(tl.int32)
+        tl.store(tokens + row * width + at, new)
+        tl.store(logprobs + row * width + at, tl.load(logprob + b))
+        tl.store(lengths + row, length)
+        tl.store(finished + row, stop != 0)
+        tl.store(positions + b, tl.where((stop != 0) | (length >= limit), -1, at))
+        tl.store(last + b, new)

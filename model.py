@@ -59,8 +59,9 @@ class RMSNorm(nn.Module):
         self.register_buffer("weight", weight.float().to(device))
         self.eps, self.dtype = eps, dtype
 
-    def forward(self, x):
-        return decode.rms_norm(x, self.weight, self.eps, self.dtype)
+    def forward(self, x, y):
+        """→ (x + y, its norm); y may be None."""
+        return decode.add_norm(x, y, self.weight, self.eps, self.dtype)
 
 
 class FrozenLinear(nn.Module):
@@ -95,15 +96,22 @@ class Attention(nn.Module):
         self.head_dim, self.splits = head_dim, (H * head_dim, Hkv * head_dim, Hkv * head_dim)
         self.qkv_proj = linear(("q_proj", "k_proj", "v_proj"), self.splits, D, qkv_bias)
         self.o_proj = linear(("o_proj",), (D,), H * head_dim, o_bias)
-        self.q_norm = norm("q_norm", head_dim) if head_norm else nn.Identity()
-        self.k_norm = norm("k_norm", head_dim) if head_norm else nn.Identity()
+        self.q_norm, self.k_norm = (norm(n, head_dim) if head_norm else None for n in ("q_norm", "k_norm"))
 
-    def forward(self, x, positions, cos, sin, cache, layer):
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.qkv_proj(x).split(self.splits, -1))
-        q, k = decode.rope(self.q_norm(q), cos, sin), decode.rope(self.k_norm(k), cos, sin)   # (B, T, …, Dh)
-        if cache is None:
-            return self.o_proj(decode.causal_attention(q, k, v))
-        return self.o_proj(decode.cached_attention(q, *cache.write(layer, k, v, positions), positions))
+    def forward(self, h, positions, cos, sin, cache, layer):
+        qkv = self.qkv_proj(h)
+        norms = self.q_norm and (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        if cache is not None and h.shape[1] == 1:
+            out = decode.cached_attention(qkv[:, 0], norms, cos[:, 0], sin[:, 0], cache, layer,
+                                          positions[:, 0])
+            return self.o_proj(out[:, None])
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in qkv.split(self.splits, -1))
+        if norms:
+            q, k = decode.rms_norm(q, norms[0], norms[2]), decode.rms_norm(k, norms[1], norms[2])
+        q, k = decode.rope(q, cos, sin), decode.rope(k, cos, sin)                             # (B, T, …, Dh)
+        if cache is not None:
+            cache.fill(layer, k, v)
+        return self.o_proj(decode.causal_attention(q, k, v))
 
 
 class MLP(nn.Module):
@@ -123,9 +131,16 @@ class Block(nn.Module):
         self.self_attn, self.mlp = attention, mlp
         self.input_layernorm, self.post_attention_layernorm = input_norm, post_attention_norm
 
-    def forward(self, x, *where):
-        x = x + self.self_attn(self.input_layernorm(x), *where)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(self, x, y, *where):
+        """x (B, T, D) without the last branch y → the same after this block."""
+        x, h = self.input_layernorm(x, y)
+        x, h = self.post_attention_layernorm(x, self.self_attn(h, *where))
+        return x, self.mlp(h)
+
+    def summed(self, x, *where):
+        """One tensor in, one out: all that gradient checkpointing keeps of a block."""
+        x, y = self(x, None, *where)
+        return x + y
 
 
 class Decoder(nn.Module):
@@ -177,22 +192,23 @@ class Decoder(nn.Module):
     def forward(self, ids, positions, cache=None):
         """ids, positions (B, T) → hidden (B, T, D) after the final norm.
 
-        With a KVCache, T new tokens are written at `positions` and attend to all that is cached before them;
-        without, the rows attend within themselves, and padding belongs on the right.
+        The rows attend within themselves, from position 0 on, and padding belongs on the right. A KVCache
+        keeps their keys and values; with one, T = 1 is a decode step: one more token of each row, at its
+        position, attends to all that is cached before it.
         """
         # the residual stream is fp32 on a GPU too: in bf16 each of its sums would round, in the sampler's
         # batches to one side and in the trainer's to the other
         x = F.embedding(ids, self.embed_tokens).float()                               # (B, T, D)
+        y = None                                             # what a branch adds, until the next norm adds it
         angle = positions[..., None].float() * self.inv_freq                          # (B, T, Dh/2)
-        angle = torch.cat((angle, angle), -1)
         cos, sin = angle.cos() * self.rope_scale, angle.sin() * self.rope_scale
         for i, layer in enumerate(self.layers):
             where = (positions, cos, sin, cache, i)
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                x = recompute(layer, x, *where, use_reentrant=False)
+                x = recompute(layer.summed, x, *where, use_reentrant=False)
             else:
-                x = layer(x, *where)
-        return self.norm(x)
+                x, y = layer(x, y, *where)
+        return self.norm(x, y)[1]
 
     def logits(self, hidden):
         """(n, D) → (n, V) f32: the one way from hidden states to logits, in sampler and trainer."""
@@ -261,27 +277,23 @@ def answer_mask(tokens, prompt_lengths, lengths):
 
 
 class KVCache:
-    """Keys and values of `batch` rows and up to `length` positions: two (layers, B, length, Hkv, Dh) tensors.
+    """Keys and values: `slots` places of `length` positions, two (layers, slots, Hkv, length, Dh) tensors."""
 
-    live: how many positions may be read, set by whoever decodes; attention does not look beyond it.
-    """
-
-    def __init__(self, model, batch, length):
+    def __init__(self, model, slots, length):
         c = model.config
-        shape = (c.num_hidden_layers, batch, length, c.num_key_value_heads, model.head_dim)
+        shape = (c.num_hidden_layers, slots, c.num_key_value_heads, length, model.head_dim)
         # zeros, not empty: a masked position has weight 0, and 0 · NaN would still be NaN
         self.k, self.v = (torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(2))
-        self.live = length
+        self.counters = torch.zeros(slots * shape[2], dtype=torch.int32, device=model.device)
+        self.slots = torch.arange(slots, device=model.device)       # (B,) where the rows of a call are
+        self.of = self.slots                                        # (n,) row of `fill`'s k, v for each slot
+        self.pieces = -(-length // decode.SPLIT)                    # of the longest row of a decode step
 
-    def write(self, layer, k, v, positions):
-        """Put k, v (B, T, Hkv, Dh) at positions (B, T) → this layer's live k, v (B, live, Hkv, Dh)."""
-        rows = torch.arange(len(positions), device=positions.device)[:, None]
-        self.k[layer, rows, positions], self.v[layer, rows, positions] = k, v
-        return self.k[layer, :, :self.live], self.v[layer, :, :self.live]
-
-    def select(self, rows):
-        """Keep these rows, in this order; a row named several times is copied: (n,) int64."""
-        self.k, self.v = self.k[:, rows], self.v[:, rows]
+    def fill(self, layer, k, v):
+        """Keep k, v (B, T, Hkv, Dh) as positions 0 … T−1: slots[i] gets row of[i]."""
+        T = k.shape[1]
+        self.k[layer][self.slots, :, :T] = k.transpose(1, 2)[self.of]
+        self.v[layer][self.slots, :, :T] = v.transpose(1, 2)[self.of]
 
 
 def _family(config):

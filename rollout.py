@@ -1,7 +1,18 @@
 """The sampler: a group of answers to each prompt, with the log-probability of every token as it was drawn.
 
-    prefill each prompt once ──► copy its KV to its group's G rows ──► loop: sample, append, one token forward
-                                                                         └─ rows that end leave the batch
+    prompts wait ──► prefill: all tokens but the last, once a prompt, KV copied to its group's slots
+                        ▲                     │
+        free slots wait │                     ▼
+                        └── rows that end ◄── step × 8: the last token of each row through the model, sample,
+                                              write it to the Rollout, stop test: all in one CUDA graph
+
+A step begins with a token that is not in the cache yet, at first the last of the prompt, and ends with the
+next one, so prefill needs no sampling of its own. The host does not see single steps: it replays the graph 8
+times, reads which rows are over, closes the ranks and fills them up. What a row needs (its slot, position and
+last token) is data on the GPU, so the graph depends on two numbers only, rounded up to powers of two: rows in
+the batch and pieces of 256 positions in the longest. The slots are sized by the memory that is free, a graph
+is captured when it is first needed, and both go when `generate` returns: the update can have the memory, and
+no graph outlives the tensors that it reads. On a CPU a step is called, not replayed, and nothing is rounded.
 
 It runs the model that trains, on the same tensors, so there are no weights to hand over, AQN's noise is in
 exactly the modules that sample, and the recorded log-probabilities are those of the policy that sampled.
@@ -12,6 +23,7 @@ Needs: torch, tqdm; decode.py, model.py.
 """
 
 import time
+from collections import deque
 from typing import NamedTuple
 
 import torch
@@ -20,6 +32,9 @@ from tqdm import tqdm
 
 import decode
 from model import KVCache
+
+STEPS = 8                          # between two looks of the host at which rows are over
+PREFILL_TOKENS = 8192              # prompt tokens, padding included, that go through the model at a time
 
 
 class Rollout(NamedTuple):
@@ -64,8 +79,15 @@ class Rollout(NamedTuple):
 
 
 class Sampler:
-    def __init__(self, model):
-        self.model = model
+    """slots: sequences that run at once, at most; fewer where the GPU's memory is short.
+
+    deterministic: an answer depends on nothing but its prompt and number, bit for bit: the batch keeps its
+    size, and prompts are prefilled one at a time.
+    """
+
+    def __init__(self, model, slots=256, deterministic=False):
+        self.model, self.slots, self.deterministic = model, slots, deterministic
+        self.stats = {}                # of the last generate: seconds, steps, slots
 
     @torch.no_grad()
     def generate(self, prompts, group_size, max_new_tokens, temperature, stop_ids, seed, step, first=0,
@@ -75,6 +97,7 @@ class Sampler:
         stop_ids: tokens that end an answer. temperature 0 is greedy. first: the global number of the first
         sequence: ranks that share a step draw different bits. progress: a progress bar's label, "" for none.
         ValueError: an empty prompt, a prompt that leaves no room in the model's context.
+        torch.OutOfMemoryError: not even one sequence fits.
         """
         context = self.model.config.max_position_embeddings
         for i, prompt in enumerate(prompts):
@@ -82,44 +105,155 @@ class Sampler:
                 raise ValueError(f"prompt {i} has {len(prompt)} tokens; with {max_new_tokens} new ones it "
                                  f"must fit into the model's context of {context}: "
                                  "shorten it or lower --max-new-tokens")
-        device, P, B = self.model.device, len(prompts), len(prompts) * group_size
-        widest = max(map(len, prompts))
-        of_prompt = torch.arange(P, device=device).repeat_interleave(group_size)             # (B,)
-        lengths_p = torch.tensor([len(p) for p in prompts], device=device)                   # (P,)
-        ids = torch.tensor([p + [0] * (widest - len(p)) for p in prompts], device=device)    # (P, widest)
-        rollout = Rollout(tokens=F.pad(ids, (0, max_new_tokens))[of_prompt],
-                          logprobs=torch.zeros(B, widest + max_new_tokens, device=device),
+        device, B = self.model.device, len(prompts) * group_size
+        length = max(map(len, prompts)) + max_new_tokens
+        ids = torch.tensor([p + [0] * (length - len(p)) for p in prompts], device=device)      # (P, T)
+        prompt_lengths = torch.tensor([len(p) for p in prompts], device=device)                # (P,)
+        rollout = Rollout(tokens=ids.repeat_interleave(group_size, 0),
+                          logprobs=torch.zeros(B, length, device=device),
                           lengths=torch.zeros(B, dtype=torch.long, device=device),
                           finished=torch.zeros(B, dtype=torch.bool, device=device),
-                          prompt_lengths=lengths_p[of_prompt])
-        stops = torch.tensor(sorted(stop_ids), device=device)
-
-        began = time.perf_counter()
-        bar = tqdm(total=B, desc=progress, unit="seq", leave=False, disable=None if progress else True)
-        cache = KVCache(self.model, P, widest + max_new_tokens)
-        cache.live = widest
-        hidden = self.model(ids, torch.arange(widest, device=device).expand(P, -1), cache)   # (P, widest, D)
-        # the right end of a prompt predicts the first token of all its answers
-        logits = self.model.logits(hidden[torch.arange(P, device=device), lengths_p - 1])[of_prompt]
-        cache.select(of_prompt)
-        rows = torch.arange(B, device=device)                                                # still running
-        for t in range(max_new_tokens):
-            token, logprob = decode.sample(logits, temperature, seed, step, first + rows, t)
-            at = rollout.prompt_lengths[rows] + t
-            rollout.tokens[rows, at], rollout.logprobs[rows, at] = token, logprob
-            rollout.lengths[rows] = t + 1
-            ended = torch.isin(token, stops)
-            rollout.finished[rows] = ended
-            bar.update(int(ended.sum()))
-            bar.set_postfix_str(f"{rollout.lengths.sum() / (time.perf_counter() - began):.0f} tok/s",
-                                refresh=False)
-            if ended.any():
-                going = (~ended).nonzero()[:, 0]
-                rows, token, at = rows[going], token[going], at[going]
-                cache.select(going)
-            if len(rows) == 0 or t + 1 == max_new_tokens:
-                break
-            cache.live = widest + t + 1
-            logits = self.model.logits(self.model(token[:, None], at[:, None], cache)[:, 0])
-        bar.close()
+                          prompt_lengths=prompt_lengths.repeat_interleave(group_size))
+        stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
+        waiting = deque((row, prompts[row // group_size]) for row in range(B))
+        slots = min(self.slots, B, self._room(length))
+        self.stats = dict(prefill_s=0.0, capture_s=0.0, decode_s=0.0, steps=0, slots=slots)
+        with tqdm(total=B, desc=progress, unit="seq", leave=False, disable=None if progress else True) as bar:
+            while waiting:
+                running = []
+                try:
+                    draw = temperature, seed, step, first
+                    batch = _Batch(self, slots, rollout, stops, max_new_tokens, draw)
+                    batch.run(waiting, running, min(group_size, -(-slots // 4)), bar)
+                except torch.OutOfMemoryError:
+                    if slots == 1:
+                        raise
+                    slots = self.stats["slots"] = -(-slots // 2)
+                    tqdm.write(f"out of memory while sampling: going on with {slots} sequences at a time")
+                    # what ran starts again and draws the same: its random bits come from its number
+                    for row, prompt in reversed(running):
+                        waiting.appendleft((row, prompt))
+                        rollout.lengths[row] = 0
+                        rollout.tokens[row, len(prompt):] = 0
+                        rollout.logprobs[row] = 0
+                batch = None                                   # its memory is free before the next is made
         return rollout.rows(range(B))
+
+    def _room(self, length):
+        """How many slots of `length` positions the free memory holds."""
+        model, c = self.model, self.model.config
+        if model.device.type == "cpu":
+            return self.slots
+        slot = 4 * c.num_hidden_layers * c.num_key_value_heads * model.head_dim * length     # k and v, bf16
+        # beside them: logits twice, a layer's largest weight in bf16, the activations of a prefill
+        beside = (8 * self.slots * c.vocab_size + 4 * c.hidden_size * c.intermediate_size
+                  + PREFILL_TOKENS * (16 * c.hidden_size + 8 * c.intermediate_size))
+        free, total = torch.cuda.mem_get_info()
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        allowed = total * torch.cuda.get_per_process_memory_fraction()
+        free = min(free + cached, allowed - torch.cuda.memory_allocated())
+        return max(1, int((free - beside) // slot))
+
+
+class _Batch:
+    """The rows that run: on the GPU what a step reads and writes, on the host which rows they are."""
+
+    def __init__(self, sampler, slots, rollout, stops, limit, draw):
+        self.sampler, self.model, self.stats = sampler, sampler.model, sampler.stats
+        self.rollout, self.stops, self.limit, self.draw = rollout, stops, limit, draw
+        self.cache = KVCache(self.model, slots, rollout.tokens.shape[1])
+        # row i of the batch: its row in the rollout, its slot, the token that goes in next, its position
+        self.state = torch.zeros(4, slots, dtype=torch.long, device=self.model.device)
+        self.cuda, self.graphs, self.pool = self.model.device.type == "cuda", {}, None
+
+    def run(self, waiting, running, wanted, bar):
+        """Until all are over. waiting, running: (row, prompt), taken from the one and kept in the other.
+        wanted: so many free slots are worth a prefill."""
+        slots = self.state.shape[1]
+        free, places, positions = list(range(slots)), [], []        # the last two: of each running row
+        while waiting or running:
+            if waiting and len(free) >= min(wanted, len(waiting)):
+                new = [waiting.popleft() for _ in range(min(len(free), len(waiting)))]
+                running += new
+                places += [free.pop() for _ in new]
+                positions += [len(prompt) - 1 for _, prompt in new]
+                self.admit(new, places[-len(new):], len(running))
+            size, steps = len(running), 1
+            if self.cuda:                              # one graph for all up to the next power of two
+                size = min(slots, 1 << (size - 1).bit_length())
+                left = [len(p) - 1 + self.limit - at for (_, p), at in zip(running, positions, strict=True)]
+                steps = min(STEPS, max(left))
+            size = slots if self.sampler.deterministic else size
+            self.state[3, len(running):size] = -1      # the rest of them is over
+            positions = self.advance(size, max(positions) + steps, steps, bar)[:len(running)]
+            going = [i for i, at in enumerate(positions) if at >= 0]
+            if len(going) < len(running):
+                bar.update(len(running) - len(going))
+                free += [place for place, at in zip(places, positions, strict=True) if at < 0]
+                running[:], places, positions = ([x[i] for i in going] for x in (running, places, positions))
+                self.state[:, :len(going)] = self.state[:, torch.tensor(going, dtype=torch.long)]
+            if not bar.disable:
+                rate = int(self.rollout.lengths.sum()) / max(bar.format_dict["elapsed"], 1e-9)
+                bar.set_postfix_str(f"{len(running)} running, {rate:.0f} tok/s", refresh=False)
+
+    def admit(self, new, places, size):
+        """Prefill new rows' prompts into their slots, and make them the last of `size` rows."""
+        began, device = time.perf_counter(), self.state.device
+        state = [(row, place, prompt[-1], len(prompt) - 1)
+                 for (row, prompt), place in zip(new, places, strict=True)]
+        self.state[:, size - len(new):size] = torch.tensor(state, device=device).T
+        slots_of = {}                                  # prompt → its rows' slots
+        for (_, prompt), place in zip(new, places, strict=True):
+            slots_of.setdefault(tuple(prompt[:-1]), []).append(place)
+        prompts = sorted((p for p in slots_of if p), key=len)
+        while prompts:
+            fit = 1 if self.sampler.deterministic else max(1, PREFILL_TOKENS // len(prompts[-1]))
+            group, prompts = prompts[-fit:], prompts[:-fit]
+            # two columns at least: one would be a decode step. What padding leaves in the cache is not read:
+            # a row reads only positions that it has passed, and writes them in passing
+            ids = torch.zeros(len(group), max(2, len(group[-1])), dtype=torch.long)
+            for i, prompt in enumerate(group):
+                ids[i, :len(prompt)] = torch.tensor(prompt)
+            self.cache.slots = torch.tensor([s for p in group for s in slots_of[p]], device=device)
+            self.cache.of = torch.tensor([i for i, p in enumerate(group) for _ in slots_of[p]], device=device)
+            self.model(ids.to(device), torch.arange(ids.shape[1], device=device).expand_as(ids), self.cache)
+        self.clock("prefill_s", began)
+
+    def advance(self, size, longest, steps, bar):
+        """Some steps of the first `size` rows, none of which comes beyond `longest` positions → positions."""
+        most = -(-self.rollout.tokens.shape[1] // decode.SPLIT)
+        key = size, min(most, 1 << (longest // decode.SPLIT).bit_length())
+        began = time.perf_counter()
+        if self.cuda and key not in self.graphs:
+            # a step as it is called: it compiles and loads the kernels, which cannot be done while capturing
+            self.step(*key)
+            called = self.clock("capture_s", began)
+            if called - began > 1 and not bar.disable:
+                tqdm.write(f"kernels for {size} rows compiled in {called - began:.1f} s")
+            self.graphs[key] = graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool):
+                self.step(*key)
+            self.pool, steps = graph.pool(), steps - 1
+            began = self.clock("capture_s", called)
+        for _ in range(steps):
+            self.graphs[key].replay() if self.cuda else self.step(*key)
+        self.stats["steps"] += steps
+        positions = self.state[3].tolist()
+        self.clock("decode_s", began)
+        return positions
+
+    def step(self, size, pieces):
+        """One token more for each row that is not over."""
+        rows, self.cache.slots, last, positions = self.state[:, :size]
+        self.cache.pieces = pieces
+        temperature, seed, step, first = self.draw
+        logits = self.model.logits(self.model(last[:, None], positions[:, None], self.cache)[:, 0])
+        token, logprob = decode.sample(logits, temperature, seed, step, first + rows, positions)
+        decode.append(token, logprob, rows, positions, self.stops, self.limit, last, self.rollout)
+
+    def clock(self, name, began):
+        if self.cuda:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.stats[name] += now - began
+        return now

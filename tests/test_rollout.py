@@ -9,6 +9,7 @@ import checkpoint
 import decode
 import lora
 import model
+import rollout
 from rollout import Rollout, Sampler
 
 PROMPTS = [[(7 * i + 3 * t) % 90 + 5 for t in range(n)] for i, n in enumerate((3, 11, 1, 6, 17, 8, 2, 5))]
@@ -24,7 +25,7 @@ def m(tiny):
 def learned(m, size):
     generator = torch.Generator().manual_seed(3)
     for layer in lora.lora_layers(m).values():
-        layer.lora_B.data.normal_(0, size, generator=generator)
+        layer.lora_B.data.copy_(torch.empty(layer.lora_B.shape).normal_(0, size, generator=generator))
     lora.refresh(m)
     return m
 
@@ -104,16 +105,63 @@ def test_a_sample_depends_on_its_number_alone(m):
 
 
 def test_each_prompt_is_prefilled_once_and_finished_rows_leave(m, monkeypatch):
-    """The model sees each prompt once for its group, then one token of each row that goes on, and no more."""
+    """The model sees all of a prompt but its last token once for its group, then one token of each row that
+    goes on, and no more."""
     calls, forward, rows = [], m.forward, generate(m).answers()
-    monkeypatch.setattr(m, "forward", lambda ids, *rest: calls.append(ids) or forward(ids, *rest))
+    monkeypatch.setattr(m, "forward", lambda ids, *rest: calls.append(ids.clone()) or forward(ids, *rest))
     monkeypatch.setattr(m, "gradient_checkpointing", True)          # must not disable the cache
     r = generate(m)
     assert r.answers() == rows and len(r.lengths.unique()) > 10
-    assert calls[0].tolist() == [p + [0] * (17 - len(p)) for p in PROMPTS]
-    going = [int((r.lengths > t).sum()) for t in range(1, int(r.lengths.max()))]
+    prompts = sorted((p[:-1] for p in PROMPTS if len(p) > 1), key=len)
+    assert calls[0].tolist() == [p + [0] * (16 - len(p)) for p in prompts]
+    going = [int((r.lengths > t).sum()) for t in range(int(r.lengths.max()))]
     assert [c.shape for c in calls[1:]] == [(n, 1) for n in going]
-    assert sum(len(c) for c in calls[1:]) == int((r.lengths - 1).sum())
+    assert calls[1][:, 0].tolist() == [p[-1] for p in PROMPTS for _ in range(8)]
+
+
+@pytest.mark.parametrize("slots", [1, 5, 13, 63])
+def test_slots_change_nothing(m, slots):
+    """With fewer slots than rows, rows wait for free ones; what is sampled does not depend on it."""
+    r, sampler = generate(m), Sampler(m, slots=slots)
+    s = sampler.generate(PROMPTS, 8, 20, 1.0, STOPS, 5, 2)
+    assert torch.equal(s.tokens, r.tokens) and torch.equal(s.finished, r.finished)
+    torch.testing.assert_close(s.logprobs, r.logprobs, atol=1e-4, rtol=0)
+    # in one slot each token is a step of its own; in more, as many steps as tokens cannot be needed
+    assert sampler.stats["slots"] == slots and sampler.stats["steps"] >= r.lengths.sum() / slots
+    assert slots > 1 or sampler.stats["steps"] == r.lengths.sum()
+
+
+def test_prefill_in_pieces_changes_nothing(m, monkeypatch):
+    """Prompts that do not go through the model together."""
+    r = generate(m)
+    monkeypatch.setattr(rollout, "PREFILL_TOKENS", 20)
+    s = generate(m)
+    assert torch.equal(s.tokens, r.tokens)
+    torch.testing.assert_close(s.logprobs, r.logprobs, atol=1e-4, rtol=0)
+
+
+def test_out_of_memory_halves_the_slots_and_loses_nothing(m, monkeypatch, capsys):
+    """Memory runs out in the middle, twice: what was running starts again and draws the same, what was over
+    stays; with one slot there is nothing left to halve."""
+    r, step, calls = generate(m), rollout._Batch.step, []
+
+    def short(batch, size, pieces):
+        calls.append(size)
+        if len(calls) in (6, 11):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        step(batch, size, pieces)
+
+    monkeypatch.setattr(rollout._Batch, "step", short)
+    sampler = Sampler(m, slots=40)
+    s = sampler.generate(PROMPTS, 8, 20, 1.0, STOPS, 5, 2)
+    assert torch.equal(s.tokens, r.tokens) and torch.equal(s.lengths, r.lengths)
+    torch.testing.assert_close(s.logprobs, r.logprobs, atol=1e-4, rtol=0)
+    assert sampler.stats["slots"] == 10 and max(calls) == 40 and max(calls[11:]) == 10
+    said = capsys.readouterr()
+    assert "going on with 20 sequences" in said.out + said.err and "with 10 sequences" in said.out + said.err
+    calls.clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        Sampler(m, slots=1).generate(PROMPTS, 8, 20, 1.0, STOPS, 5, 2)
 
 
 def test_rows_are_prompt_major_and_hold_the_sampled_ids(m, monkeypatch):
@@ -191,3 +239,103 @@ def test_rows_join_and_micro_batches_lose_nothing(m):
         assert all(len(b) == 1 or len(b) * length[b].max() <= budget for b in batches)
         assert (length[torch.cat(batches)].diff() <= 0).all()
         assert len(batches) == {1: 50, 10**6: 1}.get(budget, len(batches))
+
+
+# --- on a GPU
+
+@pytest.fixture(scope="module")
+def real():
+    """SmolLM2 in NVFP4 on a GPU with an adapter that is not zero, and its tokenizer."""
+    source = checkpoint.open("smollm2")
+    return learned(model.load(source, device="cuda"), 0.02), source.tokenizer()
+
+
+def gpu_prompts(n):
+    """Lengths at the edges of the attention's pieces, so that answers cross them."""
+    return [[(7 * i + 3 * t) % 40_000 + 50 for t in range(length)]
+            for i, length in enumerate((1, 2, 250, 254, 255, 256, 257, 40, 130, 300)[:n])]
+
+
+@pytest.mark.gpu
+def test_gpu_graph_equals_eager(real, monkeypatch):
+    """A captured step replayed is the step called: the same bits in tokens and log-probabilities."""
+    m, _ = real
+    draw = gpu_prompts(10), 4, 30, 1.0, list(range(0, 49152, 60)), 3, 1
+    graph = Sampler(m).generate(*draw)
+    monkeypatch.setattr(rollout._Batch, "advance", lambda self, size, longest, steps, bar: (
+        [self.step(size, -(-self.rollout.tokens.shape[1] // decode.SPLIT)) for _ in range(steps)],
+        self.state[3].tolist())[1])
+    eager = Sampler(m).generate(*draw)
+    assert all(torch.equal(a, b) for a, b in zip(graph, eager, strict=True))
+    assert len(graph.lengths.unique()) > 5
+
+
+@pytest.mark.gpu
+def test_gpu_deterministic_tokens_depend_on_nothing_else(real):
+    """Not on slots of others, order of prompts or refill: bit for bit, log-probabilities too."""
+    m, _ = real
+    prompts, stops = gpu_prompts(10), list(range(0, 49152, 60))
+    sampler = Sampler(m, slots=16, deterministic=True)
+    r = sampler.generate(prompts, 4, 40, 1.0, stops, 3, 1)
+    for i in (0, 3, 9):
+        alone = sampler.generate(prompts[i:i + 1], 4, 40, 1.0, stops, 3, 1, first=4 * i)
+        part = r.rows(range(4 * i, 4 * i + 4))
+        assert alone.answers() == part.answers()
+        assert torch.equal(alone.logprobs[alone.logprobs != 0], part.logprobs[part.logprobs != 0])
+    pair = sampler.generate([prompts[9], prompts[3]], 4, 40, 1.0, stops, 3, 1, first=36)
+    assert pair.rows(range(4)).answers() == r.rows(range(36, 40)).answers()
+
+
+@pytest.mark.gpu
+def test_gpu_stops_limits_and_the_longest_context(real):
+    """A stop at the first token and at the last; the limit exactly; a row that fills the model's context."""
+    m, _ = real
+    sampler = Sampler(m)
+    r = sampler.generate(gpu_prompts(4), 2, 19, 1.0, [], 3, 1)
+    assert (r.lengths == 19).all() and not r.finished.any()
+    first, last = r.answers()[5][0], r.answers()[5][-1]
+    for stop, length in ((first, 1), (last, r.answers()[5].index(last) + 1)):
+        s = sampler.generate(gpu_prompts(4), 2, 19, 1.0, [stop], 3, 1)
+        assert s.lengths[5] == length and s.finished[5] and s.answers()[5] == r.answers()[5][:length - 1]
+    context = m.config.max_position_embeddings
+    full = sampler.generate([[9] * (context - 3)], 1, 3, 1.0, [], 0, 0)
+    assert full.lengths.tolist() == [3] and full.tokens.shape[1] == context
+
+
+@pytest.mark.gpu
+def test_gpu_sees_the_adapter_and_the_noise(real):
+    """refresh() and AQN write in place: the next call samples from them, and returns when they return."""
+    m, _ = real
+    draw = gpu_prompts(8), 2, 12, 1.0, [], 3, 1
+    before = Sampler(m).generate(*draw)
+    layer = m.layers[5].mlp.down_proj
+    kept = layer.lora_B.detach().clone()
+    layer.lora_B.data.mul_(-3)
+    assert torch.equal(Sampler(m).generate(*draw).tokens, before.tokens)             # not refreshed yet
+    lora.refresh(m)
+    assert not torch.equal(Sampler(m).generate(*draw).tokens, before.tokens)
+    layer.lora_B.data.copy_(kept)
+    lora.refresh(m)
+    with aqn.noisy_norms(m, 0.05, 1, 7):
+        assert not torch.equal(Sampler(m).generate(*draw).tokens, before.tokens)
+    assert torch.equal(Sampler(m).generate(*draw).logprobs, before.logprobs)
+
+
+@pytest.mark.gpu
+def test_gpu_memory_does_not_grow_and_waves_finish(real):
+    """50 calls leave as much allocated and reserved as one; a request beyond memory goes in waves."""
+    m, _ = real
+    draw, used = (gpu_prompts(9), 4, 12, 1.0, [], 3, 1), set()
+    for call in range(51):
+        Sampler(m).generate(*draw)
+        torch.cuda.empty_cache()
+        used.add((torch.cuda.memory_allocated(), torch.cuda.memory_reserved())) if call else None
+    assert len(used) == 1
+    total, now = torch.cuda.mem_get_info()[1], torch.cuda.memory_allocated()
+    torch.cuda.set_per_process_memory_fraction((now + 2**30) / total)
+    try:
+        sampler = Sampler(m)
+        r = sampler.generate(gpu_prompts(8), 32, 1000, 1.0, [], 3, 1)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert sampler.stats["slots"] < 256 and (r.lengths == 1000).all()
