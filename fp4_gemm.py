@@ -44,7 +44,7 @@ try:
     from triton import jit
     from triton.language import constexpr
 except ImportError:      # the CPU path needs no triton
-    jit, constexpr = (lambda kernel: kernel), int
+    jit, constexpr = (lambda kernel=None, **options: kernel or jit), int
 
 BLOCK = 16               # weights that share a scale
 ROWS, COLS = 64, 128     # weights of a tile: 4 KB of words and 512 B of scales, each in one piece
@@ -92,7 +92,7 @@ def pack(*qs):
     # sub-tiles in the order 0 2 1 3: one shift places two scales in the two half words
     scales = (s[..., 0, :] | s[..., 2, :] << 8 | s[..., 1, :] << 16 | s[..., 3, :] << 24).contiguous()
     rows = torch.cat([g.reshape(1).float().expand(n_i) for g, n_i in zip(global_scales, sizes, strict=True)])
-    counters = torch.zeros(1024 + 64 * n, dtype=torch.int32, device=device)
+    counters = torch.zeros(2048 + 64 * n, dtype=torch.int32, device=device)
     return PackedNVFP4(words, scales, rows, sizes, (sum(sizes), K), counters)
 
 
@@ -205,20 +205,20 @@ def _weight(packed, dtype):
 # --- launching; the numbers come from results/gemm_tune.py on an H200
 
 FUSED_MAX = 256          # rows up to which decoding inside the GEMM beats decoding before it
-TILES = {8: (4, 4), 16: (5, 4), 32: (4, 4), 64: (3, 3), 128: (2, 3)}     # TILE_M: CTAs on an SM, stages
-SPLIT_K = {(37888, 3584, 16): 2, (27648, 5120, 8): 4, (27648, 5120, 16): 3, (3584, 18944, 16): 10,
-           (5120, 27648, 8): 13, (5120, 27648, 64): 8, (5120, 27648, 256): 3, (3584, 3584, 16): 10,
-           (5120, 5120, 256): 3, (2048, 11008, 8): 11, (2048, 11008, 16): 8}    # where the rule loses > 5 %
+# TILE_M: CTAs on an SM, without and with LoRA (room is left, where the next kernel's wait), and stages
+TILES = {8: (3, 3, 4), 16: (5, 4, 4), 32: (4, 3, 4), 64: (3, 3, 3), 128: (2, 2, 3)}
+SPLIT_K = {(37888, 3584): {8: (3, 1), 16: (2, 1)}, (27648, 5120): {8: (2, 2), 16: (3, 3)},    # beats the rule
+           (5120, 27648): {8: (11, 8), 16: (8, 8), 32: (6, 6), 64: (8, 8), 256: (3, 3)},
+           (5120, 13824): {8: (11, 8)}, (5120, 5120): {256: (3, 3)}, (2048, 11008): {16: (8, 8)}}
 
 
-def _tile(M, N, K, sms, wgmma, deterministic=False):
-    """→ TILE_M, SPLIT_K, stages. The rule: as many splits as one wave of CTAs has room for."""
-    # without wgmma, every warp would decode the weights again for each 32 columns of a larger tile
+def _tile(M, N, K, sms, wgmma, deterministic=False, lora=False):
+    """→ TILE_M, SPLIT_K, stages. Without wgmma a tile of 64 columns would decode its weights twice."""
     tile_m = max(16 if deterministic else 8, min(triton.next_power_of_2(M), 128 if wgmma else 32))
     m = 16 if deterministic else max(8, min(triton.next_power_of_2(M), FUSED_MAX))
     tiles = triton.cdiv(N, ROWS) * triton.cdiv(m, tile_m)
-    split = SPLIT_K.get((N, K, m)) or TILES[min(m, tile_m)][0] * sms // tiles or (2 if m <= 16 else 1)
-    return tile_m, max(1, min(split, 14, K // (2 * COLS))), TILES[tile_m][1]
+    split = SPLIT_K.get((N, K), {}).get(m, (TILES[min(m, tile_m)][lora] * sms // tiles,) * 2)[lora]
+    return tile_m, max(1, min(split, 14, K // (2 * COLS))), TILES[tile_m][2]
 
 
 def _fused(x, packed, bias, lora_A, lora_B, splits, scale, deterministic=False, tile=None):
@@ -226,20 +226,20 @@ def _fused(x, packed, bias, lora_A, lora_B, splits, scale, deterministic=False, 
     (M, K), (N, _), (tiles_n, tiles_k) = x.shape, packed.shape, packed.words.shape[:2]
     gpu = torch.cuda.get_device_properties(x.device) if x.is_cuda else None      # None: Triton's interpreter
     sms, generation = (gpu.multi_processor_count, gpu.major) if gpu else (132, 0)
-    tile_m, split, stages = tile or _tile(M, N, K, sms, generation in (9, 10), deterministic)
+    tile_m, split, stages = tile or _tile(M, N, K, sms, generation in (9, 10), deterministic, bool(splits))
     # PDL, programmatic dependent launch: a kernel starts beside the one before it, and waits inside
     flags = {"PDL": generation >= 9, "EVEN_K": K % COLS == 0, "F32": x.dtype == torch.float32}
     y, xa, rank = x.new_empty(M, N), None, 0
     if lora_A is not None:
         R, rank = lora_A.shape[0], lora_B.shape[1]
-        xa_m, xa_split = max(16, min(triton.next_power_of_2(M), 64)), min(16, triton.cdiv(K, 256))
+        xa_m, xa_split = max(16, min(triton.next_power_of_2(M), 32)), min(16, triton.cdiv(K, 256))
         grid = (triton.cdiv(M, xa_m), triton.cdiv(R, 32), xa_split)
-        assert grid[0] * grid[1] <= 1024, f"M={M} rows and lora_A of {R} are too many for one launch"
+        assert grid[0] * grid[1] <= 2048, f"M={M} rows and lora_A of {R} are too many for one launch"
         xa, xa_sums = x.new_empty(M, R), x.new_empty(*grid, xa_m * 32, dtype=torch.float32)
         _shrink_kernel[grid](x, lora_A, xa, xa_sums, packed.counters, M, R, K, scale, TILE_M=xa_m,
                              SPLIT_K=xa_split, **flags, num_stages=3, launch_pdl=flags["PDL"])
     grid = (triton.cdiv(M, tile_m), tiles_n, split)
-    assert grid[0] <= 64 and split <= tiles_k, f"M={M}, K={K} do not suit TILE_M={tile_m}, SPLIT_K={split}"
+    assert grid[0] <= 64 and split <= tiles_k and tile_m < max(32, 2 * M), f"x {M, K}, tile {tile_m, split}"
     sums = x.new_empty(*grid, tile_m * ROWS if split > 1 else 0, dtype=torch.float32)
     _linear_kernel[grid](x, packed.words, packed.scales, packed.global_scales, bias, xa, lora_B, y, sums,
                          packed.counters, M, N, K, tiles_k, EXPONENT, TILE_M=tile_m, SPLIT_K=split, RANK=rank,
@@ -276,7 +276,7 @@ def _decode(words, scales, exponent, F32: constexpr):
     return w.permute(0, 2, 3, 1).reshape(64, 128)                     # registers get new names, nothing moves
 
 
-@jit
+@jit(do_not_specialize=["M"])
 def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, counters, M, N, K, tiles_k,
                    exponent, TILE_M: constexpr, SPLIT_K: constexpr, RANK: constexpr, SPLITS: constexpr,
                    PDL: constexpr, EVEN_K: constexpr, F32: constexpr):
@@ -287,31 +287,31 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
     first, last = pid_k * tiles_k // SPLIT_K, (pid_k + 1) * tiles_k // SPLIT_K
     words += (pid_n * tiles_k + first) * 1024
     if PDL:
-        # weights never change: their first 16 KB may come to L2 while the kernel before still runs
-        line = tl.minimum(tl.arange(0, 128), (last - first) * 32 - 1) * 32       # 128 B each
-        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [words + line],
-                                  dtype=tl.int32, is_pure=False, pack=1)
-        if RANK == 0:                              # with LoRA the kernel before is the shrink, and x is ready
+        if RANK == 0:      # the kernel before makes x. With LoRA it is the one for xa, which waited for x
+            # weights never change: their first 8 KB may come to L2 in the meantime
+            line = words + tl.minimum(tl.arange(0, 64), (last - first) * 32 - 1) * 32        # 128 B each
+            tl.inline_asm_elementwise("prefetch.global.L2 [$1];", "=r,l", [line], tl.int32, False, 1)
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     w_ptr = words + row[:, None] * 16 + tl.arange(0, 16)[None, :]
     s_ptr = scales + (pid_n * tiles_k + first) * 128 + row[:, None] * 2 + tl.arange(0, 2)[None, :]
-    # a row beyond M reads the last one again, which costs less than a mask
-    x_ptr = x + tl.minimum(offs_m, M - 1)[None, :] * K + first * 128 + col[:, None]
+    # Rows beyond M are masked in a small tile. In a large one that costs more than reading other rows again;
+    # if all were one row, every CTA would queue for its few cache lines, and the kernel took twice the time.
+    in_x = (offs_m < M) | (TILE_M > 16)
+    x_ptr = x + tl.where(offs_m < M, offs_m, offs_m - M)[None, :] * K + first * 128 + col[:, None]
     acc = tl.zeros((64, TILE_M), tl.float32)
     # could the loop be empty, acc could be those zeros behind it, and ptxas would serialise all wgmmas for it
     tl.assume(first < last)
     for k in range(last - first):
-        w = tl.load(w_ptr + k * 1024)
-        s = tl.load(s_ptr + k * 128)
+        w, s = tl.load(w_ptr + k * 1024), tl.load(s_ptr + k * 128)
         in_k = col < (128 if EVEN_K else K - (first + k) * 128)                  # no mask is left if EVEN_K
-        xt = tl.load(x_ptr + k * 128, mask=in_k[:, None], other=0.)              # (128, TILE_M)
+        xt = tl.load(x_ptr + k * 128, mask=in_k[:, None] & in_x[None, :], other=0.)     # (128, TILE_M)
         acc = tl.dot(_decode(w, s, exponent, F32), xt, acc, input_precision="ieee")
         if not F32:
             # An empty instruction that uses acc makes Triton wait for this step's wgmmas. It would leave them
             # in flight while the next step's decoding overwrites registers they read: wrong sums, on an H200.
             acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
-    acc, done = _sum_splits(acc, sums, counters + 1024, 64, TILE_M, SPLIT_K)
+    acc, done = _sum_splits(acc, sums, counters + 2048, 64, TILE_M, SPLIT_K)
     if done:
         in_n, in_m = offs_n < N, (offs_m < M)[None, :]
         acc *= tl.load(global_scales + offs_n, mask=in_n, other=0.)[:, None] * 1048576.      # 2^20
@@ -320,8 +320,7 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
         if RANK > 0:
             if PDL:
                 tl.extra.cuda.gdc_wait()
-            r = tl.arange(0, 16 if RANK <= 16 else triton.next_power_of_2(RANK))
-            begin = 0
+            begin, r = 0, tl.arange(0, 16 if RANK <= 16 else triton.next_power_of_2(RANK))
             for part in tl.static_range(len(SPLITS)):
                 end = begin + SPLITS[part]
                 if (begin < pid_n * 64 + 64) & (end > pid_n * 64):               # most tiles lie in one part
@@ -353,7 +352,7 @@ def _sum_splits(acc, sums, counters, R: constexpr, C: constexpr, SPLIT_K: conste
     return acc, done
 
 
-@jit
+@jit(do_not_specialize=["M"])
 def _shrink_kernel(x, lora_A, xa, sums, counters, M, R, K, scale, TILE_M: constexpr, SPLIT_K: constexpr,
                    PDL: constexpr, EVEN_K: constexpr, F32: constexpr):
     """xa (M, R) = scale · x @ lora_A.T, transposed and split like the GEMM. Grid (M tiles, R/32, SPLIT_K)."""
@@ -362,13 +361,14 @@ def _shrink_kernel(x, lora_A, xa, sums, counters, M, R, K, scale, TILE_M: conste
         tl.extra.cuda.gdc_launch_dependents()
     offs_m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
     offs_r, offs_k = tl.program_id(1) * 32 + tl.arange(0, 32), tl.arange(0, 128)
-    a_ptr = lora_A + tl.minimum(offs_r, R - 1)[:, None] * K + offs_k[None, :]
-    x_ptr = x + tl.minimum(offs_m, M - 1)[None, :] * K + offs_k[:, None]
+    a_ptr = lora_A + offs_r[:, None] * K + offs_k[None, :]
+    x_ptr = x + offs_m[None, :] * K + offs_k[:, None]
     steps, acc = tl.cdiv(K, 128), tl.zeros((32, TILE_M), tl.float32)
     for i in range(tl.program_id(2) * steps // SPLIT_K, (tl.program_id(2) + 1) * steps // SPLIT_K):
         in_k = offs_k < (128 if EVEN_K else K - i * 128)
-        a = tl.load(a_ptr + i * 128, mask=in_k[None, :], other=0.)
-        acc = tl.dot(a, tl.load(x_ptr + i * 128, mask=in_k[:, None], other=0.), acc, input_precision="ieee")
+        a = tl.load(a_ptr + i * 128, mask=(offs_r < R)[:, None] & in_k[None, :], other=0.)
+        xt = tl.load(x_ptr + i * 128, mask=(offs_m < M)[None, :] & in_k[:, None], other=0.)
+        acc = tl.dot(a, xt, acc, input_precision="ieee")
     acc, done = _sum_splits(acc, sums, counters, 32, TILE_M, SPLIT_K)
     if done:
         tl.store(xa + offs_m[None, :] * R + offs_r[:, None], (acc * scale).to(xa.dtype.element_ty),
@@ -395,6 +395,6 @@ if __name__ == "__main__":
     pairs = [(word << shift & 0x81C081C0 - 2**32).view(1).view(torch.bfloat16) for shift in (0, 3, 6)]
     print(f"8 codes: {word.item() & 0xFFFFFFFF:032b}; shifted by 0, 3, 6, masked, as bf16 · 2^126:",
           *[p.mul(2.**126).tolist() for p in pairs], sep="\n")
-    x, W = torch.randn(4, 512), dequantize(packed, torch.float64)
-    error = ((linear(x, packed) - x.double() @ W.T).norm() / (x.double() @ W.T).norm()).item()
-    print((packed.words.nbytes + packed.scales.nbytes) / 2**17, f"bytes a weight; relative error {error:.0e}")
+    y, ref = linear(x := torch.randn(4, 512), packed), x.double() @ dequantize(packed, torch.float64).T
+    size, error = (packed.words.nbytes + packed.scales.nbytes) / 2**17, (y - ref).norm() / ref.norm()
+    print(size, f"bytes a weight; relative error {error:.0e}")

@@ -4,9 +4,12 @@ Every candidate is first compared with the product in float64 (relative error < 
 not timed. Kernels are compiled beforehand, in parallel, into Triton's cache. With BENCH.jsonl, bench.py gemm
 follows, with the winners in place.
 
-gemm_tiles.jsonl is its log. gemm_tiles_wide.jsonl is that of the sweep before, over tiles of 64 to 256 rows
-and 128 or 256 columns, 4 or 8 warps, with the next kernel released early or not: (64, 128), 4 warps and early
-release were within 5 % of the best on average, so the kernel has only them.
+gemm_splits.jsonl is the log behind SPLIT_K and the CTAs in TILES: every split, with and without LoRA;
+"behind_us" is the time behind an ordinary kernel that writes x, as in a model, that kernel included.
+gemm_tiles.jsonl is the log behind the stages. gemm_rows.jsonl compares, also between the powers of two, the
+kernel of commit 344a185 with the one that took these numbers. gemm_tiles_wide.jsonl is that of a sweep over
+tiles of 64 to 256 rows and 128 or 256 columns, 4 or 8 warps, with the next kernel released early or not:
+(64, 128), 4 warps and early release were within 5 % of the best on average, so the kernel has only them.
 """
 import argparse
 import contextlib
@@ -38,18 +41,25 @@ def candidates(M, N, K):
 
 
 def compile_one(job):
-    M, tile, even_k, even_tiles = job
+    M, tile, even_k, even_tiles, sizes = job
     tiles = max(2, tile[1])                  # the smallest K that specialises the kernel like the real one
     while (tiles % 16 == 0) != even_tiles:
         tiles += 1
     K = tiles * 128 - (0 if even_k else 64)
     x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
-    fp4_gemm._fused(x, bench.random_packed((128,), K), None, None, None, (), 0., tile=tile)
+    fp4_gemm._fused(x, bench.random_packed(sizes or (128,), K), None, *adapter(sizes, K), 1., tile=tile)
     torch.cuda.synchronize()
 
 
+def adapter(sizes, K):
+    """lora_A, lora_B and splits of rank 32; none of them for sizes ()."""
+    shapes = ((32 * len(sizes), K), (sum(sizes), 32))
+    lora = [torch.randn(s, device="cuda", dtype=torch.bfloat16) * s[1]**-.5 for s in shapes]
+    return (*lora, sizes) if sizes else (None, None, ())
+
+
 def install(stages, splits):
-    fp4_gemm.TILES.update({tile_m: (fp4_gemm.TILES[tile_m][0], s) for tile_m, s in stages.items()})
+    fp4_gemm.TILES.update({tile_m: (*fp4_gemm.TILES[tile_m][:2], s) for tile_m, s in stages.items()})
     fp4_gemm.SPLIT_K.update(splits)
 
 
@@ -67,42 +77,51 @@ def main():
     began = time.time()
     rows = [(name, M) for name, (_, _, Ms) in bench.SHAPES.items()
             for M in ((8, 16, 32, 64, 128, 256) if len(Ms) > 3 else (8, 16))]
-    jobs = {(M, tile, K % 128 == 0, -(-K // 128) % 16 == 0) for name, M in rows
-            for sizes, K, _ in [bench.SHAPES[name]] for tile in candidates(M, sum(sizes), K)}
+    jobs = {(M, tile, K % 128 == 0, -(-K // 128) % 16 == 0, lora) for name, M in rows
+            for sizes, K, _ in [bench.SHAPES[name]] for tile in candidates(M, sum(sizes), K)
+            for lora in ((), sizes)}
     pool = multiprocessing.get_context("spawn").Pool(min(14, os.cpu_count()))
     pool.map(compile_one, sorted(jobs), chunksize=4)
     print(f"{len(jobs)} kernels compiled in {time.time() - began:.0f} s", flush=True)
 
-    times = {}
+    times = {}, {}                           # without and with LoRA
     log = open(args.out, "a")
     for name, M in rows:
         sizes, K, _ = bench.SHAPES[name]
         N, packed = sum(sizes), bench.random_packed(sizes, K)
         fours = [packed] + [bench.clone(packed) for _ in range(bench.copies(packed.words.nbytes) - 1)]
         x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
-        ref = x.double() @ fp4_gemm.dequantize(packed).double().T
+        plain, lora = adapter((), K), adapter(sizes, K)
+        ref = [x.double() @ fp4_gemm.dequantize(packed).double().T]
+        xa = (x.double() @ lora[0].double().T).split(32, 1)
+        parts = zip(xa, lora[1].double().split(sizes), strict=True)
+        ref.append(ref[0] + torch.cat([a @ B.T for a, B in parts], 1))
         for tile in candidates(M, N, K):
-            calls = [partial(fp4_gemm._fused, x, p, None, None, None, (), 0., tile=tile) for p in fours]
-            error = bench.rel_err(calls[0]()[0], ref)
-            us = bench.graph_time(calls, 9) * 1e6 if error < 2**-8 else None
-            record = {"shape": name, "N": N, "K": K, "M": M, "tile": tile, "us": us, "error": error}
-            log.write(json.dumps(record) + "\n")
-            times[N, K, M, *tile] = us or float("inf")
+            for with_lora, adapted in enumerate((plain, lora)):
+                calls = [partial(fp4_gemm._fused, x, p, None, *adapted, 1., tile=tile) for p in fours]
+                error = bench.rel_err(calls[0]()[0], ref[with_lora])
+                us = bench.graph_time(calls, 9) * 1e6 if error < 2**-8 else None
+                record = {"shape": name, "N": N, "K": K, "M": M, "tile": tile, "lora": bool(with_lora)}
+                log.write(json.dumps(record | {"us": us, "error": error}) + "\n")
+                times[with_lora][N, K, M, *tile] = us or float("inf")
     log.close()
 
     stages = {}
     for tile_m in STAGES:                    # the number of stages that loses least on average
-        shapes = {k[:3] for k in times if k[3] == tile_m}
-        loss = {s: mean(min(us for k, us in times.items() if k[:4] == (*shape, tile_m) and k[5] == s)
-                        / min(us for k, us in times.items() if k[:4] == (*shape, tile_m)) for shape in shapes)
+        plain = {k: us for k, us in times[0].items() if k[3] == tile_m}
+        shapes = {k[:3] for k in plain}
+        loss = {s: mean(min(us for k, us in plain.items() if k[:3] == shape and k[5] == s)
+                        / min(us for k, us in plain.items() if k[:3] == shape) for shape in shapes)
                 for s in STAGES[tile_m]}
         stages[tile_m] = min(loss, key=loss.get)
         print("TILE_M", tile_m, {s: round(v, 3) for s, v in loss.items()})
     splits = {}
-    for N, K, M in sorted({k[:3] for k in times}):
-        mine = {k[4]: us for k, us in times.items() if k[:3] == (N, K, M) and k[5] == stages[k[3]]}
-        splits[N, K, M] = min(mine, key=mine.get)
-        print((N, K, M), *(f"{s}:{us:.1f}" for s, us in sorted(mine.items())), "→", splits[N, K, M])
+    for N, K, M in sorted({k[:3] for k in times[0]}):
+        plain, lora = ({k[4]: us for k, us in t.items() if k[:3] == (N, K, M) and k[5] == stages[k[3]]}
+                       for t in times)
+        splits.setdefault((N, K), {})[M] = min(plain, key=plain.get), min(lora, key=lora.get)
+        print((N, K, M), *(f"{s}:{us:.1f}/{lora[s]:.1f}" for s, us in sorted(plain.items())),
+              "→", splits[N, K][M])
     print("stages:", stages, "\nSPLIT_K =", splits, flush=True)
     if args.bench:
         pool.map(partial(warm_up, winners=(stages, splits)), bench.SHAPES, chunksize=1)

@@ -1,4 +1,5 @@
 """python -m pytest tests/test_fp4_gemm.py -q          (add -m gpu on a GPU)"""
+import itertools
 import os
 import re
 import subprocess
@@ -145,6 +146,16 @@ def test_mistakes_are_named():
         fp4_gemm.linear(torch.randn(2, 32), packed, lora=(torch.randn(4, 32), torch.randn(8, 4), (4, 3), 1.))
 
 
+@pytest.mark.parametrize("N, K", [(37888, 3584), (3584, 18944), (5120, 27648), (576, 576), (77, 208)])
+def test_tiles_suit_every_shape(N, K):
+    """A deterministic row is summed in the same splits in every batch; no tile has a half of unused rows."""
+    for lora in (False, True):
+        assert len({fp4_gemm._tile(M, N, K, 132, True, True, lora)[1] for M in range(1, 600)}) == 1
+        for M, wgmma in itertools.product(range(1, 600), (False, True)):
+            tile_m, split, _ = fp4_gemm._tile(M, N, K, 132, wgmma, False, lora)
+            assert 1 <= split <= max(1, K // 256) and tile_m < max(9, 2 * M), (M, tile_m, split)
+
+
 # --- the Triton kernels without a GPU: interpreted in one process, compiled in another; one cannot do both
 
 def run_alone(function, interpret):
@@ -162,7 +173,7 @@ def interpreted():
     fp4_gemm._dequantize_kernel[4,](*stored, out, *p.shape, 2, fp4_gemm.EXPONENT, F32=True)
     assert torch.equal(out.double(), exact(q))
     for M, sizes, K, rank, tile in [(1, (70, 33, 5), 208, 5, (8, 2, 3)), (9, (64, 1), 640, 16, None),
-                                    (19, (130,), 512, 17, (16, 3, 3))]:
+                                    (19, (130,), 512, 17, (32, 3, 3))]:
         x, packed, W, bias, lora_A, lora_B = layer = adapted_layer(M, sizes, K, rank)
         tile = tile or fp4_gemm._tile(M, *packed.shape, 132, True)
         fp4_gemm._tile = lambda *args, tile=tile: tile
