@@ -1,4 +1,4 @@
-"""Measure: python bench.py gemm|rollout [--out FILE.jsonl]. The last line of stdout is one JSON value.
+"""Measure: python bench.py gemm|rollout|step [--out FILE.jsonl]. The last line of stdout is one JSON value.
 
 gemm: y = x @ W.T of fp4_gemm.py against bf16 (cuBLAS), and its distance from the bound
     max(0.5625 · N · K bytes / 4.3 TB/s, 2 · M · N · K / 790 TFLOP/s)        (both rates measured on an H200)
@@ -9,6 +9,9 @@ rank 32 at temperature 1: tokens a second, and their share of the bound
     B / (bytes of weights, adapters and lm_head + B · context · bytes of a token's keys and values) · 4.3 TB/s
     or, where that is less, what 790 TFLOP/s allow the weights (a GPU with other rates: other constants)
 hf is transformers' generate in bf16 without an adapter, on the same GPU.
+
+step: whole GRPO steps of train.py on random weights: --prompts × --samples answers of --new tokens each, then
+the update with random advantages and gradient checkpointing. --update-only takes the answers from nowhere.
 """
 import argparse
 import json
@@ -22,7 +25,12 @@ from functools import partial
 
 import torch
 
+import memory
+import runs
+from rollout import Rollout, Sampler
+
 L2_BYTES, BYTES_PER_S, FLOP_PER_S = 60e6, 4.3e12, 790e12
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"        # rollout and step run on both
 
 # name: N of each part, K, rows M
 DECODE = (1, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
@@ -48,45 +56,50 @@ SHAPES = {
     "72B down": ((8192,), 29568, (1, 8, 16)),
 }
 
-# hidden, layers, query heads, key heads, width of the MLP, vocabulary, lm_head tied to the embeddings
-MODELS = {
-    "135m": (576, 30, 9, 3, 1536, 49152, True),            # SmolLM2; the others are Qwen2.5
-    "0.5b": (896, 24, 14, 2, 4864, 151936, True),
-    "1.5b": (1536, 28, 12, 2, 8960, 151936, True),
-    "3b": (2048, 36, 16, 2, 11008, 151936, True),
-    "7b": (3584, 28, 28, 4, 18944, 152064, False),
-    "14b": (5120, 48, 40, 8, 13824, 152064, False),
-    "32b": (5120, 64, 40, 8, 27648, 152064, False),
-    "72b": (8192, 80, 64, 8, 29568, 152064, False),
-}
 
-
-def main():
+def main(arguments):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     gemm_args = commands.add_parser("gemm", help="the NVFP4 matrix product against bf16")
-    gemm_args.add_argument("--out", help="append one JSON record per row to this file")
     gemm_args.add_argument("--shapes", help="only these, separated by commas", default="")
     gemm_args.add_argument("--check", action="store_true", help="compare with float64, time nothing")
-    gemm_args.set_defaults(run=gemm)
     rollout_args = commands.add_parser("rollout", help="the sampler, and Hugging Face generate beside it")
-    rollout_args.add_argument("--model-shape", choices=MODELS, default="7b")
-    rollout_args.add_argument("--quant", default="nvfp4,bf16", help="of nvfp4, bf16, hf; separated by commas")
-    rollout_args.add_argument("--batch", default="8,32,64,128,256", help="sequences at once, likewise")
+    rollout_args.add_argument("--batch", default="8,32,64,128,256", help="sequences at once, by commas")
     rollout_args.add_argument("--context", type=int, default=1000, help="mean length while it is timed")
     rollout_args.add_argument("--new", type=int, default=128, help="tokens that are timed")
     rollout_args.add_argument("--whole", action="store_true", help="32 prompts × 16 samples, mean length "
                               "600, longest 2048, in --batch slots, prefill and refill included")
-    rollout_args.add_argument("--out", help="append one JSON record per row to this file")
-    rollout_args.set_defaults(run=rollout)
-    args = parser.parse_args()
-    print(json.dumps(args.run(args)))
+    step_args = commands.add_parser("step", help="rollout and update of one training step")
+    step_args.add_argument("--prompts", type=int, default=8)
+    step_args.add_argument("--samples", type=int, default=8, help="answers to each prompt")
+    step_args.add_argument("--prompt-length", type=int, default=128)
+    step_args.add_argument("--new", type=int, default=1024, help="tokens of each answer")
+    step_args.add_argument("--micro-tokens", type=int, default=2560)
+    step_args.add_argument("--steps", type=int, default=2)
+    step_args.add_argument("--memory-gb", type=float, default=0, help="cap of the allocator, in 1e9 bytes")
+    step_args.add_argument("--update-only", action="store_true")
+    for command, run in ((gemm_args, gemm), (rollout_args, rollout), (step_args, step)):
+        command.add_argument("--out", help="append one JSON record per row to this file")
+        command.set_defaults(run=run)
+        if run is not gemm:
+            command.add_argument("--model-shape", choices=memory.MODELS, default="7b")
+            command.add_argument("--quant", default="nvfp4,bf16", help="of nvfp4, bf16 and, in rollout, hf")
+    args = parser.parse_args(arguments)
+    if args.run is gemm and not torch.cuda.is_available():
+        sys.exit("bench.py gemm needs a GPU")
+    info = conditions()
+    print(info)
+    records, summary = args.run(args)
+    if args.out:
+        with open(args.out, "a") as f:
+            f.writelines(json.dumps(info | r) + "\n" for r in records)
+    print(json.dumps(info | summary))
 
 
 def conditions():
     import triton
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    gpu = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+    gpu = "cpu" if DEVICE == "cpu" else subprocess.run(query, capture_output=True, text=True).stdout.strip()
     git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
     # a machine without the repository is told by COMMIT which state it runs
     commit = os.environ.get("COMMIT") or git.stdout.strip() or "none"
@@ -141,10 +154,6 @@ def clone(packed):
 
 def gemm(args):
     import fp4_gemm
-    if not torch.cuda.is_available():
-        sys.exit("bench.py gemm needs a GPU")
-    info = conditions()
-    print(info)
     print(f"{'shape':>14} {'M':>5} {'bf16 µs':>9} {'ours µs':>9} {'LoRA µs':>9} {'bound µs':>9} "
           f"{'speed-up':>8} {'of bound':>8} {'LoRA/ours':>9}")
     records = []
@@ -181,10 +190,7 @@ def gemm(args):
                   f"{speedup:8.2f} {of_bound:8.2f} {us['lora'] / us['ours']:9.2f}",
                   f"  dx {us['dx']:.1f} µs, {us['dx_bf16'] / us['dx']:.2f}" if "dx" in us else "", flush=True)
         del fours, dense, exact, W
-    if args.out:
-        with open(args.out, "a") as f:
-            f.writelines(json.dumps(info | r) + "\n" for r in records)
-    return info | {"speedup": {f"{r['shape']} M={r['M']}": round(r["speedup"], 2) for r in records}}
+    return records, {"speedup": {f"{r['shape']} M={r['M']}": round(r["speedup"], 2) for r in records}}
 
 
 def check_row(what, x, dy, packed, exact, lora):
@@ -211,23 +217,17 @@ def dx(dy, packed):
 # --- rollout
 
 class RandomWeights:
-    """A checkpoint.Source of any shape, made as it is read, on the GPU."""
+    """A checkpoint.Source of a shape, each tensor made where and when it is read."""
 
     names = ()
 
     def __init__(self, shape):
-        import transformers
-        D, layers, H, Hkv, F_, V, tied = MODELS[shape]
-        family = "Llama" if shape == "135m" else "Qwen2"
-        self.config = getattr(transformers, f"{family}Config")(
-            hidden_size=D, num_hidden_layers=layers, num_attention_heads=H, num_key_value_heads=Hkv,
-            intermediate_size=F_, vocab_size=V, tie_word_embeddings=tied, max_position_embeddings=32768,
-            architectures=[f"{family}ForCausalLM"])
+        self.config = memory.config(shape)
 
     def tensor(self, name, shape):
         if "norm" in name:
-            return torch.ones(shape, device="cuda")
-        return torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.5 * shape[-1]**-.5
+            return torch.ones(shape, device=DEVICE)
+        return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) * 0.5 * shape[-1]**-.5
 
     def finish(self):
         pass
@@ -237,107 +237,150 @@ def random_model(shape, quant):
     """Random weights and an adapter that is not zero. NVFP4 by round-to-nearest, the sooner to be there."""
     import lora
     import model
+
     decoder = model.Decoder(RandomWeights(shape), {"nvfp4": "rtn", "bf16": None}[quant], 32, 32,
-                            torch.device("cuda"), torch.Generator().manual_seed(0))
+                            torch.device(DEVICE), torch.Generator().manual_seed(0))
     for layer in lora.lora_layers(decoder).values():
         torch.nn.init.normal_(layer.lora_B, std=0.01)
     lora.refresh(decoder)
     return decoder
 
 
-def rollout_bound(shape, quant, batch, context):
+def clock():
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def rollout_bound(c, quant, batch, context):
     """Tokens a second that bytes and FLOPs allow, with nothing lost between kernels."""
-    D, layers, H, Hkv, F_, V, _ = MODELS[shape]
-    Dh = D // H
-    parts = [(D, (H + 2 * Hkv) * Dh, 3), (H * Dh, D, 1), (D, 2 * F_, 2), (F_, D, 1)]          # K, N, LoRA's A
-    weights = layers * sum(K * N for K, N, _ in parts)
-    adapters = layers * sum(2 * 32 * (S * K + N) for K, N, S in parts)
+    D, L, V = c.hidden_size, c.num_hidden_layers, c.vocab_size
+    weights = L * sum(N * K for _, N, K in memory.linears(c))
+    adapters = L * sum(2 * 32 * (S * K + N) for S, N, K in memory.linears(c))
     read = weights * (0.5625 if quant == "nvfp4" else 2) / BYTES_PER_S
     linear = max(read, 2 * batch * weights / FLOP_PER_S)
     head = max(2 * V * D / BYTES_PER_S, 2 * batch * V * D / FLOP_PER_S)
-    cached = batch * context * 4 * layers * Hkv * Dh
+    cached = batch * context * memory.cached(c)
     return batch / (linear + head + (adapters + cached + 8 * batch * V) / BYTES_PER_S)
 
 
 def rollout(args):
-    if not torch.cuda.is_available():
-        sys.exit("bench.py rollout needs a GPU")
-    info, shape, records = conditions(), args.model_shape, []
-    print(info)
     print(f"{'model':>6} {'weights':>8} {'B':>4} {'tok/s':>8} {'ms/step':>8} {'of bound':>8} {'peak GB':>8}")
-    prompt = torch.randint(MODELS[shape][5], (args.context - args.new // 2,)).tolist()
+    shape, c, records = args.model_shape, memory.config(args.model_shape), []
+    prompt = torch.randint(c.vocab_size, (args.context - args.new // 2,)).tolist()
     for quant in args.quant.split(","):
         model = None                                       # the last one's memory first
-        model = RandomWeights(shape) if quant == "hf" else random_model(shape, quant)
-        if quant == "hf":
-            import transformers
-            build = transformers.AutoModelForCausalLM.from_config
-            with torch.device("cuda"):
-                model = build(model.config, dtype=torch.bfloat16).eval()
+        model = hf_model(c) if quant == "hf" else random_model(shape, quant)
         for batch in map(int, args.batch.split(",")):
-            record = {"shape": shape, "weights": quant, "batch": batch, "context": args.context}
             if args.whole:
-                record |= whole_rollout(model, batch)
+                tokens, seconds, steps, more = whole_rollout(model, batch)
             else:
-                torch.cuda.reset_peak_memory_stats()
                 seconds, steps = (hf_decode if quant == "hf" else our_decode)(model, prompt, batch, args.new)
-                rate = batch * steps / seconds
-                record |= {"tok_s": rate, "ms_step": 1e3 * seconds / steps,
-                           "of_bound": rate / rollout_bound(shape, quant, batch, args.context)}
-            record["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-            records.append(record)
-            print(f"{shape:>6} {quant:>8} {batch:4} {record['tok_s']:8.0f} {record['ms_step']:8.2f} "
-                  f"{record['of_bound']:8.2f} {record['peak_gb']:8.1f}", flush=True)
-    if args.out:
-        with open(args.out, "a") as f:
-            f.writelines(json.dumps(info | r) + "\n" for r in records)
-    return info | {"tok_s": {f"{shape} {r['weights']} B={r['batch']}": round(r["tok_s"]) for r in records}}
-
-
-def whole_rollout(model, slots, prompts=32, samples=16, mean=600, limit=2048):
-    """Prompts of 50 to 350 tokens. Random weights choose nearly uniformly among V tokens, so V / μ of them as
-    stops give lengths that are geometric, cut off at the limit, with mean μ (1 − exp(−limit / μ))."""
-    from rollout import Sampler
-    V, mu = model.config.vocab_size, mean
-    for _ in range(50):
-        mu = mean / (1 - math.exp(-limit / mu))
-    stops = torch.randperm(V)[:round(V / mu)].tolist()
-    asked = [torch.randint(V, (50 + 300 * i // prompts,)).tolist() for i in range(prompts)]
-    sampler = Sampler(model, slots=slots)
-    sampler.generate(asked, samples, 16, 1.0, [], 0, 0)                # compiles
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
-    done = sampler.generate(asked, samples, limit, 1.0, stops, 0, 1)
-    seconds, lengths = time.perf_counter() - began, done.lengths.double()
-    return {"tok_s": lengths.sum().item() / seconds, "ms_step": 1e3 * seconds / sampler.stats["steps"],
-            "of_bound": 0.0, "whole": True, "seconds": seconds, "mean_length": lengths.mean().item(),
-            "longest": int(lengths.max()), "finished": done.finished.double().mean().item(),
-            **sampler.stats}
+                tokens, more = batch * steps, {"context": args.context}
+            rate, bound = tokens / seconds, rollout_bound(c, quant, batch, args.context)
+            records.append({"shape": shape, "weights": quant, "batch": batch, "tok_s": rate,
+                            "ms_step": 1e3 * seconds / steps, "of_bound": rate / bound,
+                            "peak_gb": runs.peak_memory_gb(), **more})
+            print(f"{shape:>6} {quant:>8} {batch:4} {rate:8.0f} {1e3 * seconds / steps:8.2f} "
+                  f"{rate / bound:8.2f} {records[-1]['peak_gb']:8.1f}", flush=True)
+    return records, {"tok_s": {f"{shape} {r['weights']} B={r['batch']}": round(r["tok_s"]) for r in records}}
 
 
 def our_decode(model, prompt, batch, new):
     """Seconds and steps of decoding, without prefill, capture and compilation."""
-    from rollout import Sampler
     sampler = Sampler(model, slots=batch)
     for _ in range(2):                                     # the first time the kernels are compiled
         sampler.generate([prompt], batch, new, 1.0, [], 0, 0)
     return sampler.stats["decode_s"], sampler.stats["steps"]
 
 
-def hf_decode(model, prompt, batch, new, tokens=16):
-    """The same of model.generate: the time of 2·tokens less that of `tokens`."""
-    ids, seconds = torch.tensor([prompt] * batch, device="cuda"), []
+def whole_rollout(model, slots, prompts=32, samples=16, mean=600, limit=2048):
+    """Prompts of 50 to 350 tokens. Random weights choose nearly uniformly among V tokens, so V / μ of them as
+    stops give lengths that are geometric, cut off at the limit, with mean μ (1 − exp(−limit / μ))."""
+    V, mu, sampler = model.config.vocab_size, mean, Sampler(model, slots=slots)
+    for _ in range(50):
+        mu = mean / (1 - math.exp(-limit / mu))
+    stops = torch.randperm(V)[:round(V / mu)].tolist()
+    asked = [torch.randint(V, (50 + 300 * i // prompts,)).tolist() for i in range(prompts)]
+    sampler.generate(asked, samples, 16, 1.0, [], 0, 0)                # compiles
+    began = clock()
+    done = sampler.generate(asked, samples, limit, 1.0, stops, 0, 1)
+    seconds, lengths = clock() - began, done.lengths.double()
+    return lengths.sum().item(), seconds, sampler.stats["steps"], {
+        "whole": True, "seconds": seconds, "mean_length": lengths.mean().item(),
+        "longest": int(lengths.max()), "finished": done.finished.double().mean().item(), **sampler.stats}
+
+
+def hf_model(c):
+    import transformers
+
+    with torch.device(DEVICE):
+        return transformers.AutoModelForCausalLM.from_config(c, dtype=torch.bfloat16).eval()
+
+
+def hf_decode(model, prompt, batch, new):
+    """The same of model.generate: the time of twice as many tokens less that of a few."""
+    ids, seconds, tokens = torch.tensor([prompt] * batch, device=DEVICE), [], min(16, new)
     for count in (1, tokens, 2 * tokens):
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record()
+        began = clock()
         model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=True, pad_token_id=0)
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) * 1e-3)
+        seconds.append(clock() - began)
     return seconds[2] - seconds[1], tokens
 
 
+# --- step
+
+def step(args):
+    import train
+
+    if args.memory_gb:
+        torch.cuda.set_per_process_memory_fraction(args.memory_gb * 1e9 / torch.cuda.mem_get_info()[1])
+    print(f"{'model':>6} {'weights':>8} {'step':>4} {'rollout s':>9} {'tok/s':>8} {'update s':>9} "
+          f"{'tok/s':>8} {'peak GB':>8} {'planned':>8}")
+    shape, c, records = args.model_shape, memory.config(args.model_shape), []
+    B, length = args.prompts * args.samples, args.prompt_length + args.new
+    prompts = torch.randint(c.vocab_size, (args.prompts, args.prompt_length)).tolist()
+    for quant in args.quant.split(","):
+        model = sampler = optimizer = None                 # the last one's memory first
+        model = random_model(shape, quant)
+        model.gradient_checkpointing = True
+        sampler, optimizer = Sampler(model), torch.optim.AdamW(model.parameters(), lr=1e-6)
+        config = train.Config(quant=quant, prompts=args.prompts, group_size=args.samples,
+                              max_new_tokens=args.new, micro_tokens=max(args.micro_tokens, length))
+        for number in range(args.steps):
+            began = clock()
+            if args.update_only:
+                sampled = made_up(prompts, args.samples, args.new, c.vocab_size)
+            else:
+                sampled = sampler.generate(prompts, args.samples, args.new, 1.0, [], 0, number)
+            middle = clock()
+            train.update(config, model, optimizer, sampled, torch.randn(B, device=DEVICE))
+            rollout_s, update_s = middle - began, clock() - middle
+            slots = sampler.stats.get("slots", 0)
+            planned = memory.plan(c, quant, config.rank, slots, length, config.micro_tokens).peak / 1e9
+            records.append({
+                "shape": shape, "weights": quant, "prompts": args.prompts, "samples": args.samples,
+                "prompt_length": args.prompt_length, "new": args.new, "micro_tokens": config.micro_tokens,
+                "cap_gb": args.memory_gb, "update_only": args.update_only, "step": number, "slots": slots,
+                "rollout_s": rollout_s, "rollout_tok_s": B * args.new / rollout_s, "update_s": update_s,
+                "update_tok_s": B * length / update_s, "peak_gb": runs.peak_memory_gb(),
+                "planned_gb": planned})
+            print(f"{shape:>6} {quant:>8} {number:>4} {rollout_s:9.2f} {B * args.new / rollout_s:8.0f} "
+                  f"{update_s:9.2f} {B * length / update_s:8.0f} {records[-1]['peak_gb']:8.1f} "
+                  f"{planned:8.1f}", flush=True)
+    return records, {"seconds": {f"{shape} {r['weights']} step {r['step']}":
+                                 [round(r["rollout_s"], 2), round(r["update_s"], 2)] for r in records}}
+
+
+def made_up(prompts, samples, new, V):
+    """A rollout of random tokens."""
+    tokens = torch.tensor(prompts, device=DEVICE).repeat_interleave(samples, 0)
+    B, P = tokens.shape
+    tokens = torch.cat([tokens, torch.randint(V, (B, new), device=DEVICE)], 1)
+    lengths = torch.full((B,), new, device=DEVICE)
+    return Rollout(tokens, torch.full(tokens.shape, -math.log(V), device=DEVICE), lengths, lengths > 0,
+                   torch.full((B,), P, device=DEVICE))
+
+
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

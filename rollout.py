@@ -136,7 +136,9 @@ class Sampler:
                         rollout.lengths[row] = 0
                         rollout.tokens[row, len(prompt):] = 0
                         rollout.logprobs[row] = 0
-                batch = None                                   # its memory is free before the next is made
+                batch = None
+                if self.model.device.type == "cuda":
+                    torch.cuda.empty_cache()     # what the update keeps must not settle where slots were
         return rollout.rows(range(B))
 
     def _room(self, length):
@@ -162,8 +164,9 @@ class _Batch:
         self.sampler, self.model, self.stats = sampler, sampler.model, sampler.stats
         self.rollout, self.stops, self.limit, self.draw = rollout, stops, limit, draw
         self.cache = KVCache(self.model, slots, rollout.tokens.shape[1])
-        # row i of the batch: its row in the rollout, its slot, the token that goes in next, its position
-        self.state = torch.zeros(4, slots, dtype=torch.long, device=self.model.device)
+        # row i of the batch: its row in the rollout, its slot, the token that goes in next, its position, and
+        # where its prompt's last token stands
+        self.state = torch.zeros(5, slots, dtype=torch.long, device=self.model.device)
         self.cuda, self.graphs, self.pool = self.model.device.type == "cuda", {}, None
 
     def run(self, waiting, running, wanted, bar):
@@ -199,7 +202,7 @@ class _Batch:
     def admit(self, new, places, size):
         """Prefill new rows' prompts into their slots, and make them the last of `size` rows."""
         began, device = time.perf_counter(), self.state.device
-        state = [(row, place, prompt[-1], len(prompt) - 1)
+        state = [(row, place, prompt[-1], len(prompt) - 1, len(prompt) - 1)
                  for (row, prompt), place in zip(new, places, strict=True)]
         self.state[:, size - len(new):size] = torch.tensor(state, device=device).T
         slots_of = {}                                  # prompt → its rows' slots
@@ -244,11 +247,11 @@ class _Batch:
 
     def step(self, size, pieces):
         """One token more for each row that is not over."""
-        rows, self.cache.slots, last, positions = self.state[:, :size]
+        rows, self.cache.slots, last, positions, begin = self.state[:, :size]
         self.cache.pieces = pieces
         temperature, seed, step, first = self.draw
         logits = self.model.logits(self.model(last[:, None], positions[:, None], self.cache)[:, 0])
-        token, logprob = decode.sample(logits, temperature, seed, step, first + rows, positions)
+        token, logprob = decode.sample(logits, temperature, seed, step, first + rows, positions - begin)
         decode.append(token, logprob, rows, positions, self.stops, self.limit, last, self.rollout)
 
     def clock(self, name, began):

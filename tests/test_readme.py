@@ -84,6 +84,18 @@ def test_the_kernel_table_is_what_its_script_makes_of_the_log():
     assert table.count("\n") >= 20 and table in README
 
 
+def test_the_sampler_table_is_what_its_script_makes_of_the_log():
+    """And so are its conditions; the figures of the run on a GPU are those of its log."""
+    table = subprocess.run([sys.executable, "results/rollout_table.py"], cwd=ROOT, capture_output=True,
+                           text=True, check=True).stdout
+    assert table.count("\n") >= 7 and table in README
+    log = [json.loads(line) for line in (ROOT / "results/addition/metrics.jsonl").read_text().splitlines()]
+    late = [r["reward"] for r in log if r["kind"] == "step" and 100 <= r["step"] < 150]
+    assert len(late) == 50 and f"mean reward {sum(late) / 50:.2f}".replace("0.", ".") in README
+    first, *_, last = (r["eval_greedy"] for r in log if r["kind"] == "eval")
+    assert f"held-out greedy {first:.2f} → {last:.2f}" in README
+
+
 def test_ci_runs_the_test_command_of_the_readme():
     """.ci/run reads the command from README; both commands are one line each."""
     commands = [line.strip() for line in README.splitlines() if line.startswith("    pip install")]

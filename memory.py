@@ -1,0 +1,135 @@
+"""Where the bytes go, by formula: python memory.py --model 32b --memory-gb 40, without loading a weight.
+
+    peak = weights + adapter and optimizer + the larger of rollout and update
+
+    weights    0.5625 byte a quantised weight (4 bits, and 8 bits for each 16), 2 for embeddings and lm_head
+    adapter    18 bytes a parameter: itself, its gradient and AdamW's two moments in fp32, its copy in bf16
+    rollout    keys and values of every slot, logits twice, one weight in bf16, a prefill's activations
+    update     what backward keeps of a micro-batch: with gradient checkpointing the residual stream between
+               layers (fp32) and one layer's inside, without it every layer's; logits in chunks; one weight
+               in bf16
+
+A GPU's context and the allocator's gaps come on top: about 1 GB. On a GPU only; on a CPU all is fp32, and the
+weights are kept in both forms.
+
+Needs: transformers; model.py, rollout.py, checkpoint.py for their constants.
+"""
+
+import argparse
+import sys
+from typing import NamedTuple
+
+import transformers
+
+import checkpoint
+from fp4_gemm import COLS, ROWS
+from model import LOGITS_AT_ONCE
+from rollout import PREFILL_TOKENS, Sampler
+
+# hidden, layers, query heads, key heads, width of the MLP, vocabulary, lm_head tied to the embeddings
+MODELS = {
+    "135m": (576, 30, 9, 3, 1536, 49152, True),            # SmolLM2; the others are Qwen2.5
+    "0.5b": (896, 24, 14, 2, 4864, 151936, True),
+    "1.5b": (1536, 28, 12, 2, 8960, 151936, True),
+    "3b": (2048, 36, 16, 2, 11008, 151936, True),
+    "7b": (3584, 28, 28, 4, 18944, 152064, False),
+    "14b": (5120, 48, 40, 8, 13824, 152064, False),
+    "32b": (5120, 64, 40, 8, 27648, 152064, False),
+    "72b": (8192, 80, 64, 8, 29568, 152064, False),
+}
+
+
+def config(shape):
+    """transformers' config of a name in MODELS."""
+    D, layers, H, Hkv, F, V, tied = MODELS[shape]
+    family = "Llama" if shape == "135m" else "Qwen2"
+    return getattr(transformers, f"{family}Config")(
+        hidden_size=D, num_hidden_layers=layers, num_attention_heads=H, num_key_value_heads=Hkv,
+        intermediate_size=F, vocab_size=V, tie_word_embeddings=tied, max_position_embeddings=32768,
+        architectures=[f"{family}ForCausalLM"])
+
+
+class Plan(NamedTuple):
+    """Bytes. rollout and update are not there at the same time."""
+    weights: float
+    adapter: float
+    rollout: float
+    update: float
+
+    @property
+    def peak(self):
+        return self.weights + self.adapter + max(self.rollout, self.update)
+
+
+def linears(c):
+    """(parts that share an input, N, K) of the four products of a layer; c: a transformers config."""
+    D, F = c.hidden_size, c.intermediate_size
+    Dh = getattr(c, "head_dim", None) or D // c.num_attention_heads
+    q, kv = c.num_attention_heads * Dh, c.num_key_value_heads * Dh
+    return [(3, q + 2 * kv, D), (1, D, q), (2, 2 * F, D), (1, D, F)]
+
+
+def cached(c):
+    """Bytes of one token's keys and values in bf16."""
+    return 4 * c.num_hidden_layers * c.num_key_value_heads * linears(c)[1][2] // c.num_attention_heads
+
+
+def plan(c, quant="nvfp4", rank=32, slots=64, length=1152, micro_tokens=4096, checkpointing=True):
+    """→ Plan. c: a transformers config; slots: answers sampled at once; length: of prompt and answer."""
+    D, F, V, L = c.hidden_size, c.intermediate_size, c.vocab_size, c.num_hidden_layers
+    qkv = linears(c)[0][1]
+    padded = sum(-(-N // ROWS) * ROWS * (-(-K // COLS) * COLS) for _, N, K in linears(c))
+    layer = 2 * sum(N * K for _, N, K in linears(c)) if quant == "bf16" else 0.5625 * padded
+    weights = L * layer + 2 * V * D * (1 if c.tie_word_embeddings else 2)
+    adapter = 18 * L * rank * sum(S * K + N for S, N, K in linears(c))
+    scratch = 0 if quant == "bf16" else 2 * max(N * K for _, N, K in linears(c))
+    # bytes a token that autograd keeps of a layer: two norms' inputs (fp32) and results, q, k, v, what comes
+    # of them, gate and up, silu(gate), their product, x @ A.T; and what backward adds at its widest
+    kept, passing = 14 * D + 2 * qkv + 8 * F + 14 * rank, 24 * D + 4 * qkv + 10 * F
+    rollout = slots * (length * cached(c) + 8 * V) + scratch + PREFILL_TOKENS * (14 * D + 2 * qkv + 6 * F)
+    layers = 4 * D * L + kept if checkpointing else L * kept
+    update = micro_tokens * (layers + passing + 12 * D) + scratch + 4 * 4 * LOGITS_AT_ONCE
+    return Plan(weights, adapter, rollout, update)
+
+
+def main(arguments):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2", help=f"one of {', '.join(MODELS)}, or a model as for "
+                        "train.py, whose config is read and no weights")
+    parser.add_argument("--quant", default="nvfp4", choices=("nvfp4", "rtn", "bf16"))
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--prompt-length", type=int, default=256)
+    parser.add_argument("--max-new-tokens", type=int, default=1024)
+    parser.add_argument("--memory-gb", type=float, default=80, help="of the card, 1e9 bytes")
+    args = parser.parse_args(arguments)
+    c = config(args.model) if args.model in MODELS else checkpoint.open(args.model).config
+    length = args.prompt_length + args.max_new_tokens
+    room = args.memory_gb * 1e9 - 1e9                        # the context, and the allocator's gaps
+
+    def bytes_of(slots, micro_tokens):
+        return plan(c, args.quant, args.rank, slots, length, micro_tokens)
+
+    least = bytes_of(1, length)
+    for name, value in (("weights", least.weights), ("adapter and AdamW", least.adapter),
+                        ("rollout, one answer at a time", least.rollout),
+                        ("update, one answer at a time", least.update)):
+        print(f"{name:>30} {value / 1e9:8.2f} GB")
+    if least.peak > room:
+        raise ValueError(f"--memory-gb {args.memory_gb:g} is too little: one answer of {length} tokens needs "
+                         f"{(least.peak + 1e9) / 1e9:.1f} GB; lower --max-new-tokens or --rank, "
+                         "or take a smaller model")
+    slots = max(s for s in range(1, Sampler(None).slots + 1) if bytes_of(s, length).peak <= room)
+    micro = max(n for n in range(1, 129) if bytes_of(1, n * length).peak <= room) * length
+    print(f"in {args.memory_gb:g} GB: {slots} answers of {length} tokens are sampled at a time (more go in "
+          f"waves), and --micro-tokens {micro} with --gradient-checkpointing")
+    longest = max((n for n in range(256, c.max_position_embeddings + 1, 256)
+                   if plan(c, args.quant, args.rank, 8, n, n).peak <= room), default=0)
+    print(f"longest prompt and answer of 8 at a time: {longest} tokens")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (ValueError, OSError) as error:
+        print(f"memory.py: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,69 @@
+"""python -m pytest tests/test_bench.py -q"""
+import json
+
+import pytest
+
+import bench
+import memory
+
+
+@pytest.fixture
+def tiny_shape(monkeypatch):
+    monkeypatch.setitem(memory.MODELS, "tiny", (64, 2, 4, 2, 96, 97, False))
+
+
+def records(tmp_path, capsys, *arguments):
+    """Run bench.py; its last line is one JSON value, its log has one record a row."""
+    log = tmp_path / "log.jsonl"
+    bench.main([*arguments, "--model-shape", "tiny", "--out", str(log)])
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    found = [json.loads(line) for line in log.read_text().splitlines()]
+    assert all(r["torch"] == last["torch"] and r["commit"] == last["commit"] for r in found)
+    return found, last
+
+
+def test_rollout_times_every_kind_and_batch(tiny_shape, tmp_path, capsys):
+    """On a CPU as on a GPU, Hugging Face included; as many tokens as batch and steps say."""
+    found, last = records(tmp_path, capsys, "rollout", "--quant", "nvfp4,bf16,hf", "--batch", "1,3",
+                          "--context", "20", "--new", "6")
+    asked = [(q, b) for q in ("nvfp4", "bf16", "hf") for b in (1, 3)]
+    assert [(r["weights"], r["batch"]) for r in found] == asked
+    for r in found:
+        assert r["tok_s"] == pytest.approx(r["batch"] / r["ms_step"] * 1e3) and r["of_bound"] > 0
+        assert last["tok_s"][f"tiny {r['weights']} B={r['batch']}"] == round(r["tok_s"])
+
+
+def test_whole_rollouts_have_the_lengths_they_should(tiny_shape, tmp_path, capsys, monkeypatch):
+    """Mean and longest as drawn; refill happens, since there are fewer slots than rows."""
+    whole = bench.whole_rollout
+    monkeypatch.setattr(bench, "whole_rollout", lambda m, slots: whole(m, slots, 8, 16, mean=12, limit=40))
+    [r], _ = records(tmp_path, capsys, "rollout", "--quant", "bf16", "--batch", "20", "--whole")
+    # 128 geometric lengths, standard deviation 12 / √128: within four of it; 97 tokens make the stops coarse
+    assert abs(r["mean_length"] - 12) < 4.5 + 1 and r["longest"] == 40 and r["slots"] == 20
+
+
+def test_step_times_rollout_and_update(tiny_shape, tmp_path, capsys):
+    """Two steps of each kind of weights, whole and update alone."""
+    found, _ = records(tmp_path, capsys, "step", "--prompts", "2", "--samples", "3", "--prompt-length", "5",
+                       "--new", "7", "--steps", "2")
+    assert [(r["weights"], r["step"]) for r in found] == [(q, n) for q in ("nvfp4", "bf16") for n in (0, 1)]
+    for r in found:
+        assert r["rollout_s"] * r["rollout_tok_s"] == pytest.approx(42) and r["slots"] == 6
+        assert r["update_s"] * r["update_tok_s"] == pytest.approx(72) and r["peak_gb"] > 0 < r["planned_gb"]
+    [only], _ = records(tmp_path / "..", capsys, "step", "--update-only", "--quant", "bf16", "--prompts", "1",
+                        "--samples", "4", "--prompt-length", "5", "--new", "7", "--steps", "1")
+    assert only["update_only"] and only["slots"] == 0
+
+
+def test_the_bound_is_the_notes_table():
+    """Ideal tokens a second at context 1024 on an H200: rows of rollout-engine 1.3, to their two digits."""
+    for shape, rates in (("7b", {8: 6400, 32: 20200, 64: 28700}), ("32b", {8: 1600, 64: 6700})):
+        for batch, rate in rates.items():
+            bound = bench.rollout_bound(memory.config(shape), "nvfp4", batch, 1024)
+            assert bound == pytest.approx(rate, rel=0.03)
+
+
+def test_gemm_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="needs a GPU"):
+        bench.main(["gemm"])

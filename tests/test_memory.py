@@ -1,0 +1,84 @@
+"""python -m pytest tests/test_memory.py -q"""
+import json
+from pathlib import Path
+
+import pytest
+from conftest import tiny_checkpoint
+
+import bench
+import lora
+import memory
+import model
+
+
+@pytest.mark.parametrize("family, changes", [("llama", {}), ("qwen3", dict(head_dim=24)),
+                                             ("qwen2", dict(tie_word_embeddings=True, hidden_size=80))])
+def test_weights_and_adapters_are_counted_as_they_are_stored(tmp_path, family, changes):
+    """Packed words and scales, embeddings and head in bf16, 18 bytes a parameter that learns: to the byte,
+    but for norms, biases, a scale per row and the kernel's counters."""
+    tiny_checkpoint(tmp_path, family, **changes)
+    m = model.load(str(tmp_path), rank=4)
+    packed = [x.base.packed for x in lora.lora_layers(m).values()]
+    stored = sum(p.words.nbytes + p.scales.nbytes for p in packed)
+    ends = {t.data_ptr(): 2 * t.numel() for t in (m.embed_tokens, m.lm_head)}
+    plan = memory.plan(m.config, rank=4)
+    assert plan.weights == stored + sum(ends.values())
+    assert plan.adapter == 18 * sum(p.numel() for p in m.parameters())
+    dense = memory.plan(m.config, "bf16", rank=4)
+    assert dense.weights == sum(2 * p.shape[0] * p.shape[1] for p in packed) + sum(ends.values())
+
+
+def test_what_grows_with_what():
+    """KV with slots and length, the update with tokens, and much less so with gradient checkpointing."""
+    c = memory.config("7b")
+    one, two = memory.plan(c, slots=64), memory.plan(c, slots=128)
+    # 56 KiB a token in Qwen2.5-7B (notes of the sampler: 4 · layers · Hkv · Dh), and two logits in fp32
+    assert two.rollout - one.rollout == 64 * (1152 * 56 * 1024 + 8 * 152064)
+    assert memory.plan(c, length=2304).rollout - one.rollout == 64 * 1152 * 56 * 1024
+    assert memory.plan(c, micro_tokens=8192).update > 1.5 * one.update
+    assert memory.plan(c, slots=99).update == one.update
+    assert memory.plan(c, checkpointing=False).update > 4 * one.update
+    assert one.peak == one.weights + one.adapter + max(one.rollout, one.update)
+
+
+def test_the_headline_fits():
+    """A 7B in 24 GB, a 32B in 40 GB with few answers at a time, a 72B in 80 GB; those two not in bf16."""
+    for shape, room in (("7b", 24e9), ("32b", 40e9), ("72b", 80e9)):
+        c = memory.config(shape)
+        assert memory.plan(c, slots=8, micro_tokens=1152).peak < room
+        assert shape == "7b" or memory.plan(c, "bf16", slots=8, micro_tokens=1152).peak > room
+
+
+def test_the_plan_is_near_the_peaks_of_a_run_on_a_gpu():
+    """SmolLM2 on an H200, updates of up to 11 820 tokens in one micro-batch: within a tenth."""
+    log = Path(__file__).parent.parent / "results/addition/metrics.jsonl"
+    steps = [r for r in map(json.loads, log.read_text().splitlines()) if r["kind"] == "step" and r["rows"]]
+    c, most, compared = memory.config("135m"), 0, 0
+    for r in steps:
+        tokens = round(r["update_s"] * r["update_tok_s"])
+        if tokens > max(most, 5000):                      # memory_gb is the peak since the start
+            most, compared = tokens, compared + 1
+            planned = memory.plan(c, slots=256, length=60, micro_tokens=tokens, checkpointing=False).peak
+            assert abs(planned / 1e9 / r["memory_gb"] - 1) < 0.1, (tokens, planned, r["memory_gb"])
+    assert compared >= 5
+
+
+def test_the_command_prints_a_plan_and_refuses_what_does_not_fit(tiny, capsys):
+    """Without loading weights; the refusal names the bytes and the remedy."""
+    arguments = ["--model", str(tiny), "--prompt-length", "20", "--max-new-tokens", "30", "--rank", "4"]
+    memory.main([*arguments, "--memory-gb", "4"])
+    said = capsys.readouterr().out
+    assert "weights" in said and "answers of 50 tokens" in said and "--micro-tokens" in said
+    with pytest.raises(ValueError, match="--memory-gb 1.2 is too little: one answer of 50 tokens needs"):
+        memory.main([*arguments, "--memory-gb", "1.2"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("update_only", [False, True])
+def test_gpu_the_plan_is_within_a_tenth_of_the_peak(update_only, tmp_path):
+    """On the 3B shape, whole and update alone; larger shapes stand in results/step_bench.jsonl."""
+    log = tmp_path / "log"
+    bench.main(["step", "--model-shape", "3b", "--quant", "nvfp4", "--prompts", "2", "--prompt-length", "64",
+                "--new", "448", "--out", str(log)] + ["--update-only"] * update_only)
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    assert len(records) == 2 and abs(records[1]["planned_gb"] / records[1]["peak_gb"] - 1) < 0.1
