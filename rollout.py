@@ -81,8 +81,8 @@ class Rollout(NamedTuple):
 class Sampler:
     """slots: sequences that run at once, at most; fewer where the GPU's memory is short.
 
-    deterministic: an answer depends on nothing but its prompt and number, bit for bit: the batch keeps its
-    size, and prompts are prefilled one at a time.
+    deterministic: an answer depends on nothing but its prompt and number, bit for bit: every step has `slots`
+    rows, however many of them run, and prompts are prefilled one at a time.
     """
 
     def __init__(self, model, slots=256, deterministic=False):
@@ -116,7 +116,7 @@ class Sampler:
                           prompt_lengths=prompt_lengths.repeat_interleave(group_size))
         stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
         waiting = deque((row, prompts[row // group_size]) for row in range(B))
-        slots = min(self.slots, B, self._room(length))
+        slots = min(self.slots, self._room(length), self.slots if self.deterministic else B)
         self.stats = dict(prefill_s=0.0, capture_s=0.0, decode_s=0.0, steps=0, slots=slots)
         with tqdm(total=B, desc=progress, unit="seq", leave=False, disable=None if progress else True) as bar:
             while waiting:

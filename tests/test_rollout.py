@@ -140,6 +140,17 @@ def test_prefill_in_pieces_changes_nothing(m, monkeypatch):
     torch.testing.assert_close(s.logprobs, r.logprobs, atol=1e-4, rtol=0)
 
 
+def test_deterministic_steps_have_as_many_rows_as_slots(m, monkeypatch):
+    """Whether they run or not, and each prompt is prefilled alone: the shapes do not depend on others."""
+    r, shapes, forward = generate(m), [], m.forward
+    monkeypatch.setattr(m, "forward", lambda ids, *rest: shapes.append(ids.shape) or forward(ids, *rest))
+    s = Sampler(m, slots=70, deterministic=True).generate(PROMPTS, 8, 20, 1.0, STOPS, 5, 2)
+    assert torch.equal(s.tokens, r.tokens)
+    prefills = [shape for shape in shapes if shape[1] > 1]
+    assert sorted(prefills) == sorted((1, max(2, len(p) - 1)) for p in PROMPTS if len(p) > 1)
+    assert {shape[0] for shape in shapes if shape[1] == 1} == {70}
+
+
 def test_out_of_memory_halves_the_slots_and_loses_nothing(m, monkeypatch, capsys):
     """Memory runs out in the middle, twice: what was running starts again and draws the same, what was over
     stays; with one slot there is nothing left to halve."""
