@@ -4,6 +4,7 @@
               metrics.jsonl           one record a step and one an evaluation, appended; see README's glossary
               samples.jsonl           best and worst answers every few steps, appended
               checkpoint.safetensors  adapter and optimizer after a step; replaced whole or not at all
+              checkpoint.previous.…   the one before, for when the last is damaged, which its checksum tells
               adapter/                the same adapter in PEFT's files
               curves.png              drawn from metrics.jsonl
 
@@ -18,8 +19,10 @@ Needs: torch, safetensors, matplotlib; lora.py.
 import argparse
 import dataclasses
 import fcntl
+import hashlib
 import inspect
 import json
+import math
 import os
 import re
 import resource
@@ -30,39 +33,44 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import lora
 
 # what a replayed step may write differently
 TIMINGS = ("rollout_s", "update_s", "rollout_tok_s", "update_tok_s", "memory_gb", "segment")
+PROBE = 32                          # prompts of a preflight
 
 
 class Run:
     """One segment of a run: from the start, or from a resume, to the end or an accident.
 
-    done: optimizer steps that the model has behind it. quiet: a rank that neither prints nor writes.
+    done: optimizer steps that the model has behind it; whole: it is not in the middle of another.
+    quiet: a rank that neither prints nor writes.
     """
 
     def __init__(self, config, resume=False, quiet=False):
         """ValueError: the folder holds a run already and resume is off, or another process writes to it."""
         self.folder = Path(config.resume or Path(config.out) / (
-            config.name or f"{config.task}-{time.strftime('%m%d-%H%M%S')}"))
+            config.name or f"{Path(config.task).stem}-{time.strftime('%m%d-%H%M%S')}"))
         self.config, self.quiet, self.done, self.warned = config, quiet, 0, set()
+        self.checkpoint, self.previous = (
+            self.folder / f"checkpoint{kind}.safetensors" for kind in ("", ".previous"))
+        self.whole, self.damaged = True, False
         if quiet:
             return
-        metrics = self.folder / "metrics.jsonl"
-        if not resume and metrics.exists() and metrics.stat().st_size:
-            raise ValueError(f"{self.folder} holds a run already: go on with --resume {self.folder}, "
-                             "or take another --name")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.metrics = open(metrics, "ab+")
+        with self.writing("metrics.jsonl"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.metrics = open(self.folder / "metrics.jsonl", "ab+", buffering=0)
         try:
             fcntl.flock(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)       # the kernel drops it when we die
         except BlockingIOError:
             raise ValueError(f"another process is writing to {self.folder}: "
                              "two runs cannot share a folder") from None
+        if not resume and self.metrics.seek(0, os.SEEK_END):
+            raise ValueError(f"{self.folder} holds a run already: go on with --resume {self.folder}, "
+                             "or take another --name")
         _end_line(self.metrics)
         self.segment = 1 + max((r["segment"] for r in read(self.folder).values()), default=-1)
 
@@ -83,7 +91,8 @@ class Run:
             return
         record = {"kind": kind, "step": step, **{k: _rounded(v) for k, v in record.items()},
                   "segment": self.segment}
-        _append(self.metrics, record)
+        with self.writing("metrics.jsonl"):
+            _append(self.metrics, record)
         print(line(record), flush=True)
 
     def sample(self, step, texts, rewards, advantages):
@@ -91,7 +100,8 @@ class Run:
         if self.quiet:
             return
         order = sorted(range(len(rewards)), key=rewards.__getitem__)
-        with open(self.folder / "samples.jsonl", "ab+") as file:
+        path = self.folder / "samples.jsonl"
+        with self.writing(path.name), open(path, "ab+", buffering=0) as file:
             _end_line(file)
             for which, b in (("worst", order[0]), ("best", order[-1])):
                 prompt, answer = texts[b]
@@ -100,74 +110,158 @@ class Run:
                 print(f"    {which:5} {rewards[b]:+.2f}  {prompt!r} → {answer!r}", flush=True)
 
     def save(self, model, optimizer, base_name):
-        """Write adapter and optimizer as they are after `done` steps, each file whole or not at all."""
-        if self.quiet:
+        """Write adapter and optimizer as they are after `done` steps, each file whole or not at all.
+
+        A model that is not whole is not saved: the checkpoint before it holds.
+        """
+        if self.quiet or not self.whole:
             return
         tensors = {}
         for name, p in model.named_parameters():
             tensors[name] = p.detach()
             tensors |= {f"{name}/{k}": v for k, v in optimizer.state.get(p, {}).items()}
         tensors = {k: v.contiguous().cpu() for k, v in tensors.items()}
+        metadata = {"step": str(self.done), "sha256": _digest(tensors, self.done)}
         # the checkpoint last: dying in between, the steps since the one before are replayed and saved again
-        lora.save_adapter(model, self.folder / "adapter", base_name)
-        _replace(self.folder / "checkpoint.safetensors",
-                 lambda p: save_file(tensors, p, metadata={"step": str(self.done)}))
+        with self.writing("checkpoint"):
+            lora.save_adapter(model, self.folder / "adapter", base_name)
+            _replace(self.checkpoint, lambda p: save_file(tensors, p, metadata=metadata),
+                     keep=None if self.damaged else self.previous)
+        self.damaged = False
 
     def load(self, model, optimizer):
-        """→ the step to go on with, 0 if nothing was saved. ValueError: a checkpoint of another model.
+        """→ the step to go on with, 0 if nothing was saved. A damaged checkpoint is passed over, aloud.
 
-        Then config.json is written: flags that were refused before do not stay behind.
+        ValueError: a checkpoint of another model; all are damaged. Only then config.json is written: flags
+        that were refused do not stay behind.
         """
-        path = self.folder / "checkpoint.safetensors"
-        if path.exists():
-            self._read(path, model, optimizer)
-            lora.refresh(model)
-        saved = dataclasses.asdict(self.config) | {"resume": "", "name": self.folder.name}
-        if not self.quiet:
-            _replace(self.folder / "config.json", lambda p: p.write_text(json.dumps(saved, indent=2) + "\n"))
-        return self.done
-
-    def _read(self, path, model, optimizer):
-        with safe_open(path, "pt") as file:
-            stored = set(file.keys())
+        for path in self.saved():
+            try:
+                tensors, self.done = _read(path)
+            except (SafetensorError, LookupError, TypeError, ValueError) as error:
+                self.damaged = True
+                self.say(f"{path} is damaged ({_reason(error)}): going back to the one before it")
+                continue
             for name, p in model.named_parameters():
-                if name not in stored or file.get_slice(name).get_shape() != list(p.shape):
+                if name not in tensors or tensors[name].shape != p.shape:
                     raise ValueError(f"{path} has no {name} of shape {tuple(p.shape)}: "
                                      "was it another --model or --rank?")
-                p.data.copy_(file.get_tensor(name))
-                state = {k: file.get_tensor(f"{name}/{k}") for k in ("step", "exp_avg", "exp_avg_sq")
-                         if f"{name}/{k}" in stored}
+                p.data.copy_(tensors[name])
+                state = {k: tensors[f"{name}/{k}"] for k in ("step", "exp_avg", "exp_avg_sq")
+                         if f"{name}/{k}" in tensors}
                 if state:
                     optimizer.state[p] = {k: v if k == "step" else v.to(p.device) for k, v in state.items()}
-            self.done = int(file.metadata()["step"])
+            lora.refresh(model)
+            break
+        else:
+            if self.damaged:
+                raise ValueError(f"every checkpoint in {self.folder} is damaged: begin another run with "
+                                 f"--adapter {self.folder}/adapter, or delete them to begin this one again")
+        saved = dataclasses.asdict(self.config) | {"resume": "", "name": self.folder.name}
+        if not self.quiet:
+            text = json.dumps(saved, indent=2) + "\n"
+            with self.writing("config.json"):
+                _replace(self.folder / "config.json", lambda p: p.write_text(text))
+        return self.done
+
+    def saved(self):
+        """The checkpoints that are there, the last one first."""
+        return [path for path in (self.checkpoint, self.previous) if path.exists()]
+
+    @contextmanager
+    def writing(self, what):
+        """What cannot be written inside (full disk, read-only folder) is an OSError of one sentence."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            kept = (f"; the last checkpoint holds: go on with python train.py --resume {self.folder}"
+                    if self.saved() else "")
+            raise OSError(f"{self.folder / what} cannot be written ({_reason(error)}){kept}") from error
+
+    def say(self, warning):
+        if not self.quiet:
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
 
     def warn(self, history):
         """Say once what looks wrong in the last steps, and what to try."""
         for name, advice in diagnose(history):
-            if name not in self.warned and not self.quiet:
+            if name not in self.warned:
                 self.warned.add(name)
-                print(f"warning: {advice}", file=sys.stderr, flush=True)
+                self.say(advice)
+
+    def stop_if_diverged(self, history, sampled, advantages):
+        """ValueError after five skipped steps in a row; the answers of the last are kept, to look at."""
+        if len(history) < 5 or not all(r.get("skipped") for r in history[-5:]):
+            return
+        path = self.folder / f"rollout-{self.done}.safetensors"
+        tensors = {k: v.contiguous().cpu() for k, v in sampled._asdict().items()} | {"advantages": advantages}
+        if not self.quiet:
+            with self.writing(path.name):
+                _replace(path, lambda p: save_file(tensors, p))
+        raise ValueError("five steps in a row were skipped, as the loss or gradient was NaN or infinite: the "
+                         f"adapter is as before them, the last answers are in {path}; try a lower --lr")
+
+    def out_of_memory(self, phase):
+        """What to change, in one sentence."""
+        flags = (f"--micro-tokens {self.config.micro_tokens // 2 or 1} --gradient-checkpointing"
+                 if phase == "update" else f"--max-new-tokens {self.config.max_new_tokens // 2 or 1}")
+        again = f"go on with: python train.py --resume {self.folder}" if self.saved() else "begin again with"
+        return f"out of memory in the {phase} after {self.done} steps; {again} {flags}"
+
+    def preflight(self, r):
+        """Print what the record of a step without update says → exit code, 3: training would be pointless."""
+        found = diagnose([r], 1, f"{PROBE} prompts")
+        pointless = any(name != "mismatch" or not r["mismatch"] <= 1.5 for name, _ in found)
+        if 0 < r["signal"] < .25:
+            found.append(("", "most groups have equal rewards: take an easier or a harder task, a larger "
+                          "--group-size, or --resample 2."))
+        if 0 < r["finished"] < .5:
+            found.append(("", "most answers are cut off: raise --max-new-tokens."))
+        seconds = r["rollout_s"] + r["update_s"]
+        text = "\n    ".join((
+            f"{PROBE} prompts × {self.config.group_size} answers, nothing is updated:",
+            f"solve rate  {r['solved']:7.1%}   answers with a reward above 0",
+            f"finished    {r['finished']:7.1%}   answers that ended, of {r['length']:.0f} tokens on average",
+            f"no signal   {1 - r['signal']:7.1%}   groups of equal rewards, which teach nothing",
+            f"mismatch    {r['mismatch']:7.4f}   sampler against trainer; 1 is perfect",
+            f"memory      {r['memory_gb']:7.1f}   GB at most",
+            f"a step      {seconds:7.1f}   seconds, {r['update_s']:.1f} of them the update; "
+            f"{self.config.steps} steps {seconds * self.config.steps / 60:.0f} minutes, evaluation aside",
+            *(f"change: {advice}" for _, advice in found),
+            "training would be pointless" if pointless else "ready to train"))
+        if not self.quiet:
+            print(text, flush=True)
+            if not self.metrics.seek(0, os.SEEK_END):                # no run: the folder goes as it came
+                (self.folder / "metrics.jsonl").unlink()
+                with suppress(OSError):
+                    self.folder.rmdir()
+        return 3 if pointless else 0
 
     def finish(self):
         """Draw the curves and say where everything is."""
         if not self.quiet:
-            plot([self.folder], self.folder / "curves.png")
-            print(f"done: {self.folder}/curves.png, adapter in {self.folder}/adapter")
+            with self.writing("curves.png"):
+                plot([self.folder], self.folder / "curves.png")
+            adapter = f", adapter in {self.folder}/adapter" if (self.folder / "adapter").exists() else ""
+            print(f"done: {self.folder}/curves.png{adapter}")
 
 
-def diagnose(records):
+def diagnose(records, needed=5, seen="five steps"):
     """The last steps' records, oldest first → [(name, what is wrong and what to try)]."""
     found = []
-    recent = records[-5:]
-    if len(recent) == 5 and all(r["signal"] == 0 for r in recent):
+    recent = records[-needed:]
+    if len(recent) == needed and all(r["signal"] == 0 for r in recent):
         always = recent[-1]["reward"] > 0.5
-        found.append(("flat", "five steps without one group of unequal rewards: nothing can be learnt. " + (
+        found.append(("flat", f"{seen} without one group of unequal rewards: nothing can be learnt. " + (
             "The task is solved; take a harder one." if always else
             "Try an easier task (--operands 2-5), a larger --group-size or --max-new-tokens.")))
-    if len(recent) == 5 and all(r["finished"] == 0 for r in recent):
-        found.append(("unfinished", "five steps in which no answer ended: raise --max-new-tokens, or check "
+    if len(recent) == needed and all(r["finished"] == 0 for r in recent):
+        found.append(("unfinished", f"{seen} in which no answer ended: raise --max-new-tokens, or check "
                       "that the model's chat template and end token are the ones it was trained with."))
-    if recent and (recent[-1].get("mismatch") or 1) > 1.05:
+    if recent and recent[-1].get("skipped"):
+        found.append(("skipped", "the loss or gradient was NaN or infinite, and the step was skipped: "
+                      "if that comes again, try a lower --lr."))
+    if recent and not (recent[-1].get("mismatch") or 1) <= 1.05:                # NaN is not either
         found.append(("mismatch", f"sampler and trainer disagree by a factor of {recent[-1]['mismatch']:.3f} "
                       "a token on the same weights: the ratios are not to be trusted. "
                       "Try --quant bf16 to find the side that is wrong, and report it."))
@@ -237,7 +331,8 @@ def line(record):
             f"mismatch {r['mismatch']:.4f} | kl_noise {r['kl_noise']:.1e} | clip {r['clip_fraction']:.1%} | "
             f"grad {r['grad_norm']:.2f} | lr {r['lr']:.1e} | σ {r['sigma']:.1e} | "
             f"gen {r['rollout_s']:.1f}s {r['rollout_tok_s']:.0f} tok/s | "
-            f"train {r['update_s']:.1f}s {r['update_tok_s']:.0f} tok/s | {r['memory_gb']:.1f} GB")
+            f"train {r['update_s']:.1f}s {r['update_tok_s']:.0f} tok/s | {r['memory_gb']:.1f} GB"
+            + " | skipped" * bool(r.get("skipped")))
     return text.replace("nan%", "–").replace("nan", "–")
 
 
@@ -295,9 +390,10 @@ def _records(path):
 
 
 def _append(file, record):
-    """One write, one line, on the disk before we go on."""
-    file.write((json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode())
-    file.flush()
+    """One line, on the disk before we go on. file: unbuffered, or closing would write again what failed."""
+    text = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    while text:                                     # a nearly full disk takes a part, then says so
+        text = text[file.write(text):]
     os.fsync(file.fileno())
 
 
@@ -310,17 +406,43 @@ def _end_line(file):
             file.write(b"\n")
 
 
-def _replace(path, write):
-    """write(temporary path), then rename: at any moment `path` is the old file or the new one, whole."""
+def _replace(path, write, keep=None):
+    """write(temporary path), then rename: at any moment `path` is the old file or the new one, whole.
+    keep: the old one's new name; for a moment only this one is there."""
     temporary = path.with_suffix(path.suffix + ".tmp")
     write(temporary)
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
+    if keep and path.exists():
+        os.replace(path, keep)
     os.replace(temporary, path)
 
 
+def _read(path):
+    """→ tensors, step of a checkpoint. What is not as it was written raises something."""
+    with safe_open(path, "pt") as file:
+        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
+    if metadata["sha256"] != _digest(tensors, metadata["step"]):
+        raise ValueError("its checksum is another")
+    return tensors, int(metadata["step"])
+
+
+def _digest(tensors, step):
+    """SHA-256 of all that a checkpoint says."""
+    sha = hashlib.sha256(str(step).encode())
+    for name, tensor in sorted(tensors.items()):
+        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        sha.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return sha.hexdigest()
+
+
+def _reason(error):
+    return getattr(error, "strerror", None) or (str(error) or type(error).__name__).splitlines()[0]
+
+
 def _rounded(value):
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+    """Six digits are enough; NaN and infinity, which JSON does not have, are None."""
+    return value if not isinstance(value, float) else float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 if __name__ == "__main__":

@@ -1,15 +1,19 @@
 r"""Tasks: a list of problems, a prompt for each, and a reward that a program can verify: 1 if right, else 0.
 
-    task = TASKS["multiplication"]()          # also addition; gsm8k, with data="train.jsonl"
+    task = TASKS["multiplication"]()          # addition, countdown; with data: gsm8k, math; own("mine.py")
     task.train, task.held_out                 # lists of problems, each a dict
     task.prompt(problem)                      # "What is 7 * 8?", the user's message without a chat template
     task.reward(problem, text, finished)      # 1.0 or 0.0
 
-An answer scores 1 if it is finished (the model ended it) and its number is exactly the right one:
+An answer scores 1 if it is finished (the model ended it) and right:
 
-    multiplication, addition    the last number in the text
-    gsm8k                       the number right behind the last "####" that has one; without such, the last
-                                one in the last \boxed{…}; without such, the last one in the text
+    multiplication, addition    the last number in the text is exactly the right one
+    gsm8k                       so is the number right behind the last "####" that has one; without such, the
+                                last one in the last \boxed{…}; without such, the last one in the text
+    countdown                   the formula in the last <answer>…</answer>, else in the last line, makes the
+                                target with + - * / from the numbers, each used exactly once, as in TinyZero
+    math                        the last \boxed{…} equals the solution's: as text, spacing aside, as a number,
+                                or, where math-verify is installed, in its judgement
 
     "7 * 8 = 56."         56    "-7", "−7", "-$7"       −7      "1,000" is 1000; "1,00" ends with 00
     "$56", "56%", "56kg"  56    "5-3", "5 - 3", "5 -3"   3      "3/4", "\frac{3}{4}" ¾; "1 1/2" 1½
@@ -17,32 +21,50 @@ An answer scores 1 if it is finished (the model ended it) and its number is exac
 
 A minus belongs to the number that it touches, unless it takes away from another. A percent sign is a unit.
 Only ASCII digits are digits, the last 2,000 characters are read, a number of over 40 digits scores 0. No text
-is evaluated, and none, however hostile, costs more than a few milliseconds.
+is evaluated, and none, however hostile, costs more than a few milliseconds; math-verify may take 2 seconds.
+
+data is a JSONL file, or a dataset of the hub as owner/name[/config][:split]; its records have the fields
+    gsm8k       question; answer, which ends with "#### 18"              openai/gsm8k/main
+    countdown   nums; target. Without data, problems are made up         Jiayi-Pan/Countdown-Tasks-3to4
+    math        problem, question or prompt, which may be a chat; and    HuggingFaceH4/MATH-500:test
+                answer, reward_model.ground_truth or solution            open-r1/DAPO-Math-17k-Processed/en
 
 The paper (QeRL §4.1) trains on GSM8K and BigMath. Its released code pays 0.2 for the format, and compares
-GSM8K's answers as strings, where "1,250" is not "1250"; here the number alone is paid. Arithmetic is ours.
+GSM8K's answers as strings, where "1,250" is not "1250"; here the answer alone is paid. Arithmetic is ours.
 
-Left out: BigMath and symbolic answers, partial credit, 1.000,00 and 1 000 as thousands.
-Needs: nothing.   `python tasks.py FILE.jsonl…` checks a file in GSM8K's format against the reward.
+Left out: partial credit, 1.000,00 and 1 000 as thousands.
+Needs: nothing; datasets for the hub.   `python tasks.py FILE.jsonl…` checks files in GSM8K's format.
 """
 
+import ast
+import importlib.util
+import inspect
 import json
 import operator
+import os
 import random
 import re
+import runpy
+import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from fractions import Fraction
+from functools import reduce
 from itertools import combinations
 from typing import NamedTuple
 
 MULTIPLICATION = "What is {a} * {b}?"
 ADDITION = "What is {a} + {b}?"
 GSM8K = "{question}\nThink step by step, and end with a line of the form #### <number>."
+COUNTDOWN = ("Make {target} from {nums} with + - * / and brackets. Use each number exactly once.\n"
+             "Think step by step, and end with the formula, as in <answer>(1 + 2) * 3</answer>.")
+MATH = "{problem}\nThink step by step, and put the final answer into \\boxed{{}}."
 
 SPLIT_SEED = 0                      # not the run's: whatever its --seed, a run holds out the same problems
 MAX_PAIRS = 1_000_000               # 0-999 squared; the pairs are listed in memory
 READ, MAX_DIGITS = 2000, 40         # characters, digits
+FORMULA, GOLD = 200, 500            # characters, at most
 
 NUMBER = re.compile(r"""
     (?P<sign>[-\u2212])? (?:\\?[$€£])?
@@ -52,10 +74,25 @@ NUMBER = re.compile(r"""
     """, re.VERBOSE)
 FRAC = re.compile(r"(?:([0-9]) ?)?\\[dt]?frac\{ ?(-?[0-9]+) ?\}\{ ?([0-9]+) ?\}")
 MARK = re.compile(r"####[ \t=:*_`(<\\$]*")
-BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
+INSIDE = r"(?:[^{}]|\{@*\})"                                                  # braces in braces, five deep
+BOXED = re.compile(r"\\boxed *\{(@*)\}".replace("@", INSIDE).replace("@", INSIDE).replace("@", INSIDE)
+                   .replace("@", INSIDE).replace("@", "[^{}]"))
 BINARY = re.compile(r"(?:[^\W_]|[)\]}%]|[0-9]\$|[0-9%][ \t]{1,8})\Z")        # a minus behind this takes away
 POWER = re.compile(r"(?:[0-9)]\*\*|[0-9)] \*\* |\^ ?[({]?)\Z")               # "is **bold**" is no power
 RAISED = re.compile(r"\^(?!\{?\\circ)|\*\*[0-9(]| \*\* [0-9(]")              # nor is 90^\circ
+OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+HUB = re.compile(r"(?!.*\.jsonl?\Z)([\w-][\w.-]*/[\w.-]+)(?:/([\w.-]+))?(?::([\w.%:[\]-]+))?")
+# what DAPO's authors wrote around their problems: it asks for another form of answer
+DAPO = re.compile(r"\ASolve the following math problem[^\n]*\n\n|\n\nRemember to put your answer[^\n]*\Z")
+# compares the pairs it reads; faulthandler's thread ends it after 2 s, be it in the middle of one operation
+WORKER = r"""import faulthandler, json, resource, sys
+from math_verify import parse, verify
+resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+for line in sys.stdin:
+    faulthandler.dump_traceback_later(2, exit=True)
+    gold, answer = (parse(f"\\boxed{{{latex}}}", parsing_timeout=None) for latex in json.loads(line))
+    print(verify(gold, answer, timeout_seconds=None), flush=True)
+    faulthandler.cancel_dump_traceback_later()"""
 
 
 class Task(NamedTuple):
@@ -82,10 +119,7 @@ def addition(data=None, operands=None, held_out=32):
 def _arithmetic(question, operation, data, operands, held_out):
     if data:
         raise ValueError(f"data={data!r}: the arithmetic tasks make their own problems and read no file")
-    match = re.fullmatch("([0-9]{1,9})-([0-9]{1,9})", operands)
-    low, high = map(int, match.groups()) if match else (1, 0)
-    if low > high:
-        raise ValueError(f"operands={operands!r} must be LOW-HIGH with LOW <= HIGH, for example 2-12")
+    low, high = _bounds(operands)
     n = high - low + 1
     if not 2 * held_out <= n * n <= MAX_PAIRS:
         raise ValueError(f"operands={operands!r} make {n * n} problems: it takes {2 * held_out} (to hold "
@@ -105,23 +139,18 @@ def _arithmetic(question, operation, data, operands, held_out):
                     bool(finished) and last_number(text) == operation(problem["a"], problem["b"])))
 
 
-def gsm8k(data=None, operands=None, held_out=256):
-    """Word problems from the JSONL file data, a record {"question": "…", "answer": "… #### 18"} a line.
+def _bounds(operands):
+    match = re.fullmatch("([0-9]{1,9})-([0-9]{1,9})", operands)
+    low, high = map(int, match.groups()) if match else (1, 0)
+    if low > high:
+        raise ValueError(f"operands={operands!r} must be LOW-HIGH with LOW <= HIGH, for example 2-12")
+    return low, high
 
-    held_out of them, at most a quarter, are set aside.
-    ValueError: no data, or a file or a line of it that cannot be read; fewer than 4 records; operands given.
-    """
-    if operands:
-        raise ValueError(f"operands={operands!r}: gsm8k takes its problems from a file and has no operands")
-    if not data:
-        raise ValueError("gsm8k needs a file of problems: give one with --data FILE.jsonl")
-    problems = read(data)
-    if len(problems) < 4:
-        raise ValueError(f"{data} holds {len(problems)} problems, too few to hold out a quarter: it takes 4")
-    held = random.Random(SPLIT_SEED).sample(range(len(problems)), min(held_out, len(problems) // 4))
-    kept_apart = set(held)
-    return Task([problem for i, problem in enumerate(problems) if i not in kept_apart],
-                [problems[i] for i in held], gsm8k_prompt, gsm8k_reward)
+
+# --- tasks from files
+def gsm8k(data=None, operands=None, held_out=256):
+    """Word problems. ValueError: no data, or a line of it that cannot be read; under 4 problems; operands."""
+    return _split(read(data, _word_problem), held_out, data, operands, gsm8k_reward, gsm8k_prompt)
 
 
 def gsm8k_prompt(problem):
@@ -132,32 +161,174 @@ def gsm8k_reward(problem, text, finished):
     return float(bool(finished) and final_answer(text) == final_answer(problem["answer"]))
 
 
-def read(path):
-    """The records of a GSM8K file; blank lines are skipped. ValueError: names file, line and reason."""
-    problems, number = [], 0
-    try:
-        with open(path, "rb") as file:
-            for line in file:
-                number += 1
-                problems += [_record(line)] if line.strip() else []
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}): name a JSONL file of problems") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}, line {number}: {error}") from None
-    return problems
-
-
-def _record(line):
-    record = json.loads(line.decode("utf-8-sig"))
-    for key in ("question", "answer"):
-        if not isinstance(record, dict) or not isinstance(record.get(key), str) or not record[key].strip():
-            raise ValueError(f"it must be an object in which {key!r} is some text")
-    if not _marked(_tail(record["answer"])) or final_answer(record["answer"]) is None:
+def _word_problem(record):
+    answer = _text(record, "question") and _text(record, "answer")
+    if not _marked(_tail(answer)) or final_answer(answer) is None:
         raise ValueError("its answer must end with '#### number'")
     return record
 
 
-# --- numbers in text
+def countdown(data=None, operands=None, held_out=256):
+    """Make a target from three or four numbers; without data, of operands, "1-99" unless told otherwise."""
+    problems = read(data, _number_problem) if data else _made_up(*_bounds(operands or "1-99"))
+    return _split(problems, held_out, data, data and operands, countdown_reward,
+                  lambda p: COUNTDOWN.format(target=p["target"], nums=", ".join(map(str, p["nums"]))))
+
+
+def _made_up(low, high, count=4096):
+    rng, made = random.Random(SPLIT_SEED), {}
+    for _ in range(3 * count):
+        nums = [rng.randint(low, high) for _ in range(rng.choice((3, 4)))]
+        target = reduce(lambda a, b: rng.choice((a + b, a - b, a * b)), nums)
+        if 0 < target < 1000:
+            made[target, *sorted(nums)] = {"nums": rng.sample(nums, len(nums)), "target": target}
+    return list(made.values())[:count]
+
+
+def _number_problem(record):
+    nums, target = (record.get("nums"), record.get("target")) if isinstance(record, dict) else (0, 0)
+    if not isinstance(nums, list) or not 0 < len(nums) < 10 or {type(n) for n in (target, *nums)} != {int}:
+        raise ValueError("it must be an object in which 'nums' is a list of 1 to 9 integers and 'target' one")
+    return {"nums": nums, "target": target}
+
+
+def countdown_reward(problem, text, finished):
+    inside, closed, _ = text[-READ:].rpartition("</answer>")
+    found = inside.rpartition("<answer>")[2] if closed else text[-READ:].strip().rpartition("\n")[2]
+    found = found.partition("=")[0].translate(str.maketrans("×·÷−", "**/-")).strip()
+    if not finished or len(found) > FORMULA or not re.fullmatch("[0-9+*/() -]+", found):
+        return 0.0
+    try:
+        left = list(problem["nums"])
+        return float(_evaluate(ast.parse(found, mode="eval").body, left) == problem["target"] and not left)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return 0.0
+
+
+def _evaluate(node, left):
+    """A formula's value, a Fraction. Its numbers are taken out of left; ValueError: one is not there."""
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
+        return OPERATIONS[type(node.op)](_evaluate(node.left, left), _evaluate(node.right, left))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_evaluate(node.operand, left)
+    left.remove(getattr(node, "value", None))           # nor has any other kind of node a number as its value
+    return Fraction(node.value)
+
+
+def math(data=None, operands=None, held_out=256):
+    """Problems with an answer in LaTeX, judged by math-verify where it is installed."""
+    problems = read(data, _latex_problem)
+    equal = MathVerify() if importlib.util.find_spec("math_verify") else None
+    if not equal:
+        print("note: math-verify is not installed: answers are compared as text and as numbers")
+    return _split(problems, held_out, data, operands, lambda *answer: math_reward(*answer, equal),
+                  lambda problem: MATH.format(**problem))
+
+
+def _latex_problem(record):
+    record = record if isinstance(record, dict) else {}
+    found = {k: str(v) if type(v) in (int, float) else v for k, v in record.items()}
+    if isinstance(found.get("prompt"), list):                           # a chat
+        found["prompt"] = found["prompt"][-1]["content"]
+    if isinstance(found.get("reward_model"), dict):
+        found["reward_model"] = found["reward_model"].get("ground_truth")
+    answer = _text(found, "answer", "reward_model", "solution")
+    gold = (BOXED.findall(answer) or [answer.rpartition("####")[2]])[-1].strip()
+    if not 0 < len(gold) <= GOLD:
+        raise ValueError(f"its answer must be short (1 to {GOLD} characters) or stand in \\boxed{{…}}")
+    return {"problem": DAPO.sub("", _text(found, "problem", "question", "prompt")), "answer": gold}
+
+
+def math_reward(problem, text, finished, equal=None):
+    """equal(gold, answer) is asked where neither the texts are equal nor both are numbers."""
+    pair = [problem["answer"], *BOXED.findall(text[-READ:])[-1:]]
+    if not finished or not pair[-1].strip() or len(pair) < 2:
+        return 0.0
+    one, other = map(_plain, pair)
+    numbers = [match and _value(match) for match in map(NUMBER.fullmatch, map(_fractions, (one, other)))]
+    if one == other or None not in numbers:
+        return float(one == other or numbers[0] == numbers[1])
+    return float(bool(equal) and equal(*pair))
+
+
+class MathVerify:
+    """equal(gold, answer): in a process of its own; what takes over 2 s or 4 GB ends it and is not equal."""
+    worker = None
+
+    def __call__(self, *pair):
+        if self.worker is None or self.worker.poll() is not None:
+            self.worker = subprocess.Popen([sys.executable, "-c", WORKER], start_new_session=True, text=True,
+                                           stdin=-1, stdout=-1, stderr=subprocess.DEVNULL)
+        with suppress(BrokenPipeError):
+            print(json.dumps(pair), file=self.worker.stdin, flush=True)
+        said = self.worker.stdout.readline()
+        if not said:
+            self.worker.communicate()                   # it is over: no zombie stays
+        return said == "True\n"
+
+
+def own(path, held_out=32):
+    """The task of a Python file: problems(), a list of dicts; reward(problem, text), which judges finished
+    answers, or all if it takes a third argument; prompt(problem), the message, else problem["prompt"]."""
+    def reward(problem, text, finished):
+        try:
+            return float(judge(problem, text, finished) if always else finished and judge(problem, text))
+        except Exception as error:
+            raise ValueError(f"reward() of {path} failed on the answer {text!r}: {error!r}") from error
+    try:
+        module = runpy.run_path(path)
+        judge, prompt = module["reward"], module.get("prompt", operator.itemgetter("prompt"))
+        always = len(inspect.signature(judge).parameters) > 2
+        return _split(module["problems"](), held_out, path, None, reward, prompt)
+    except Exception as error:
+        raise ValueError(f"{path} is no task: {type(error).__name__}: {error}") from error
+
+
+def _split(problems, held_out, source, operands, reward, prompt):
+    """The Task; problems with one message are one, and held_out of them, at most a quarter, are set aside."""
+    if operands:
+        raise ValueError(f"operands={operands!r}: with problems from {source} there are no operands")
+    problems = list({prompt(problem): problem for problem in problems}.values())
+    if len(problems) < 4:
+        raise ValueError(f"{source} has {len(problems)} problems, too few to hold out a quarter: it takes 4")
+    held = random.Random(SPLIT_SEED).sample(range(len(problems)), min(held_out, len(problems) // 4))
+    kept_apart = set(held)
+    return Task([problem for i, problem in enumerate(problems) if i not in kept_apart],
+                [problems[i] for i in held], prompt, reward)
+
+
+def read(source, check):
+    """check(record) of each line that is not blank. ValueError: names file, line and reason."""
+    problems, number, hub = [], 0, HUB.fullmatch(str(source))
+    give = "give --data FILE.jsonl, or, after pip install datasets, owner/name[/config][:split] of the hub"
+    if not source:
+        raise ValueError(f"this task needs problems: {give}")
+    try:
+        if hub and not os.path.exists(source):
+            from datasets import load_dataset
+            rows = load_dataset(hub[1], hub[2], split=hub[3] or "train")
+            lines = (json.dumps(row, default=str).encode() for row in rows)
+        else:
+            lines = open(source, "rb")
+        for line in lines:
+            number += 1
+            problems += [check(json.loads(line.decode("utf-8-sig")))] if line.strip() else []
+    except Exception as error:                          # datasets has a dozen kinds
+        if number:
+            raise ValueError(f"{source}, line {number}: {error}") from None
+        reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
+        raise ValueError(f"{source} cannot be read ({reason}): {give}") from None
+    return problems
+
+
+def _text(record, *keys):
+    for key in keys if isinstance(record, dict) else ():
+        if isinstance(record.get(key), str) and record[key].strip():
+            return record[key].strip()
+    raise ValueError(f"it must be an object in which {' or '.join(map(repr, keys))} is some text")
+
+
+# --- numbers and boxes in text
 def last_number(text):
     """The last number in the text, a Fraction; None if there is none, or if it is a power or too long."""
     return _last(_tail(text))
@@ -176,7 +347,11 @@ def _tail(text):
     tail = text[-READ:]
     if len(text) > READ:
         tail = tail.lstrip("0123456789.,/")             # what is left of a number that the cut went through
-    return FRAC.sub(lambda m: f"{m[1] + ' ' if m[1] else ''}{m[2]}/{m[3]}", tail.replace("{,}", ","))
+    return _fractions(tail)
+
+
+def _fractions(text):
+    return FRAC.sub(lambda m: f"{m[1] + ' ' if m[1] else ''}{m[2]}/{m[3]}", text.replace("{,}", ","))
 
 
 def _marked(text):
@@ -209,31 +384,35 @@ def _value(number):
     return -value if number["sign"] and not BINARY.search(before) else value
 
 
-TASKS = {"multiplication": multiplication, "addition": addition, "gsm8k": gsm8k}
+def _plain(latex):
+    """LaTeX without what does not change its value: dollars, spaces, sizes, units, degrees, a leading x =."""
+    text = re.sub(r"\\(?:left|right|q?quad)(?![a-zA-Z])|(?<!\\)\\[!,;: ]|\\?[$%]|\^\{?\\circ\}?", " ", latex)
+    text = re.sub("(?<![0-9]) | (?![0-9])", "", " ".join(text.split()))
+    text = re.sub(r"(?<=[0-9}])\\(?:text|mathrm|mbox)\{[^{}]*\}\Z|\A[a-zA-Z]=|\.\Z", "", text)
+    text = re.sub(r"\\(?:text|mathrm|mbox|textbf)\{([^{}]*)\}", r"\1", text.replace("{,}", ","))
+    return re.sub(r"\\(?:[dt]?(frac)|(sqrt))([0-9])([0-9]?)", r"\\\1\2{\3}{\4}", text).replace("{}", "")
+
+
+TASKS = {"multiplication": multiplication, "addition": addition, "countdown": countdown, "gsm8k": gsm8k,
+         "math": math}
 
 
 # --- checking a file
-def check(path):
-    """[problems in the file, their own answers that score 1, their answers plus one that score 0]"""
-    problems, accepted, rejected = read(path), 0, 0
-    for problem in problems:
-        more = f"{problem['answer'].rpartition('####')[0]}#### {final_answer(problem['answer']) + 1}"
-        accepted += gsm8k_reward(problem, problem["answer"], True) == 1
-        rejected += gsm8k_reward(problem, more, True) == 0
-    return [len(problems), accepted, rejected]
-
-
 def main(paths):
-    """Check the files; the exit code: 0 if all is as it should be, 1 if not, 2 if one cannot be read."""
+    """0 if every gold answer in the files scores 1 and one more 0; 1 if not; 2 if one cannot be read."""
     try:
-        counts = {path: check(path) for path in paths}
+        files = {path: read(path, _word_problem) for path in paths}
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    counts["total"] = [sum(column) for column in zip(*counts.values(), strict=True)]
-    for name, (problems, accepted, rejected) in counts.items():
-        print(f"{name}: {problems} problems, {accepted} gold answers accepted, {rejected} gold+1 rejected")
-    return 0 if all(count[0] and count == count[:1] * 3 for count in counts.values()) else 1
+    files["total"], good = [problem for problems in files.values() for problem in problems], True
+    for name, problems in files.items():
+        right = sum(gsm8k_reward(p, p["answer"], True) == 1 for p in problems)
+        more = (f"{p['answer']}\n#### {final_answer(p['answer']) + 1}" for p in problems)
+        wrong = sum(gsm8k_reward(p, text, True) == 0 for p, text in zip(problems, more, strict=True))
+        print(f"{name}: {len(problems)} problems, {right} gold answers accepted, {wrong} gold+1 rejected")
+        good &= right == wrong == len(problems) > 0
+    return 0 if good else 1
 
 
 def demo():

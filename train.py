@@ -9,6 +9,7 @@
 
     python train.py                                             teaches SmolLM2-135M the times table on a CPU
     python train.py --task gsm8k --data train.jsonl --model Qwen/Qwen2.5-1.5B-Instruct --lr 1e-5
+    python train.py --task mine.py --preflight                  a task of your own: would it work?
     python train.py --resume runs/NAME                          goes on where it was stopped
     python train.py --steps 0 --adapter runs/NAME/adapter       evaluates
     torchrun --nproc-per-node 2 train.py …                      prompts split by rank, gradients summed
@@ -34,15 +35,15 @@ import lora
 import runs
 from model import QUANT, answer_mask, load
 from rollout import Rollout, Sampler
-from tasks import TASKS
+from tasks import TASKS, own
 
 
 @dataclasses.dataclass
 class Config:
     model: str = "smollm2"              # "smollm2" (from its wheel), a folder, a .gguf file or a hub id
     quant: str = "nvfp4"                # nvfp4 (scale sweep), rtn (the paper's rounding), bf16 (unquantised)
-    task: str = "multiplication"        # multiplication, addition, gsm8k
-    data: str = ""                      # JSONL file of the task's problems, for gsm8k
+    task: str = "multiplication"        # addition, countdown, gsm8k, math, or the PATH.py of your own
+    data: str = ""                      # its problems: FILE.jsonl, or owner/name[/config][:split] of the hub
     operands: str = ""                  # LOW-HIGH, both included, for arithmetic tasks; empty: the task's own
     steps: int = 16                     # optimizer steps; 0 evaluates only
     prompts: int = 8                    # P, prompts a step over all ranks
@@ -85,29 +86,36 @@ class Config:
     name: str = ""                      # this run's folder; empty: task and time
     resume: str = ""                    # run folder to go on with; its config holds, flags beside it win
     adapter: str = ""                   # a PEFT adapter to start from
+    preflight: bool = False             # a step of 32 prompts without update, then advice; exit 3: pointless
 
     def __post_init__(self):
         choices = {"quant": QUANT, "task": TASKS, "loss": grpo.CLIP, "correction": ("none", "bypass", "tis"),
                    "scale": ("group", "none"), "overlong": ("none", "mask", "penalty"),
                    "schedule": ("constant", "linear", "cosine"), "sigma_schedule": aqn.SCHEDULES}
         for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
+            if getattr(self, name) not in allowed and not (name == "task" and self.task.endswith(".py")):
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be one of "
                                  f"{', '.join(allowed)}")
-        for name in ("prompts", "group_size", "max_new_tokens", "updates_per_rollout", "eval_every",
-                     "eval_samples", "save_every", "samples_every", "mismatch_every", "micro_tokens", "rank"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
-        if self.temperature <= 0:
-            raise ValueError(f"--temperature {self.temperature} must be positive: "
-                             "a greedy group is one answer G times")
+        least = dict(steps=0, warmup=0, resample=0, overlong_cache=0, sigma_stages=3) | dict.fromkeys(
+            ("prompts", "group_size", "max_new_tokens", "updates_per_rollout", "eval_every", "eval_samples",
+             "save_every", "samples_every", "mismatch_every", "micro_tokens", "rank"), 1)
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least {bound}")
+        if self.group_size == 1:
+            raise ValueError("--group-size 1 makes a group of 1, which has no mean to compare with")
+        if self.task.endswith(".py") and (self.data or self.operands):
+            raise ValueError(f"--task {self.task} makes its problems itself: no --data, no --operands")
+        if self.preflight and self.resume:
+            raise ValueError(f"--preflight takes no --resume, but --adapter {self.resume}/adapter")
+        if not self.temperature > 0:
+            raise ValueError(f"--temperature {self.temperature} must be positive, or a group is one answer")
         if self.steps % self.updates_per_rollout:
             raise ValueError(f"--steps {self.steps} must be a multiple of "
                              f"--updates-per-rollout {self.updates_per_rollout}")
         if self.loss == "gspo" and self.correction == "bypass":
             raise ValueError("--loss gspo needs --correction none or tis: with bypass the noise in the ratio "
-                             "of a whole answer is far beyond gspo's clip of 3e-4, "
-                             "which would silence nearly every answer")
+                             "of an answer is far beyond gspo's clip of 3e-4 and would silence nearly all")
 
 
 def train(config, model, task, tokenizer, stop_ids, run):
@@ -116,9 +124,11 @@ def train(config, model, task, tokenizer, stop_ids, run):
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.99),
                                   weight_decay=config.weight_decay)
     first = run.load(model, optimizer)              # outside: a stop in here must not save what is half read
+    optimizer.register_step_pre_hook(lambda *_: setattr(run, "whole", False))
+    phase = "sampling"
     try:
         for step in range(first, config.steps, config.updates_per_rollout):
-            if step % config.eval_every == 0:
+            if due(config, config.eval_every, step):
                 run.log("eval", step, evaluate(config, sampler, task, tokenizer, stop_ids))
             sigma = config.aqn * aqn.sigma(step, config.steps, config.sigma_start, config.sigma_end,
                                            config.sigma_stages, config.sigma_schedule)
@@ -127,20 +137,30 @@ def train(config, model, task, tokenizer, stop_ids, run):
             advantages = grpo.advantages(rewards.view(-1, config.group_size), config.scale).flatten()  # (B,)
             lr = optimizer.param_groups[0]["lr"] = learning_rate(config, step)
 
+            phase = "update"
             with runs.deferred_signals():           # a step is made, logged and saved, or it is not begun
                 stats |= update(config, model, optimizer, sampled, advantages.to(model.device))
                 history.append(stats | dict(sigma=sigma, lr=lr, memory_gb=runs.peak_memory_gb()))
-                run.done = step + config.updates_per_rollout
+                run.done, run.whole, phase = step + config.updates_per_rollout, True, "sampling"
                 run.log("step", step, history[-1])
-                if step % config.samples_every == 0:
+                if due(config, config.samples_every, step):
                     run.sample(step, texts, rewards.tolist(), advantages.tolist())
                 run.warn(history)
-                if run.done % config.save_every == 0 or run.done == config.steps:
+                if due(config, config.save_every, run.done) or run.done >= config.steps:
                     run.save(model, optimizer, config.model)
+                run.stop_if_diverged(history, sampled, advantages)
         run.log("eval", config.steps, evaluate(config, sampler, task, tokenizer, stop_ids))
-    except (KeyboardInterrupt, SystemExit):
-        run.save(model, optimizer, config.model)
+    except (KeyboardInterrupt, SystemExit, ValueError, torch.OutOfMemoryError) as stop:
+        if run.done > first:
+            run.save(model, optimizer, config.model)
+        if isinstance(stop, torch.OutOfMemoryError):
+            raise ValueError(run.out_of_memory(phase)) from stop
         raise
+
+
+def due(config, every, step):
+    """Has a multiple of `every` come since the rollout before? Steps come updates_per_rollout at a time."""
+    return step // every != (step - config.updates_per_rollout) // every
 
 
 def collect(config, sampler, task, tokenizer, stop_ids, step):
@@ -155,7 +175,7 @@ def collect(config, sampler, task, tokenizer, stop_ids, step):
         first = (attempt * ranks + rank) * P * G                        # number of this call's first answer
         sampled = sampler.generate(prompts, G, config.max_new_tokens, config.temperature, stop_ids,
                                    config.seed, step, first, progress=f"step {step}")
-        if attempt == 0 and step % config.mismatch_every == 0:
+        if attempt == 0 and due(config, config.mismatch_every, step):
             mismatch = measure_mismatch(config, sampler.model, sampled)
         answers = [tokenizer.decode(ids, skip_special_tokens=True) for ids in sampled.answers()]
         for p, problem in enumerate(problems):
@@ -186,11 +206,14 @@ def update(config, model, optimizer, sampled, advantages):
     began, old, through, stats = time.perf_counter(), sampled.logprobs.clone(), 0, {}
     for number in range(config.updates_per_rollout):
         now = backward(config, model, sampled, advantages, old, first=number == 0)
-        through += now.pop("tokens")
+        through, loss = through + now.pop("tokens"), now.pop("loss")
         stats = now if number == 0 else stats | dict(clip_fraction=now["clip_fraction"])
         if now["rows"] == 0:
             break                                        # no advantage: AdamW's momentum alone would move it
         stats["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
+        if not math.isfinite(stats["grad_norm"] + loss):
+            stats["skipped"] = 1                         # the same on every rank, for it is a sum over all
+            break
         optimizer.step()
         lora.refresh(model)
     optimizer.zero_grad()
@@ -205,7 +228,7 @@ def backward(config, model, sampled, advantages, old, first=True):
     trained = sampled.lengths * sampled.finished if config.overlong == "mask" else sampled.lengths     # (B,)
     normalizer = all_sum(grpo.normalizer(config.loss, trained, config.max_new_tokens).double()).item()
     rows = torch.nonzero((trained > 0) & ((advantages != 0) | (config.beta > 0)))[:, 0]
-    total = torch.zeros(6, dtype=torch.float64, device=model.device)
+    total = torch.zeros(7, dtype=torch.float64, device=model.device)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)                                 # a rank without rows still joins the sum
     for micro in sampled.micro_batches(rows, config.micro_tokens):
@@ -228,22 +251,22 @@ def backward(config, model, sampled, advantages, old, first=True):
             drift = (logprobs - part.logprobs)[mask]                     # ln(clean trainer / noisy sampler)
             kl = (logprobs - reference)[mask].sum() if config.beta else drift.sum() * 0        # k1
             total += torch.stack([mask.sum(), entropy.sum(), grpo.kl_k3(drift).sum(), clipped, kl,
-                                  (part.prompt_lengths + part.lengths).sum()])
+                                  (part.prompt_lengths + part.lengths).sum(), loss])
     for p in model.parameters():
         all_sum(p.grad)
-    tokens, entropy, kl_noise, clipped, kl, through = all_sum(total).tolist()
+    tokens, entropy, kl_noise, clipped, kl, through, loss = all_sum(total).tolist()
     mean = [x / tokens if tokens else None for x in (entropy, kl_noise, clipped, kl)]
     return dict(zip(("entropy", "kl_noise", "clip_fraction", "kl_reference"), mean, strict=True),
-                grad_norm=None, rows=int(all_sum(torch.tensor(len(rows)))), tokens=through)
+                grad_norm=None, rows=int(all_sum(torch.tensor(len(rows)))), tokens=through, loss=loss)
 
 
-@torch.no_grad()
 def measure_mismatch(config, model, sampled, rows=8):
-    """mean exp|Δ ln π| of a few answers, sampler against trainer on equal weights and noise: 1 is perfect."""
+    """mean exp|Δ ln π| of a few answers, sampler against trainer on equal weights and noise: 1 is perfect.
+    With gradients on, as in training: without them a GPU takes the sampler's kernels."""
     part = sampled.rows(range(min(rows, len(sampled.tokens))))
     logprobs, _ = model.logprobs(part.tokens, part.prompt_lengths, part.lengths, config.temperature)
     mask = answer_mask(part.tokens, part.prompt_lengths, part.lengths)
-    return (logprobs - part.logprobs)[mask].abs().exp().mean().item()
+    return (logprobs.detach() - part.logprobs)[mask].abs().exp().mean().item()
 
 
 def evaluate(config, sampler, task, tokenizer, stop_ids):
@@ -266,6 +289,22 @@ def evaluate(config, sampler, task, tokenizer, stop_ids):
     strict, loose, drawn, count = all_sum(right).tolist()
     return dict(eval_greedy=strict / count, eval_greedy_loose=loose / count, eval_sampled=drawn / count,
                 problems=int(count), rollout_s=time.perf_counter() - began)
+
+
+def preflight(config, model, task, tokenizer, stop_ids, run):
+    """One step of 32 prompts without the update → the exit code: 3 where training would be pointless."""
+    ranks, sampler = rank_and_count()[1], Sampler(model)
+    probe = dataclasses.replace(config, prompts=-(-runs.PROBE // ranks) * ranks, resample=0)
+    sampled, rewards, _, stats = collect(probe, sampler, task, tokenizer, stop_ids, 0)
+    advantages = grpo.advantages(rewards.view(-1, config.group_size), config.scale).flatten()
+    began, share = time.perf_counter(), config.prompts / probe.prompts
+    backward(probe, model, sampled, advantages.to(model.device), sampled.logprobs.clone())
+    stats["update_s"] = (time.perf_counter() - began) * share
+    # compiling and capturing is left out; on a GPU, fewer rows than these take hardly less time
+    stats["rollout_s"] -= sampler.stats["capture_s"]
+    stats["rollout_s"] *= share if model.device.type == "cpu" else max(1, share)
+    solved = all_sum((rewards > 0).sum()).item() / (probe.prompts * config.group_size)
+    return run.preflight(stats | dict(solved=solved, memory_gb=runs.peak_memory_gb()))
 
 
 def batch(problems, config, step, attempt=0):
@@ -305,16 +344,19 @@ def main(arguments):
             torch.cuda.set_device(device)                                   # where Triton launches
     if config.prompts % rank_and_count()[1]:
         raise ValueError(f"--prompts {config.prompts} must be a multiple of the {rank_and_count()[1]} ranks")
-    task = TASKS[config.task](config.data or None, config.operands or None)
+    task = own(config.task) if config.task.endswith(".py") else TASKS[config.task](
+        config.data or None, config.operands or None)
     began = time.perf_counter()
     source = checkpoint.open(config.model)
     run = runs.Run(config, resume=bool(config.resume), quiet=rank_and_count()[0] > 0)
     tokenizer, stop_ids = source.tokenizer(), source.stop_ids()
     model = load(source, config.quant, config.rank, config.alpha, device, config.seed)
     model.gradient_checkpointing = config.gradient_checkpointing
-    if config.adapter and not (run.folder / "checkpoint.safetensors").exists():
+    if config.adapter and not run.saved():
         lora.load_adapter(model, config.adapter)
     run.banner(config, model, task, time.perf_counter() - began)
+    if config.preflight:
+        sys.exit(preflight(config, model, task, tokenizer, stop_ids, run))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         train(config, model, task, tokenizer, stop_ids, run)
@@ -330,6 +372,10 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except (ValueError, OSError) as error:
         print(f"train.py: {error}", file=sys.stderr)
+        sys.exit(2)
+    except torch.OutOfMemoryError:
+        print("train.py: out of memory before the first step: try a lower --max-new-tokens, --micro-tokens, "
+              "--gradient-checkpointing, --quant nvfp4 or a smaller --model", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:                                               # before the first step
         sys.exit(130)

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,13 +15,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
+from test_tasks import OWN
 
 import lora
 import runs
 import train
 
 ROOT = Path(train.__file__).parent
+GOOD = dict(signal=.5, finished=.9, reward=.4, mismatch=1.01)
 # six short steps in which an answer is paid for being short, so that there is signal; three checkpoints
 FLAGS = ("--quant nvfp4 --steps 6 --prompts 4 --group-size 4 --max-new-tokens 8 --rank 4 --lr 5e-3 "
          "--overlong penalty --overlong-cache 8 --eval-every 3 --save-every 2 --samples-every 2 "
@@ -82,7 +86,8 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(whole, start,
     assert sum(r["grad_norm"] is not None for r in steps) >= 4 and sum(r["sigma"] > 0 for r in steps) == 4
     assert [r["mismatch"] is not None for r in steps] == [True, False] * 3
     assert len({r["lr"] for r in steps}) == 6
-    assert sorted(p.name for p in whole.iterdir()) == ["adapter", "checkpoint.safetensors", "config.json",
+    assert sorted(p.name for p in whole.iterdir()) == [
+        "adapter", "checkpoint.previous.safetensors", "checkpoint.safetensors", "config.json",
                                                        "curves.png", "metrics.jsonl", "samples.jsonl"]
     assert start("--name", "other", "--seed", 1) == 0
     assert outcome(tmp_path / "other")[0] != outcome(whole)[0]
@@ -121,9 +126,10 @@ def test_a_stopped_run_saves_its_last_whole_step_and_resumes_to_the_same_end(
     assert len(after.splitlines()) == 6 - done + 1 + (done == 3)      # steps, evaluation at 6, and at 3
 
 
-@pytest.mark.parametrize("crash", range(1, 11))
+@pytest.mark.parametrize("crash", range(1, 13))
 def test_a_crash_between_any_two_files_loses_nothing(whole, start, tmp_path, monkeypatch, crash):
-    """Renames are counted: config.json, three files in each of three saves. Dying at one of them and resuming
+    """Renames are counted: config.json, three files in the first save, four in each of the two others, where
+    the checkpoint before is kept. Dying at one of them and resuming
     ends as if nothing had happened, and what was replayed is in the log twice, the last record holding."""
     real, count = os.replace, []
 
@@ -167,6 +173,279 @@ def test_a_write_that_fails_midway_leaves_the_old_file(tiny_chat, tmp_path, monk
         assert module is lora or (run.folder / name).read_bytes() == before
         assert all(load_file(p) for p in run.folder.rglob("*.safetensors"))
     assert run.load(model, optimizer) == 0 and model.layers[0].mlp.down_proj.lora_B.abs().max() == 0
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    """A finished run's folder, to be damaged: its checkpoints are of steps 6 and 4."""
+    return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+def damage(path, how):
+    data = bytearray(path.read_bytes())
+    if how < 1:
+        path.write_bytes(data[:int(how * len(data))])                 # cut off
+        return
+    data[int(how) // 8 % len(data)] ^= 1 << int(how) % 8              # a bit the other way round
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", [0, .001, .5, .999, 3, 100, 800, 10**6 + 1])
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_and_that_is_said(whole, copy, capfd, how):
+    """The run goes on from step 4 and ends as it did; the good one outlives the first save after that."""
+    damage(copy / "checkpoint.safetensors", how)
+    before = (copy / "checkpoint.previous.safetensors").read_bytes()
+    assert main("--resume", copy) == 0 and outcome(copy) == outcome(whole)
+    warning, = (text for text in capfd.readouterr().err.splitlines() if "damaged" in text)
+    assert "checkpoint.safetensors is damaged (" in warning and "going back to the one before it" in warning
+    assert runs._read(copy / "checkpoint.safetensors")[1] == 6
+    assert (copy / "checkpoint.previous.safetensors").read_bytes() == before
+    assert sum(r["segment"] == 1 and r["kind"] == "step" for r in lines(copy)) == 2
+
+
+def test_any_bit_that_turns_is_noticed(whole, tmp_path):
+    """300 single bits: the first 150 bytes' (length, header) and any; and a file cut at 50 places."""
+    path, rng, good = tmp_path / "checkpoint", random.Random(0), whole / "checkpoint.safetensors"
+    size = good.stat().st_size
+    assert runs._read(good)[1] == 6
+    bits = (*range(8, 1200, 8), *(rng.randrange(1, 8 * size) for _ in range(150)))
+    for how in (*bits, *(i / 50 for i in range(50))):
+        shutil.copy(good, path)
+        damage(path, how)
+        with pytest.raises((SafetensorError, LookupError, TypeError, ValueError)):
+            runs._read(path)
+
+
+def test_a_run_without_a_whole_checkpoint_is_not_begun_from_nothing(copy):
+    """Both damaged: one sentence that names the adapter. The last one gone, as in a crash: the one before."""
+    (copy / "checkpoint.safetensors").unlink()
+    assert main("--resume", copy) == 0 and runs._read(copy / "checkpoint.safetensors")[1] == 6
+    for name in ("checkpoint.safetensors", "checkpoint.previous.safetensors"):
+        damage(copy / name, .5)
+    with pytest.raises(ValueError, match="every checkpoint in .*run is damaged: .*--adapter .*run/adapter"):
+        main("--resume", copy)
+
+
+def process(code, *flags):
+    """train.py in a process of its own, after `code`."""
+    start = f"import resource, runpy, sys\n{code}\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", f"import sys; sys.argv[0] = {str(ROOT / 'train.py')!r}\n{start}", *flags]
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)})
+
+
+@pytest.mark.parametrize("name, room", [("checkpoint", 20_000), ("metrics.jsonl", 100)])
+def test_a_full_disk_is_one_sentence_and_keeps_the_checkpoint(
+        whole, start, tmp_path, monkeypatch, name, room):
+    """The kernel lets no file grow beyond a limit: the log goes on, but the adapter does not fit; or the log
+    fits in part, and is not written again on closing. Resumed with room, all ends as if nothing had been."""
+    folder, real, count = tmp_path / "run", train.collect, []
+
+    def stopped(*args):
+        count.append(1)
+        return real(*args) if len(count) < 4 else sys.exit(143)
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "collect", stopped)
+        assert start() == 143
+    before = (folder / "checkpoint.safetensors").read_bytes()
+    limit = room + (folder / "metrics.jsonl").stat().st_size
+    ended = process(f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))", "--resume", folder)
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr
+    assert re.fullmatch(rf"train.py: .*run/{name} cannot be written \(.*File too large.*\); the last "
+                        r"checkpoint holds: go on with python train.py --resume .*run\n", ended.stderr)
+    assert (folder / "checkpoint.safetensors").read_bytes() == before
+    assert main("--resume", folder) == 0 and outcome(folder) == outcome(whole)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "config.json", "curves.png"])
+def test_any_file_that_cannot_be_written_is_named(start, tmp_path, monkeypatch, name):
+    """A folder stands in its place: for root, no mode of a file would stop a write."""
+    (tmp_path / "run" / name).mkdir(parents=True)
+    with pytest.raises(OSError, match=rf"^.*run/{name} cannot be written \(Is a directory\)") as error:
+        start()
+    assert ("the last checkpoint holds" in str(error.value)) == (name == "curves.png")
+
+
+def test_a_record_that_fits_in_part_is_passed_over_and_the_next_has_its_own_line(
+        start, whole, tmp_path, monkeypatch):
+    """The disk takes some bytes of a record, then none; resumed, the run ends as if nothing had happened."""
+    real = runs._append
+
+    def full(file, record):
+        if record["step"] == 2:
+            file.write(b'{"kind": "step", "step": 2, "rew')
+            raise OSError(28, "No space left on device")
+        real(file, record)
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "_append", full)
+        with pytest.raises(OSError, match="metrics.jsonl cannot be written .No space left on device.; the"):
+            start()
+    assert main("--resume", tmp_path / "run") == 0 and outcome(tmp_path / "run") == outcome(whole)
+
+
+def poison(monkeypatch, steps, what="gradient"):
+    """In these of the steps that have a gradient, one number of it is NaN, or the loss is infinite."""
+    real, count = train.backward, []
+
+    def backward(config, model, *rest, **more):
+        stats = real(config, model, *rest, **more)
+        count.extend([1] * bool(stats["rows"]))
+        if stats["rows"] and len(count) in steps:
+            if what == "loss":
+                return stats | {"loss": float("inf")}
+            next(model.parameters()).grad[0, 0] = float("nan")
+        return stats
+    monkeypatch.setattr(train, "backward", backward)
+
+
+@pytest.mark.parametrize("what", ["gradient", "loss"])
+def test_a_step_without_a_finite_gradient_is_skipped_and_counted(start, tmp_path, monkeypatch, capsys, what):
+    """The first step with a gradient is: neither adapter nor AdamW sees it, and the next ones learn."""
+    poison(monkeypatch, {1}, what)
+    assert start("--save-every", 1) == 0
+    steps = [r for (kind, _), r in runs.read(tmp_path / "run").items() if kind == "step"]
+    skipped = [r["step"] for r in steps if r.get("skipped")]
+    assert len(skipped) == 1 and (steps[skipped[0]]["grad_norm"] is None) == (what == "gradient")
+    said = capsys.readouterr()
+    assert said.out.count("| skipped") == 1 and said.err.count("the step was skipped") == 1
+    tensors, _ = runs._read(tmp_path / "run/checkpoint.safetensors")
+    assert all(t.isfinite().all() for t in tensors.values())
+    learnt = sum(r["grad_norm"] is not None and not r.get("skipped") for r in steps)
+    assert {int(t) for name, t in tensors.items() if name.endswith("/step")} == {learnt} and learnt > 2
+
+
+def test_five_skipped_steps_in_a_row_stop_the_run_with_the_answers_kept(start, tmp_path, monkeypatch):
+    """Four do not. The adapter is that of before; the file has the rows of the last rollout."""
+    folder = tmp_path / "run"
+    more = ("--steps", 12, "--seed", 1, "--overlong-cache", 64)
+    with monkeypatch.context() as patch:
+        poison(patch, {2, 3, 4, 5, 7, 8, 9})
+        assert start(*more, "--name", "four") == 0
+    poison(monkeypatch, range(3, 99))
+    with pytest.raises(ValueError, match="five steps in a row were skipped, .*rollout-.*safetensors; try a"):
+        start(*more)
+    records = [r for r in lines(folder) if r["kind"] == "step"]
+    assert [bool(r.get("skipped")) for r in records[-6:]] == [False] + [True] * 5
+    kept, = folder.glob("rollout-*")
+    rollout = load_file(kept)
+    assert kept.name == f"rollout-{len(records)}.safetensors" and rollout["advantages"].shape == (16,)
+    assert {*train.Rollout._fields, "advantages"} == set(rollout) and len(rollout["tokens"]) == 16
+    tensors, done = runs._read(folder / "checkpoint.safetensors")
+    assert done == len(records) and all(t.isfinite().all() for t in tensors.values())
+
+
+@pytest.mark.parametrize("where, flags, done", [
+    ("backward", "--micro-tokens 512 --gradient-checkpointing", 3), ("collect", "--max-new-tokens 4", 3),
+    ("step", "--micro-tokens 512 --gradient-checkpointing", 2)])
+def test_out_of_memory_names_the_flags_and_saves_the_last_whole_step(
+        whole, start, tmp_path, monkeypatch, where, flags, done):
+    """In the fourth step, or in the optimizer when one parameter has moved: that is not saved, and the
+    checkpoint of step 2 holds. Resumed, all end as if nothing had happened."""
+    real, count = getattr(train, where, torch.optim.AdamW.step), []
+
+    def short(*args, **kwargs):
+        count.append(1)
+        if len(count) < (3 if where == "step" else 4):
+            return real(*args, **kwargs)
+        if where == "step":
+            args[0].param_groups[0]["params"][0].data += 1
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+    with monkeypatch.context() as patch:
+        patch.setattr(*((torch.optim.AdamW, "step") if where == "step" else (train, where)), short)
+        phase = "sampling" if where == "collect" else "update"
+        with pytest.raises(ValueError, match=f"^out of memory in the {phase} after 3 steps; go on with: "
+                           f"python train.py --resume .*run {flags}$"):
+            start()
+    folder = tmp_path / "run"
+    assert runs._read(folder / "checkpoint.safetensors")[1] == done
+    assert main("--resume", folder) == 0 and outcome(folder) == outcome(whole)
+
+
+def test_out_of_memory_before_the_first_step_is_one_line_too(tiny_chat, tmp_path, monkeypatch, capsys):
+    def short(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+    monkeypatch.setattr("model.load", short)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--model", str(tiny_chat), "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and "--gradient-checkpointing" in error and error.count("\n") == 1
+
+
+def test_a_failing_reward_costs_no_finished_step(start, whole, tmp_path, monkeypatch):
+    """A ValueError in the fourth step: three are saved. A stop in the first evaluation: nothing is, and the
+    name is free for another seed."""
+    real, count = train.collect, []
+
+    def fails(*args):
+        count.append(1)
+        if len(count) == 4:
+            raise ValueError("reward() failed")
+        return real(*args)
+    monkeypatch.setattr(train, "collect", fails)
+    with pytest.raises(ValueError, match="reward"):
+        start()
+    assert runs._read(tmp_path / "run/checkpoint.safetensors")[1] == 3
+    assert main("--resume", tmp_path / "run") == 0 and outcome(tmp_path / "run") == outcome(whole)
+    monkeypatch.setattr(train, "evaluate", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert start("--name", "other", "--seed", 1) == 130 and not (tmp_path / "other/adapter").exists()
+
+
+def test_evaluating_does_not_speak_of_an_adapter_that_it_did_not_write(start, capsys):
+    assert start("--steps", 0) == 0
+    done, = (text for text in capsys.readouterr().out.splitlines() if text.startswith("done: "))
+    assert done.endswith("curves.png")
+
+
+def test_a_task_of_ones_own_trains_from_an_empty_folder(tiny_chat, tmp_path, monkeypatch):
+    """README's ten lines, copied: two steps, whose gradient is not 0; the folder is named after the file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(OWN)
+    flags = "--task mine.py --steps 2 --prompts 8 --group-size 8 --max-new-tokens 6 --rank 4 --device cpu"
+    assert main(*flags.split(), "--model", tiny_chat) == 0
+    folder, = (tmp_path / "runs").glob("mine-*")
+    steps = [r for (kind, _), r in runs.read(folder).items() if kind == "step"]
+    assert len(steps) == 2 and all(r["grad_norm"] > 0 and 0 < r["reward"] < 1 for r in steps)
+    assert (folder / "adapter/adapter_model.safetensors").exists()
+
+
+def test_preflight_changes_nothing_and_says_whether_training_would_work(tiny_chat, tmp_path, capsys):
+    """Shaped rewards: it would, 0. Times tables, which a random model cannot do: 3, with training's advice.
+    In both cases the folder goes as it came."""
+    flags = (*FLAGS, "--model", tiny_chat, "--out", tmp_path, "--name", "run", "--preflight")
+    assert main(*flags) == 0
+    said = capsys.readouterr().out
+    assert "32 prompts × 4 answers" in said and said.endswith("ready to train\n")
+    for word in ("solve rate", "finished", "no signal", "mismatch     1.0000", "memory", "a step"):
+        assert word in said
+    assert main(*flags, "--overlong", "none") == 3
+    said = capsys.readouterr().out
+    assert "change: 32 prompts without one group of unequal rewards" in said and "pointless" in said
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ValueError, match="--preflight takes no --resume, but --adapter some/run/adapter"):
+        train.Config(preflight=True, resume="some/run")
+
+
+@pytest.mark.parametrize("flags", [dict(data="some.jsonl"), dict(operands="1-9")])
+def test_a_task_of_ones_own_takes_neither_data_nor_operands(flags):
+    """They would be ignored."""
+    with pytest.raises(ValueError, match="--task mine.py makes its problems itself: no --data, no"):
+        train.Config(task="mine.py", **flags)
+
+
+@pytest.mark.parametrize("change, code, words", [
+    ({}, 0, "ready"), (dict(signal=0), 3, "unequal rewards"), (dict(finished=0), 3, "no answer ended"),
+    (dict(mismatch=1.1), 0, "disagree"), (dict(mismatch=1.6), 3, "disagree"),
+    (dict(mismatch=float("nan")), 3, "nan"),
+    (dict(signal=.2), 0, "--resample"), (dict(finished=.4), 0, "change: most answers are cut off"),
+    (dict(signal=0, reward=1.0), 3, "harder")])
+def test_preflight_judges_as_the_training_does(tmp_path, capsys, change, code, words):
+    record = GOOD | dict(solved=.4, length=9., memory_gb=1., rollout_s=6., update_s=4.)
+    run = runs.Run(train.Config(out=str(tmp_path), name="x", steps=30))
+    assert run.preflight(record | change) == code
+    said = capsys.readouterr().out
+    assert words in said and "10.0   seconds, 4.0 of them the update; 30 steps 5 minutes" in said
+    assert ("change" in said) == bool(change)
 
 
 def test_a_stop_while_the_checkpoint_is_read_does_not_overwrite_it(whole, start, tmp_path, monkeypatch):
@@ -316,6 +595,9 @@ def test_a_resume_takes_the_runs_own_flags_and_those_given_beside_it_win(whole):
     *((name, 0, "0 must be at least 1") for name in (
         "prompts", "group_size", "max_new_tokens", "updates_per_rollout", "eval_every", "eval_samples",
         "save_every", "samples_every", "mismatch_every", "micro_tokens", "rank")),
+    *((name, -1, "-1 must be at least 0") for name in ("steps", "warmup", "resample", "overlong_cache")),
+    ("group_size", 1, "group of 1"), ("sigma_stages", 2, "2 must be at least 3"),
+    ("temperature", float("nan"), "nan must be positive"),
     ("temperature", 0.0, "0.0 must be positive"), ("temperature", -1.0, "-1.0 must be positive"),
     ("updates_per_rollout", 3, "--steps 16 must be a multiple of --updates-per-rollout 3"),
     ("loss", "gspo", "needs --correction none or tis")])
@@ -342,9 +624,6 @@ def test_what_a_user_can_get_wrong_is_one_line_and_exit_code_2(
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
     error = capsys.readouterr().err.strip()
     assert stop.value.code == 2 and words in error and error.startswith("train.py: ") and "\n" not in error
-
-
-GOOD = dict(signal=.5, finished=.9, reward=.4, mismatch=1.01)
 
 
 @pytest.mark.parametrize("name, change, others", [

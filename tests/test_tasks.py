@@ -1,14 +1,18 @@
 """tasks.py: what scores 1 and what scores 0, what is held out, what a bad file or flag says."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
+import time
 import timeit
+import types
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tasks
@@ -148,3 +152,224 @@ def test_the_command_checks_files_and_shows_a_demo_alone_in_a_folder(file, tmp_p
     missing = command("absent.jsonl")
     assert missing.returncode == 2 and missing.stderr.count("\n") == 1 and "absent.jsonl" in missing.stderr
     assert command().returncode == 0 and "1.0  #### 18" in command().stdout
+
+
+COUNTDOWN = [    # text, reward for making 9 of 1, 2, 3
+    ("<answer>(1 + 2) * 3</answer>", 1), ("so <answer>3*(2+1)=9</answer>.", 1), ("3 + 6?\n(1 + 2) × 3", 1),
+    ("<answer>1</answer> no, <answer>(2+1)*3</answer>", 1), ("<answer>-(1 + 2) * -3</answer>", 1),
+    ("<answer>3 ÷ (1 ÷ (1 + 2))</answer>", 0), ("<answer>9</answer>", 0), ("<answer>3 * 3</answer>", 0),
+    ("<answer>(1 + 2) * 3 * 1</answer>", 0), ("<answer>3 ** 2 * 1</answer>", 0), ("<answer>3^2</answer>", 0),
+    ("<answer>(1 + 2) * 3.0</answer>", 0), ("<answer>(1 + 2) * 3 // 1</answer>", 0), ("", 0), ("\n \n", 0),
+    ("<answer>(1 + 2 * 3</answer>", 0), ("<answer>(1)(2)(3)</answer>", 0), ("<answer>12 - 3</answer>", 0),
+    ("<answer>1 / (2 - 2) * 3</answer>", 0), ("it is (1 + 2) * 3", 0), ("<answer>٣*(٢+١)</answer>", 0),
+    ("<answer>__import__('os')</answer>", 0), ("<answer>9**9**9**9</answer>", 0), ("-" * 199 + "1", 0),
+    ("<answer>" + "(" * 98 + "1" + ")" * 98 + "</answer>", 0), ("<answer>(*1)</answer>", 0),
+    ("<answer>(1 + 2) * 03</answer>", 0), ("<answer></answer>", 0), ("</answer>(1 + 2) * 3", 0)]
+
+MATH = [    # gold, boxed, reward
+    ("\\frac{1}{2}", "\\dfrac12", 1), ("\\frac{1}{2}", "0.5", 1), ("\\frac{1}{2}", "x = \\frac{1}{2}.", 1),
+    ("\\frac{1}{2}", "1/3", 0), ("10,\\!000", "10000", 1), ("5", "5\\text{ cm}", 1), ("90", "90^\\circ", 1),
+    ("50\\%", "50", 1), ("(1, 2)", "\\left(1,2\\right)", 1), ("(1, 2)", "(2, 1)", 0), ("-7", "−7", 1),
+    ("2\\sqrt{3}", "2\\sqrt3", 1), ("2\\sqrt{3}", "\\sqrt{12}", 0), ("\\text{Evelyn}", "Evelyn", 1),
+    ("\\sqrt{\\frac{\\sqrt{2}}{3}}", "\\sqrt{\\frac{ \\sqrt2 }{3}}", 1), ("3^2", "9", 0), ("5.5", "1 1/2", 0),
+    ("a_{b_{c_{d_{e}}}}", "a_{b_{c_{ d_{e} }}}", 1), ("1\\frac{1}{2}", "3/2", 1),
+    ("11", "1 1", 0), ("5", "", 0), ("5", " ", 0), ("9", "9**9**9**9", 0)]
+
+HOW_IT_IS_STORED = [    # MATH-500, MATH, BigMath, DAPO as published and as reprocessed, plain JSONL, a chat
+    {"problem": "Half of one?", "solution": "It is \\boxed{3}.", "answer": "\\frac{1}{2}"},
+    {"problem": "Half of one?", "solution": "It is \\boxed{1}. No, \\boxed{\\frac{1}{2}}."},
+    {"problem": "Half of one?", "answer": "\\frac{1}{2}", "llama8b_solve_rate": .5},
+    {"prompt": [{"role": "user", "content": "Solve the following math problem step by step. The last …"
+                                            "\n\nHalf of one?\n\nRemember to put your answer on its own …"}],
+     "reward_model": {"ground_truth": "\\frac{1}{2}", "style": "rule"}},
+    {"prompt": "Half of one?", "solution": "\\frac{1}{2}"},
+    {"question": "Half of one?", "answer": "#### \\frac{1}{2}"},
+    {"prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "Half of one?"}],
+     "answer": "\\boxed{\\frac{1}{2}}"}]
+
+
+def jsonl(path, records):
+    path.write_text("\n".join(map(json.dumps, records)))
+    return path
+
+
+@pytest.mark.parametrize("text, expected", COUNTDOWN)
+def test_countdown_wants_each_number_once_and_no_other_operation(text, expected):
+    problem = {"nums": [1, 2, 3], "target": 9}
+    assert tasks.countdown_reward(problem, text, True) == expected
+    assert tasks.countdown_reward(problem, text, False) == 0
+
+
+def test_countdown_is_exact_and_takes_a_number_as_often_as_it_is_given():
+    """Fractions: 8 / (3 - 8 / 3) is 24, and in floats 23.999999999999996."""
+    problem = {"nums": [3, 3, 8, 8], "target": 24}
+    assert tasks.countdown_reward(problem, "8 / (3 - 8 / 3)", True) == 1
+    assert tasks.countdown_reward(problem, "8 * 3 * 8 / 8", True) == 0
+    assert tasks.countdown_reward(problem, "8 * 3", True) == 0, "two are left"
+
+
+def test_made_up_countdown_problems_can_be_solved_and_are_held_out_in_every_order():
+    """Some order of the numbers, taken from left to right, makes the target of each of the first 50."""
+    from itertools import permutations, product
+    task, small = tasks.TASKS["countdown"](), tasks.TASKS["countdown"](None, "2-5")
+    assert len(task.train) == 3840 and len(task.held_out) == 256 and task[:2] == tasks.countdown()[:2]
+    assert {n for p in small.train for n in p["nums"]} == {2, 3, 4, 5}
+    for problem in task.train[:50]:
+        forms = ("({}{}{}){}{}".format(*pick) if len(pick) == 5 else "(({}{}{}){}{}){}{}".format(*pick)
+                 for nums in permutations(problem["nums"])
+                 for signs in product("+-*", repeat=len(nums) - 1)
+                 for pick in [[x for pair in zip(nums, (*signs, ""), strict=True) for x in pair][:-1]])
+        assert any(tasks.countdown_reward(problem, form, True) for form in forms), problem
+    key = lambda p: (p["target"], *sorted(p["nums"]))                 # noqa: E731
+    assert not set(map(key, task.train)) & set(map(key, task.held_out))
+    assert not set(map(key, small.train)) & set(map(key, small.held_out)) and len(small.held_out) > 9
+
+
+@pytest.mark.parametrize("gold, boxed, expected", MATH)
+def test_math_without_math_verify_compares_text_and_numbers(gold, boxed, expected):
+    text = f"It is \\boxed{{0}}, no: $\\boxed{{{boxed}}}$."
+    assert tasks.math_reward({"answer": gold}, text, True) == expected
+    assert tasks.math_reward({"answer": gold}, text, False) == 0
+    assert tasks.math_reward({"answer": gold}, f"{boxed}", True) == 0, "without a box"
+
+
+@pytest.mark.parametrize("record", HOW_IT_IS_STORED)
+def test_math_reads_the_field_names_of_the_known_datasets(tmp_path, monkeypatch, capsys, record):
+    monkeypatch.setattr(tasks.importlib.util, "find_spec", lambda name: None)
+    key = next(k for k in ("problem", "question", "prompt") if k in record)
+    others = [{key: f"{i}?", "answer": i} for i in (1, 2, 3, 3)]
+    task = tasks.TASKS["math"](jsonl(tmp_path / "some.jsonl", [record, *others]))
+    problem, = (p for p in task.train + task.held_out if "Half" in p["problem"])
+    assert problem == {"problem": "Half of one?", "answer": "\\frac{1}{2}"} and len(task.train) == 3
+    assert task.prompt(problem).startswith("Half of one?\n") and task.prompt(problem).endswith("\\boxed{}.")
+    assert task.reward(problem, "\\boxed{.5}", True) == 1
+    assert capsys.readouterr().out.count("math-verify is not installed") == 1
+
+
+@pytest.mark.parametrize("name, line", [
+    *(("countdown", line) for line in ('{"nums": [1, 2]}', '{"nums": [1, true], "target": 3}', "[1]", "{",
+                                       '{"nums": "12", "target": 3}', '{"nums": [], "target": 3}')),
+    *(("math", line) for line in ('{"problem": "a"}', '{"answer": "3"}', "[1]", "3", "{",
+                                  '{"problem": "a", "answer": ""}', '{"prompt": [], "answer": "3"}',
+                                  '{"problem": "a", "answer": "' + "x" * 501 + '"}'))])
+def test_a_broken_line_of_any_task_is_named(tmp_path, name, line):
+    good = '{"problem": "a", "answer": "3", "nums": [1, 2], "target": 3}\n\n'
+    (tmp_path / "some.jsonl").write_text(good + line)
+    with pytest.raises(ValueError, match="some.jsonl, line 3: .") as refused:
+        tasks.TASKS[name](tmp_path / "some.jsonl")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_dataset_of_the_hub_is_read_through_datasets_which_is_named_where_it_is_missing(monkeypatch):
+    """owner/name[/config][:split]; what is a file, or ends as one, never asks the hub."""
+    asked = []
+
+    def load_dataset(name, config, split):
+        asked.append((name, config, split))
+        if name == "o/none":
+            raise RuntimeError("no such dataset\nand more")
+        return [{"nums": [1, i], "target": 1 + i} for i in range(7)] + [{"nums": 1}] * (split == "bad")
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    assert len(tasks.TASKS["countdown"]("o/n").train) == 6 and tasks.TASKS["countdown"]("o/n/c:test[:50%]")
+    for data, says in (("o/n:bad", "o/n:bad, line 8: it must"), ("data/x.jsonl", "No such file"),
+                       ("o/none", "o/none cannot be read .no such dataset.:")):
+        with pytest.raises(ValueError, match=says):
+            tasks.TASKS["countdown"](data)
+    assert asked == [("o/n", None, "train"), ("o/n", "c", "test[:50%]"), ("o/n", None, "bad"),
+                     ("o/none", None, "train")]
+    monkeypatch.setitem(sys.modules, "datasets", None)                # as if it were not installed
+    with pytest.raises(ValueError, match="o/n cannot be read .*pip install datasets"):
+        tasks.TASKS["countdown"]("o/n")
+
+
+def test_math_verify_is_asked_last_and_what_hangs_or_dies_is_not_equal(tmp_path, monkeypatch):
+    """A stand-in for the library: "same" is equal to all, "hang" is one operation of hours, "die" an exit."""
+    (tmp_path / "math_verify.py").write_text(
+        "import os\ndef parse(text, parsing_timeout):\n    assert parsing_timeout is None\n    return text\n"
+        "def verify(gold, answer, timeout_seconds):\n    assert timeout_seconds is None\n"
+        "    return 9**9**9 if 'hang' in answer else os._exit(1) if 'die' in answer else 'same' in answer\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    records = [{"problem": str(i), "answer": f"x + {i}"} for i in range(4)]
+    task = tasks.TASKS["math"](jsonl(tmp_path / "some.jsonl", records))
+    equal = task.reward.__closure__[0].cell_contents
+    judge = lambda answer: task.reward({"answer": "x + 1"}, f"\\boxed{{{answer}}}", True)     # noqa: E731
+    assert judge("x+1") == 1 and equal.worker is None, "equal texts need no library"
+    assert judge("same é \ud800 {}") == 1 and judge("other") == 0
+    first, began = equal.worker, time.monotonic()
+    assert judge("hang") == 0 and 1.5 < time.monotonic() - began < 8 and first.poll() is not None
+    assert judge("same") == 1 and judge("die") == 0 and judge("same") == 1
+    equal.worker.kill()                                               # as by the kernel, when memory is short
+    equal.worker.wait()
+    assert judge("same") == 1
+    equal.worker.communicate()                                        # its input ends, and so does it
+
+
+HARD = st.sampled_from([
+    "9**9**9**9", "1e999999999", "\\boxed{", "}", "{", "\\frac{", "\\left(", "\\text{", "####", "<answer>",
+    "</answer>", "\\boxed{\\boxed{", "{{{{{{{{", "}}}}}}}}", "9" * 300, "((((((((", "**", "//", "-", "=",
+    "\n", "\\", "$", " ", "½", "٣", "\ud800", "\0", "1,000", "3/4", "1/0", "\\sqrt", "^\\circ", "+", "*",
+    "(1 + 2) * 3", "\\boxed{\\frac{1}{2}}"])
+NUMBERS = st.integers().map(str)
+NESTED = st.recursive(NUMBERS | HARD, lambda inside: st.lists(inside, max_size=4).map(
+    lambda parts: f"{{{''.join(parts)}}}") | inside.map("\\boxed{{{}}}".format) | inside.map("({})".format))
+COMPLETION = (st.text() | NESTED | st.lists(HARD | NUMBERS, max_size=80).map("".join)
+              | st.tuples(HARD, st.integers(1, 3000)).map(lambda pair: pair[0] * pair[1]))
+ADDITION = tasks.addition()
+
+
+@settings(max_examples=10_000, deadline=None)
+@given(COMPLETION)
+def test_ten_thousand_hostile_answers_cost_under_10_ms_each_and_score_0_or_1(text):
+    """By each of the rewards; a slow one gets two more tries, for the machine is shared."""
+    problem = {"a": 1, "b": 2, "nums": [1, 2, 3], "target": 9}
+    judges = [(tasks.gsm8k_reward, {"answer": "#### 1,000"}), (tasks.countdown_reward, problem),
+              (tasks.math_reward, {"answer": "\\frac{1}{2}"}), (ADDITION.reward, problem)]
+    for reward, problem in judges:
+        took = []
+        while len(took) < 3 and (not took or took[-1] >= .01):
+            began = time.perf_counter()
+            assert reward(problem, text, True) in (0.0, 1.0)
+            took.append(time.perf_counter() - began)
+        assert took[-1] < .01, (reward, text)
+
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+OWN = re.search("```python\n(.*?)```", README, re.S)[1]                        # as a reader copies it
+
+
+def test_a_task_of_ones_own_is_a_file_of_ten_lines(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(OWN)
+    task = tasks.own(str(path))
+    assert OWN.count("\n") <= 10 and len(task.train) == 68 and len(task.held_out) == 22
+    problem = {"prompt": "What is 8 - 1?", "answer": 7}
+    assert task.prompt(problem) == "What is 8 - 1?" and not [p for p in task.held_out if p in task.train]
+    assert [task.reward(problem, text, True) for text in ("7", "8", "x")] == [1, .1, 0]
+    assert task.reward(problem, "7", False) == 0, "an answer that the model did not end"
+    path.write_text("def problems():\n    return [{'n': n} for n in range(8)]\n"
+                    "prompt = lambda problem: str(problem['n'])\nreward = lambda problem, text, end: -end")
+    task = tasks.own(str(path))
+    assert task.prompt({"n": 3}) == "3" and [task.reward({}, "", f) for f in (True, False)] == [-1, 0]
+
+
+@pytest.mark.parametrize("text, says", [
+    (None, "No such file"), ("x =", "SyntaxError.*line 1"), ("1 / 0", "ZeroDivisionError"), ("", "reward"),
+    ("def reward(problem, text): pass", "problems"),
+    (OWN.replace('"prompt"', '"question"'), "KeyError: 'prompt'"),
+    (OWN.replace("range(10, 100)", "range(3)"), "3 problems, too few")])
+def test_a_file_that_is_no_task_is_named_with_the_reason(tmp_path, text, says):
+    path = tmp_path / "mine.py"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=f"mine.py is no task: .*{says}"):
+        tasks.own(str(path))
+
+
+def test_a_reward_that_fails_is_named_with_the_answer_that_it_failed_on(tmp_path):
+    """In one line, for the trainer shows no traceback of a ValueError."""
+    path = tmp_path / "mine.py"
+    path.write_text(OWN.replace("digits = ", "int(text)\n    digits = "))
+    with pytest.raises(ValueError, match=r"reward\(\) of .*mine.py failed on the answer 'a\\nb'") as error:
+        tasks.own(str(path)).reward({"answer": 7}, "a\nb", True)
+    assert "\n" not in str(error.value)

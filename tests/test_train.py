@@ -369,6 +369,15 @@ def test_the_learning_rate_by_hand():
     assert [train.learning_rate(warm, s) for s in range(4)] == pytest.approx([1, 2, 3, 3])
 
 
+def test_what_is_due_every_so_many_steps_is_due_once_for_each_multiple_that_rollouts_of_four_pass():
+    """One step a rollout: the multiples themselves. Four: the first rollout at or behind each of them."""
+    for every in (1, 2, 3, 5, 7):
+        assert [s for s in range(24) if train.due(config(), every, s)] == list(range(0, 24, every))
+        four = config(updates_per_rollout=4, steps=24)
+        assert [s for s in range(0, 24, 4) if train.due(four, every, s)] == sorted(
+            {-(-multiple // 4) * 4 for multiple in range(0, 21, every)})
+
+
 def test_noise_is_on_while_sampling_and_off_in_update_and_evaluation_and_the_toy_is_learnt(
         tiny_chat, tmp_path, monkeypatch):
     """15 steps of "begin with one of the digits 0-4": the share rises from under .4 to over .8."""
