@@ -65,22 +65,26 @@ class RMSNorm(nn.Module):
 
 
 class FrozenLinear(nn.Module):
-    """y = x @ W.T + bias. W is packed NVFP4, or a plain matrix where method is None; parts join along N."""
+    """y = x @ W.T + bias; parts join along N. W is packed NVFP4, or a plain matrix where method is None.
+    A part that is an NVFP4Tensor already is packed as it is, and dequantised where method is None."""
 
     fuses_lora = True
 
     def __init__(self, weights, biases, method, dtype, device):
         super().__init__()
-        self.in_features, self.out_features = weights[0].shape[1], sum(len(w) for w in weights)
         self.register_buffer("bias", torch.cat(biases).to(device, dtype) if biases else None)
-        weights = [w.to(device) for w in weights]
+        parts = [tuple(t.to(device) for t in w) if isinstance(w, tuple) else w.to(device) for w in weights]
+        plain = [w for w in parts if torch.is_tensor(w)]
         if method is None:
-            self.register_buffer("weight", torch.cat(weights).to(dtype))
+            parts = [w if torch.is_tensor(w) else nvfp4.dequantize(w, torch.float32) for w in parts]
+            self.register_buffer("weight", torch.cat(parts).to(dtype))
         else:
             # one global scale for what one GEMM reads, as vLLM and TensorRT-LLM require of a checkpoint
-            shared = nvfp4.shared_global_scale(*weights)
-            self.packed = fp4_gemm.pack(*(nvfp4.quantize(w, method, shared) for w in weights))
+            shared = plain and nvfp4.shared_global_scale(*plain)
+            self.packed = fp4_gemm.pack(*(nvfp4.quantize(w, method, shared) if torch.is_tensor(w) else w
+                                          for w in parts))
         self.quantized = method is not None
+        self.out_features, self.in_features = (self.packed if self.quantized else self.weight).shape
 
     def forward(self, x, lora=None):
         if self.quantized:

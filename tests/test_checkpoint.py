@@ -2,7 +2,11 @@
 import importlib.util
 import json
 import re
+import runpy
+import shutil
+import sys
 import weakref
+from pathlib import Path
 
 import gguf
 import huggingface_hub
@@ -11,10 +15,78 @@ import torch
 from conftest import tiny_checkpoint
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import Gemma2Config, GPT2Config, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    CompressedTensorsConfig,
+    Gemma2Config,
+    GPT2Config,
+    PreTrainedTokenizerFast,
+)
 
 import checkpoint
+import fp4_gemm
+import lora
 import model
+import nvfp4
+
+FAMILIES = ["llama", "qwen2", "qwen3"]
+IDS = torch.arange(24).view(2, 12) * 7 % 97
+
+
+def logits(m):
+    with torch.no_grad():
+        return m.logits(m(IDS, torch.arange(12).expand(2, 12)))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """family, quant → (a run's folder as train.py leaves it, its model with an adapter that matters)."""
+    made, top = {}, tmp_path_factory.mktemp("runs")
+
+    def run(family="llama", quant="nvfp4"):
+        if (family, quant) not in made:
+            base, folder = top / family, top / f"{family}-{quant}"
+            if not base.exists():
+                tiny_checkpoint(base, family)
+                (base / "tokenizer.json").write_text("{}")
+                (base / "chat_template.jinja").write_text("{{ messages }}")
+            m = model.load(str(base), quant, rank=4, alpha=8)
+            for layer in lora.lora_layers(m).values():
+                layer.lora_B.data.normal_(0, .2)
+            lora.refresh(m)
+            lora.save_adapter(m, folder / "adapter", base)
+            (folder / "config.json").write_text(json.dumps({"model": str(base), "quant": quant, "rank": 4}))
+            made[family, quant] = folder, m
+        return made[family, quant]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def exported(runs, tmp_path_factory):
+    """family, format → the folder that a run with a 4-bit base was exported to."""
+    made, top = {}, tmp_path_factory.mktemp("exported")
+
+    def folder(family, format):
+        if (family, format) not in made:
+            made[family, format] = top / f"{family}-{format}"
+            checkpoint.export(runs(family)[0], made[family, format], format)
+        return made[family, format]
+
+    return folder
+
+
+def bits(t):
+    return t.reshape(-1).view(torch.uint8)
+
+
+def projections(m):
+    """name → NVFP4Tensor of each projection, from the model's packed bytes."""
+    names = [re.fullmatch(r"base_model\.model\.(.*)\.lora_A\.weight", n)[1]
+             for n in lora.adapter_tensors(m) if "lora_A" in n]
+    parts = [nvfp4.NVFP4Tensor(*q) for layer in lora.lora_layers(m).values()
+             for q in fp4_gemm.unpack(layer.base.packed)]
+    return dict(zip(names, parts, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -196,3 +268,341 @@ def test_a_gguf_file_gives_the_checkpoint_back(tmp_path, family):
     ids = torch.randint(97, (1, 9))
     assert torch.equal(ours(ids, torch.arange(9)[None]), theirs(ids, torch.arange(9)[None]))
     refuses(write(tmp_path / "more.gguf", ["blk.0.surplus"]), "1 tensors", "blk.0.surplus")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compressed_tensors_decompresses_our_export_to_our_weights(runs, exported, family):
+    """Its own decompressor gives nvfp4.dequantize in bf16, bit for bit; all else is as in the original."""
+    from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+    folder, (_, m) = exported(family, "nvfp4"), runs(family)
+    config = json.loads((folder / "config.json").read_text())
+    scheme = QuantizationConfig.model_validate(config["quantization_config"]).config_groups["group_0"]
+    stored, original = (load_file(f / "model.safetensors") for f in (folder, runs(family)[0].parent / family))
+    for name, q in projections(m).items():
+        ends = ("weight_packed", "weight_scale", "weight_global_scale")
+        parts = {end: stored.pop(f"{name}.{end}") for end in ends}
+        weight = NVFP4PackedCompressor.decompress(parts, scheme)["weight"]
+        assert weight.dtype == torch.bfloat16 and torch.equal(weight, nvfp4.dequantize(q)), name
+        del original[f"{name}.weight"]
+    assert stored.keys() == original.keys() and all(torch.equal(stored[n], original[n]) for n in stored)
+    # vLLM wants one global scale for what it fuses
+    q, k, v = (projections(m)[f"model.layers.1.self_attn.{x}_proj"].global_scale for x in "qkv")
+    assert q == k == v
+
+
+def read_modelopt(folder):
+    """An independent reader of ModelOpt's layout: name → bf16 weight, code by code."""
+    said = json.loads((folder / "hf_quant_config.json").read_text())["quantization"]
+    assert said == {"quant_algo": "W4A16_NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+    tensors, weights = load_file(folder / "model.safetensors"), {}
+    for name in [n for n in tensors if n.endswith(".weight") and tensors[n].dtype == torch.uint8]:
+        low, high = tensors[name] & 15, tensors[name] >> 4
+        code = torch.stack([low, high], 2).flatten(1).long()
+        value = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6])[code & 7] * (1 - 2 * (code >> 3))
+        scale = tensors[f"{name}_scale"].float().repeat_interleave(16, 1) * tensors[f"{name}_scale_2"]
+        weights[name] = (value * scale).bfloat16()
+    return weights
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_independent_reader_finds_our_weights_in_the_modelopt_export(runs, exported, family):
+    """Bit for bit in bf16, and every projection is there."""
+    weights, own = read_modelopt(exported(family, "modelopt")), projections(runs(family)[1])
+    assert weights.keys() == {f"{name}.weight" for name in own}
+    assert all(torch.equal(weights[f"{name}.weight"], nvfp4.dequantize(q)) for name, q in own.items())
+
+
+@pytest.mark.parametrize("format, quant", [("nvfp4", "nvfp4"), ("modelopt", "rtn")])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_4_bit_export_loads_back_to_the_same_bits(runs, exported, family, format, quant):
+    """The packed bytes and, with the adapter beside it, the logits; no method quantises it a second time."""
+    again, m = model.load(str(exported(family, format)), quant, rank=4, alpha=8), runs(family)[1]
+    lora.load_adapter(again, exported(family, format) / "adapter")
+    ours, theirs = projections(m), projections(again)
+    for name in ours:
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(ours[name], theirs[name], strict=True)), name
+    assert torch.equal(logits(again), logits(m))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_and_peft_load_the_4_bit_export(runs, exported, family):
+    """With the adapter beside it, in fp32: only the order of sums differs (1e-4); the template is there.
+
+    Without dequantize=True all 21 projections stay packed, and in bf16 the logits move by 14 · 2⁻⁸, where the
+    activations round as well as the embedding, head and norms.
+    """
+    import peft
+    folder = exported(family, "nvfp4")
+    packed = AutoModelForCausalLM.from_pretrained(folder)
+    assert sum(hasattr(m, "weight_packed") for m in packed.modules()) == 21 and packed.dtype == torch.bfloat16
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32,
+                                                  quantization_config=CompressedTensorsConfig(dequantize=True))
+    with torch.no_grad():
+        plain, ours = theirs(IDS).logits, logits(runs(family)[1])
+        adapted = peft.PeftModel.from_pretrained(theirs, folder / "adapter")(IDS).logits
+        assert (packed(IDS).logits - plain).norm() < 14 * 2**-8 * plain.norm()
+    assert (adapted - ours).abs().max() < 1e-4 and (plain - ours).abs().mean() > .1
+    assert (folder / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert {"tokenizer.json", "generation_config.json"} <= {f.name for f in folder.iterdir()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peft_loads_the_adapter_export(runs, tmp_path, family):
+    """On the fp32 checkpoint that it was trained on, to equal logits (1e-4)."""
+    import peft
+    run, m = runs(family, "bf16")
+    checkpoint.export(run, tmp_path / "out", "adapter")
+    base = AutoModelForCausalLM.from_pretrained(run.parent / family, dtype=torch.float32)
+    with torch.no_grad():
+        theirs = peft.PeftModel.from_pretrained(base, tmp_path / "out")(IDS).logits
+    assert (theirs - logits(m)).abs().max() < 1e-4
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize("quant", ["nvfp4", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_loads_the_merged_export(runs, tmp_path, family, quant):
+    """Each weight is W + (alpha/rank) B A in bf16, W dequantised from 4 bits if it was trained in them.
+
+    bf16 moves a weight by 2⁻⁸ of itself at most, and so each product. 14 matrices stand in a row (embedding,
+    three blocks of qkv, o, gate_up, down, and the head): 14 · 2⁻⁸ = .055 of the logits' size; .018 is seen.
+    """
+    run, m = runs(family, quant)
+    checkpoint.export(run, tmp_path / "out", "bf16")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(t.dtype == torch.bfloat16 for t in stored.values())
+    adapter = load_file(run / "adapter" / "adapter_model.safetensors")
+    if quant == "nvfp4":
+        base = {n: nvfp4.dequantize(q, torch.float32) for n, q in projections(m).items()}
+    else:
+        original = load_file(run.parent / family / "model.safetensors")
+        base = {n.removesuffix(".weight"): t for n, t in original.items() if n.endswith("_proj.weight")}
+    assert len(base) == 21
+    for name, w in base.items():
+        A, B = (adapter[f"base_model.model.{name}.lora_{x}.weight"].double() for x in "AB")
+        exact = w.double() + 8 / 4 * B @ A
+        assert ((stored[f"{name}.weight"].double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all(), name
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert theirs.config.dtype == torch.float32 and not hasattr(theirs.config, "quantization_config")
+    with torch.no_grad():
+        assert (theirs(IDS).logits - logits(m)).norm() < 14 * 2**-8 * logits(m).norm()
+
+
+def test_a_merge_into_4_bits_says_what_it_loses(runs, tmp_path, capsys):
+    """It prints ‖Q(W + Δ) − W − Δ‖ / ‖Δ‖ over all layers, and writes Q(W + Δ) without an adapter."""
+    run, m = runs()
+    with pytest.raises(ValueError, match="no adapter"):
+        checkpoint.export(run.parent / "llama", tmp_path / "out", "nvfp4", merge=True)
+    checkpoint.export(run, tmp_path / "out", "nvfp4", merge=True)
+    assert not (tmp_path / "out" / "adapter").exists()
+    adapter, error, delta2 = load_file(run / "adapter" / "adapter_model.safetensors"), 0, 0
+    merged = projections(model.load(str(tmp_path / "out"), rank=1, alpha=1))
+    for name, q in projections(m).items():
+        A, B = (adapter[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")
+        delta = 8 / 4 * B @ A
+        error += (nvfp4.dequantize(merged[name], torch.float32) - nvfp4.dequantize(q, torch.float32)
+                  - delta).square().sum()
+        delta2 += delta.square().sum()
+    loss = float(re.search(r"by (\d\.\d+) times", capsys.readouterr().out)[1])
+    # the sweep's error on Gaussian weights is .082 of their size, and Δ is a few tenths of W's
+    assert abs(loss - (error / delta2).sqrt()) < .006 and .1 < loss < .6
+
+
+def test_4_bit_checkpoints_convert_into_each_other(exported, tmp_path):
+    """A model alone changes its layout: the same tensors after a round trip, none quantised again."""
+    there, back = tmp_path / "there", tmp_path / "back"
+    checkpoint.export(exported("llama", "nvfp4"), there, "modelopt")
+    checkpoint.export(there, back, "nvfp4")
+    a, b = (load_file(f / "model.safetensors") for f in (exported("llama", "nvfp4"), back))
+    assert a.keys() == b.keys() and all(torch.equal(bits(a[n]), bits(b[n])) for n in a)
+    assert read_modelopt(there).keys() == {n.replace("_packed", "") for n in a if n.endswith("_packed")}
+
+
+def foreign(folder, layout, family="qwen2", fused=False):
+    """A checkpoint as others write it → the oracle with the weights that it means, in fp32.
+
+    Global scales are no powers of two and differ between q, k, v; layer 1's down_proj is not quantised; input
+    scales and, in ModelOpt's layout, scales of the kv-cache are there.
+    """
+    oracle = tiny_checkpoint(folder, family)
+    tensors, weights = load_file(folder / "model.safetensors"), {}
+    for name in [n for n in tensors if "_proj.weight" in n and "layers.1.mlp.down" not in n]:
+        w = tensors.pop(name)
+        amax = w.abs().max() * (1.3 if "k_proj" in name else 1)
+        if fused and re.search("[qkv]_proj|gate_proj|up_proj", name):
+            amax = torch.tensor(2.7)
+        q = nvfp4.quantize(w, global_scale=amax / (6 * 448))
+        weights[name] = nvfp4.dequantize(q, torch.float32)
+        if layout == "modelopt":
+            parts = {"": q.packed, "_scale": q.block_scale, "_scale_2": q.global_scale}
+            tensors[name.replace("weight", "input_scale")] = torch.tensor(.01)
+            if re.search("[kv]_proj", name):
+                tensors[name.replace("weight", f"{name[-13]}_scale")] = torch.tensor(1.0)
+        else:
+            divisor = 1 / q.global_scale.view(1)
+            parts = {"_packed": q.packed, "_scale": q.block_scale, "_global_scale": divisor}
+            tensors[name.replace("weight", "input_global_scale")] = torch.tensor([100.0])
+        tensors |= {name + end: t for end, t in parts.items()}
+    oracle.load_state_dict(weights, strict=False)
+    for whole, (first, *rest) in lora.FUSED.items() if fused else ():
+        for name in [n for n in tensors if f".{first}." in n and not n.endswith(("k_scale", "v_scale"))]:
+            found = [tensors.pop(name)] + [tensors.pop(name.replace(first, r)) for r in rest]
+            joined = torch.cat([bits(t) for t in found]).view(found[0].dtype).view(-1, *found[0].shape[1:])
+            tensors[name.replace(first, whole)] = found[0] if found[0].numel() == 1 else joined
+    save_file(tensors, folder / "model.safetensors")
+    if layout == "modelopt":
+        said = dict(quant_algo="NVFP4", kv_cache_quant_algo="FP8", group_size=16, exclude_modules=["lm_head"])
+        (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
+    else:
+        edit_config(folder, quantization_config={
+            "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["lm_head"],
+            "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 16}}}})
+    return oracle
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_foreign_4_bit_checkpoint_loads_as_it_is(tmp_path, capsys, layout, fused):
+    """Its logits are the oracle's (fp32, 1e-4), in 4 bits and dequantised; its codes and scales are kept.
+
+    Without quant="bf16" what it left in 16 bits is quantised like any weight. Other scales get one note.
+    """
+    oracle = foreign(tmp_path, layout, fused=fused)
+    for quant in ("bf16", "rtn", "nvfp4"):
+        capsys.readouterr()
+        m = model.load(str(tmp_path), quant, rank=2)
+        notes = capsys.readouterr().err.strip().splitlines()
+        assert len(notes) == 1 and notes[0].startswith("note: ") and "scales of activations" in notes[0]
+        down = oracle.model.layers[1].mlp.down_proj.weight
+        before = down.data.clone()
+        if quant != "bf16":
+            down.data = nvfp4.dequantize(nvfp4.quantize(down.data, model.QUANT[quant]), torch.float32)
+        with torch.no_grad():
+            assert (logits(m) - oracle(IDS).logits).abs().max() < 1e-4
+        down.data = before
+    if not fused:
+        q, k, v = (projections(m)[f"model.layers.0.self_attn.{x}_proj"].global_scale for x in "qkv")
+        assert len({q.item(), k.item(), v.item()}) == 3
+    # written in the other layout: the inverse of a scale rounds, by 2⁻²⁴
+    checkpoint.export(tmp_path, tmp_path / "out", "nvfp4" if layout == "modelopt" else "modelopt")
+    again = model.load(str(tmp_path / "out"), rank=2)
+    assert (logits(again) - logits(m)).abs().max() < 1e-4
+    assert all(torch.equal(a.packed, b.packed) for a, b in
+               zip(projections(m).values(), projections(again).values(), strict=True))
+
+
+def edit_tensors(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda t: t.pop(f"{Q}_packed"), ["no tensor", Q]),
+    (lambda t: t.pop(f"{Q}_scale"), [f"no tensor {Q}_scale"]),
+    (lambda t: t.pop(f"{Q}_global_scale"), [f"no tensor {Q}_global_scale"]),
+    (lambda t: t.update({f"{Q}_zero_point": torch.zeros(1)}), ["1 tensors", f"{Q}_zero_point"]),
+    (lambda t: t.update({f"{Q}_packed": t[f"{Q}_packed"][:, 1:].clone()}), ["(64, 31)", "(64, 32)"]),
+    (lambda t: t.update({f"{Q}_scale": t[f"{Q}_scale"].view(torch.uint8)}), [Q, "NVFP4"]),
+    (lambda t: t.update({f"{Q}_scale": (-t[f"{Q}_scale"].float()).to(torch.float8_e4m3fn)}), [Q, "NVFP4"]),
+    (lambda t: t.update({f"{Q}_global_scale": torch.zeros(1)}), [Q, "NVFP4"]),
+    (lambda t: t.update({f"{Q}_global_scale": torch.tensor([torch.nan])}), [Q, "NVFP4"]),
+    (lambda t: t.update({f"{Q}_global_scale": torch.ones(3)}), [Q, "NVFP4"]),
+    (lambda t: t.update({f"lm_head.weight_{end}": v for end, v in dict(
+        packed=torch.zeros(97, 32, dtype=torch.uint8), scale=torch.ones(97, 4).to(torch.float8_e4m3fn),
+        global_scale=torch.ones(1)).items()}), ["lm_head.weight is quantised", "another checkpoint"])])
+def test_a_damaged_4_bit_checkpoint_is_refused(exported, tmp_path, change, words):
+    """What is missing, left over, misshapen or no scale, a head in 4 bits: one sentence names the tensor."""
+    shutil.copytree(exported("llama", "nvfp4"), tmp_path, dirs_exist_ok=True)
+    edit_tensors(tmp_path, change)
+    refuses(tmp_path, tmp_path, *words)
+
+
+@pytest.mark.parametrize("said, words", [
+    ({"quant_method": "gptq", "bits": 4}, ["gptq"]), ({"load_in_4bit": True}, ["None"]),
+    ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, ["compressed-tensors pack-quant"]),
+    ({"quant_method": "compressed-tensors", "format": "mixed-precision"}, ["mixed-precision"]),
+    ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
+      "config_groups": {"a": ["Linear"], "g": {"weights": {"group_size": 8}}}}, ["nvfp4-pack-quantized 8"]),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, ["modelopt NVFP4 32"]),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, ["modelopt NVFP4_AWQ"]),
+    ({"quant_method": "modelopt", "quant_algo": "FP8"}, ["modelopt FP8"])])
+def test_other_quantisations_are_refused(tmp_path, said, words):
+    """In config.json and, for ModelOpt, in its own file: the sentence names the file, and what it says."""
+    tiny_checkpoint(tmp_path)
+    if said.get("quant_method") == "modelopt":
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
+        refuses(tmp_path, tmp_path / "hf_quant_config.json", "only NVFP4 in groups of 16", *words)
+    edit_config(tmp_path, quantization_config=said)
+    refuses(tmp_path, tmp_path / "config.json", "only NVFP4 in groups of 16", *words)
+
+
+def command(monkeypatch, capsys, *arguments):
+    """`python checkpoint.py arguments` → exit code, stdout, stderr."""
+    monkeypatch.setattr(sys, "argv", ["checkpoint.py", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(Path(checkpoint.__file__)), run_name="__main__")
+        raise SystemExit(0)
+    return stop.value.code, *capsys.readouterr()
+
+
+def test_the_command_exports_a_run_or_says_why_not_in_one_line(runs, tmp_path, monkeypatch, capsys):
+    """0 and "done", or 2 and one sentence, with nothing at the destination nor beside it."""
+    run, _ = runs()
+    code, out, _ = command(monkeypatch, capsys, run, tmp_path / "a" / "good", "--format", "nvfp4")
+    assert code == 0 and out.startswith(f"done: {tmp_path / 'a' / 'good'}") and len(out.splitlines()) == 1
+    assert [f.name for f in (tmp_path / "a").iterdir()] == ["good"]
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("")
+    base, plain = run.parent / "llama", runs(quant="bf16")[0]
+    for arguments, words in [
+            ((run, tmp_path / "full", "--format", "bf16"), "full exists and is not an empty folder"),
+            ((base, tmp_path / "out", "--format", "adapter"), "no adapter"),
+            ((plain, tmp_path / "out", "--format", "nvfp4"), "--merge"),
+            ((base, tmp_path / "out", "--format", "bf16", "--adapter", tmp_path), "adapter_config.json"),
+            ((base, tmp_path / "out", "--format", "bf16", "--quant", "int3"), "quant='int3'"),
+            ((tmp_path / "none", tmp_path / "out", "--format", "bf16"), "hub id"),
+            ((run, tmp_path / "full" / "mine" / "out", "--format", "bf16"), "mine")]:
+        code, out, err = command(monkeypatch, capsys, *arguments)
+        assert code == 2 and not out and err.startswith("checkpoint.py: ") and words in err, err
+        assert len(err.splitlines()) == 1 and sorted(f.name for f in tmp_path.iterdir()) == ["a", "full"]
+    flags = "--format", "nvfp4", "--quant", "nvfp4"
+    assert command(monkeypatch, capsys, plain, tmp_path / "out", *flags)[0] == 0
+
+
+def test_an_export_that_is_interrupted_or_wrong_is_not_at_its_place(runs, tmp_path, monkeypatch):
+    """Nothing stays of an interrupted one; a wrong one is kept under another name, and that is said."""
+    write, out = huggingface_hub.save_torch_state_dict, tmp_path / "out"
+
+    def interrupted(tensors, folder):
+        write(tensors, folder)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(huggingface_hub, "save_torch_state_dict", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.export(runs()[0], out, "nvfp4")
+    assert not any(tmp_path.iterdir())
+    for format, name in (("nvfp4", f"{Q}_scale"), ("bf16", Q)):
+        def damaged(tensors, folder, name=name):
+            write(tensors | {name: (tensors[name].float() / 2).to(tensors[name].dtype)}, folder)
+
+        monkeypatch.setattr(huggingface_hub, "save_torch_state_dict", damaged)
+        with pytest.raises(ValueError, match=r"out was not made: .* in .*out\.wrong, are off by") as error:
+            checkpoint.export(runs()[0], out, format)
+        assert "\n" not in str(error.value) and [f.name for f in tmp_path.iterdir()] == ["out.wrong"]
+        shutil.rmtree(tmp_path / "out.wrong")
+
+
+def test_a_gguf_models_tokenizer_and_ends_travel(smollm2, tmp_path):
+    """What the default model's file knows of both is read back from the folder: same prompt, same end."""
+    smollm2.companions(tmp_path)
+    smollm2.config.save_pretrained(tmp_path)
+    save_file({}, tmp_path / "model.safetensors")
+    source = checkpoint.open(str(tmp_path))
+    ours, theirs = (checkpoint.encode(s.tokenizer(), "What is 7 * 8?") for s in (source, smollm2))
+    assert ours == theirs and source.stop_ids() == smollm2.stop_ids()
+    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] in source.stop_ids()
