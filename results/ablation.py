@@ -1,0 +1,418 @@
+"""Does quantisation noise help? The runs behind README's "What we found", as data, and what runs them.
+
+    phase     arms × learning rates × seeds
+    entropy   5 formats, before training: 256 prompts × 4 answers                                          5
+    grid      11 × 3 × 2   seeds 0, 1: the rate with the best final accuracy, arm by arm                  66
+    main      11 × 1 × 5   seeds 2 … 6, which chose nothing: these are reported                           55
+    extras    noise schedules 3 × 2, sigma ranges 2 × 2, LoRA ranks 3 × 1, losses 2 × 3, all beside main's
+              sweep+aqn (exponential, 1e-2 to 1e-4, rank 32, dapo), which is not run again                19
+
+An arm is a base {bf16, rtn, sweep, nf4, full} and flags of train.py. rtn and sweep are NVFP4; nf4 and mxfp4
+are rounded and multiplied out when the checkpoint is read, as QLoRA computes; full trains every block weight,
+without LoRA, on rates ten times lower, LoRA's being that much higher by the usual rule. At one seed all arms
+see the same prompts in the same order, random bits and noise, and all LoRA arms of a rank start alike.
+
+Sums of 0-99, 100 steps of 16 prompts × 16 answers. Every 10 steps 64 held-out problems, greedy and 4 samples
+each; after the last step 256 problems: a standard error of at most .063 and .032, on the same problems in
+every run, so that it mostly cancels between arms. One line a run in FOLDER/runs.jsonl.
+
+    python results/ablation.py run sweep+aqn 2                  one run again, on a CPU or a GPU
+    python results/ablation.py all --workers 12 --minutes 25    what is not in FOLDER yet, in that order
+    python results/ablation.py list                             what is left
+
+Needs: train.py and what it needs.
+"""
+
+import argparse
+import fcntl
+import functools
+import gc
+import json
+import math
+import multiprocessing
+import os
+import signal
+import statistics
+import sys
+import time
+import traceback
+from collections import Counter
+from multiprocessing.connection import wait
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")       # before torch: a run beside eleven others has one core
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+
+import checkpoint  # noqa: E402
+import lora  # noqa: E402
+import nvfp4  # noqa: E402
+import runs  # noqa: E402
+import train  # noqa: E402
+from model import load  # noqa: E402
+from rollout import Sampler  # noqa: E402
+from tasks import TASKS  # noqa: E402
+
+COMMON = dict(task="addition", operands="0-99", prompts=16, group_size=16, max_new_tokens=16, steps=100,
+              eval_every=10, eval_samples=4, micro_tokens=8192, mismatch_every=50)
+CURVE, FINAL = 64, 256                              # held-out problems during a run and after it
+
+# --- the runs
+ARMS = {f"{base}{'+aqn' * aqn}": dict(base=base, aqn=aqn)
+        for base in ("bf16", "rtn", "sweep", "nf4") for aqn in (False, True)}
+ARMS |= {f"sweep+aqn+{c}": dict(base="sweep", aqn=True, correction=c) for c in ("tis", "none")}
+ARMS["full"] = dict(base="full", aqn=False)
+MAIN = tuple(ARMS)
+VARIANTS = {  # name: flags beside those of sweep+aqn, seeds
+    **{name: (dict(sigma_schedule=name), (2, 3)) for name in ("linear", "cosine", "logarithmic")},
+    # the paper's Table 4 and its §4.1; 1e-2 to 1e-4, main's, is its scripts'
+    "sigma-table4": (dict(sigma_end=5e-4), (2, 3)),
+    "sigma-text": (dict(sigma_start=5e-2, sigma_end=5e-4), (2, 3)),
+    **{f"rank{r}": (dict(rank=r, alpha=r), (2,)) for r in (16, 64, 128)},
+    "grpo": (dict(loss="grpo"), (2, 3, 4)),
+    "dr_grpo": (dict(loss="dr_grpo", scale="none"), (2, 3, 4))}
+ARMS |= {name: ARMS["sweep+aqn"] | flags for name, (flags, _) in VARIANTS.items()}
+RATES, FULL_RATES = (5e-4, 2.5e-4, 1e-3), (5e-5, 2.5e-5, 1e-4)         # the middle first
+GRID_SEEDS, MAIN_SEEDS = (0, 1), (2, 3, 4, 5, 6)
+FORMATS = ("bf16", "rtn", "sweep", "nf4", "mxfp4")
+PHASES = ("entropy", "grid", "main", "extras", "smoke")
+
+
+def rates(arm):
+    return FULL_RATES if arm == "full" else RATES
+
+
+def plan(records, given_up=()):
+    """Every run as (phase, arm, learning rate, seed), in the order in which they are worth their time. The
+    rate is None where the grid has yet to choose it; given_up: jobs that it will not wait for."""
+    best = {arm: best_rate(records, arm, given_up) for arm in MAIN}
+    return ([("entropy", name, 0.0, 0) for name in FORMATS]
+            + [("grid", arm, rates(arm)[i], seed) for seed in GRID_SEEDS for i in range(3) for arm in MAIN]
+            + [("main", arm, best[arm], seed) for seed in MAIN_SEEDS for arm in MAIN]
+            + [("extras", arm, best["sweep+aqn"], seed) for arm, (_, seeds) in VARIANTS.items()
+               for seed in seeds]
+            + [("smoke", arm, rates(arm)[0], 0) for arm in MAIN])       # only when asked for: it is no result
+
+
+def best_rate(records, arm, given_up=()):
+    """The rate whose grid runs ended with the best mean sampled accuracy; None before all of them ended."""
+    found = {key(r): r["final"]["sampled"] for r in records if r["phase"] == "grid" and r["arm"] == arm}
+    jobs = [("grid", arm, rate, seed) for rate in rates(arm) for seed in GRID_SEEDS]
+    if not found or any(job not in found and job not in given_up for job in jobs):
+        return None
+    return max(rates(arm), key=lambda rate: statistics.mean(
+        [found[job] for job in jobs if job in found and job[2] == rate] or [-1]))
+
+
+def key(record):
+    return record["phase"], record["arm"], record["lr"], record["seed"]
+
+
+def read(folder):
+    """The records of FOLDER/runs.jsonl; a line that a crash cut off is passed over."""
+    path, records = Path(folder) / "runs.jsonl", []
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+def append(folder, record):
+    """One line, whole, whoever else writes: on the disk before we go on."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with open(Path(folder) / "runs.jsonl", "ab+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        size = file.seek(0, os.SEEK_END)
+        cut = size and os.pread(file.fileno(), 1, size - 1) != b"\n"       # a line that a crash cut off
+        file.write(b"\n" * bool(cut) + json.dumps(record, separators=(",", ":")).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# --- bases
+# bitsandbytes' NF4: quantiles of the normal distribution, and 0, scaled to ±1 (create_normal_map)
+NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+       -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+       0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+       0.7229568362236023, 1.0)
+
+
+def nf4(w):
+    """(N, K) rounded to NF4 and back: blocks of 64 in memory order share their largest magnitude, an fp32."""
+    blocks = w.float().reshape(-1, 64)
+    absmax = blocks.abs().amax(1, keepdim=True)
+    levels = torch.tensor(NF4)
+    code = torch.bucketize(blocks / absmax.clamp(min=1e-30), (levels[1:] + levels[:-1]) / 2)
+    return (levels[code] * absmax).view(w.shape)
+
+
+def mxfp4(w):
+    """(N, K) rounded to MXFP4 and back: E2M1, and for 32 neighbours along K a power of two (OCP MX §6.3)."""
+    blocks = w.float().reshape(len(w), -1, 32)
+    amax = blocks.abs().amax(-1, keepdim=True)
+    exponent = torch.frexp(amax)[1] - 1 - 2                             # ⌊log2 amax⌋ less that of E2M1's 6
+    scale = torch.ldexp(torch.ones_like(amax), exponent.clamp(-126, 127))
+    return (nvfp4._nearest_e2m1(blocks.abs() / scale) * blocks.sign() * scale).view(w.shape)
+
+
+BASES = {"bf16": ("bf16", None), "full": ("bf16", None), "rtn": ("rtn", None), "sweep": ("nvfp4", None),
+         "nf4": ("bf16", nf4), "mxfp4": ("bf16", mxfp4)}
+
+
+class Rounded(checkpoint.Source):
+    """A checkpoint whose projections come rounded to a format and back."""
+
+    def __init__(self, source, rounding):
+        self.source, self.rounding = source, rounding
+
+    def __getattr__(self, name):
+        return getattr(self.source, name)
+
+    def tensor(self, name, shape):
+        w = self.source.tensor(name, shape)
+        return self.rounding(w) if name.endswith("_proj.weight") else w
+
+
+class Whole(lora.LoRALinear):
+    """In the place of a LoRA: the weight itself learns, in fp32; the sampler reads the base, its copy."""
+
+    def __init__(self, layer):
+        torch.nn.Module.__init__(self)
+        self.base, self.enabled = layer.base, True
+        self.weight = torch.nn.Parameter(layer.base.weight.to(torch.float32, copy=True))
+
+    def refresh(self):
+        with torch.no_grad():
+            self.base.weight.copy_(self.weight)
+
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            return F.linear(x, self.weight.to(x.dtype), self.base.bias)
+        return self.base(x)
+
+
+@functools.cache
+def opened(name):
+    """Once a process: it takes longer than loading a model."""
+    source = checkpoint.open(name)
+    return source, source.tokenizer(), source.stop_ids()
+
+
+def build(base, config, device):
+    quant, rounding = BASES[base]
+    source = opened(config.model)[0]
+    model = load(Rounded(source, rounding) if rounding else source, quant, config.rank, config.alpha, device,
+                 config.seed)
+    if base == "full":
+        for name, layer in lora.lora_layers(model).items():
+            model.set_submodule(name, Whole(layer))
+    return model
+
+
+# --- one run
+class Record(runs.Run):
+    """A run without a folder: its metrics stay in memory, and nothing is saved."""
+
+    def __init__(self, config, loud):
+        super().__init__(config, quiet=True)
+        self.loud, self.records = loud, {"step": [], "eval": []}
+
+    def log(self, kind, step, record):
+        self.records[kind].append(record | dict(step=step))
+        if self.loud:
+            print(runs.line(record | dict(kind=kind, step=step)), flush=True)
+
+    def load(self, model, optimizer):
+        return 0
+
+    def stop_if_diverged(self, *shown):
+        """It does not stop: skipped steps are a result. But here the loop shows all of a step's answers, and
+        the mean −ln π of their tokens is the entropy of the policy that sampled, noise on; "entropy" is that
+        of the clean one, on the answers that were trained on."""
+        *_, sampled, _ = shown
+        nats = sampled.logprobs.sum() / sampled.lengths.sum()
+        self.records["step"][-1]["surprise"] = -nats.item()
+
+
+def measure(job, loud=False, device="", problems=(CURVE, FINAL), **changes):
+    """The record of a job (phase, arm, rate, seed). changes: flags of train.py, for a shorter run."""
+    phase, arm, rate, seed = job
+    began, device = time.perf_counter(), device or ("cuda" if torch.cuda.is_available() else "cpu")
+    flags = COMMON | (ARMS[arm] if phase != "entropy" else dict(base=arm)) | changes
+    base = flags.pop("base")
+    config = train.Config(**flags | dict(lr=rate or 1.0, seed=seed))
+    _, tokenizer, stop_ids = opened(config.model)
+    task = TASKS[config.task](None, config.operands, problems[1])
+    curve = task._replace(held_out=task.held_out[:problems[0]])
+    model = build(base, config, device)
+    record = dict(phase=phase, arm=arm, lr=rate, seed=seed, steps=config.steps)
+    if phase == "entropy":
+        record |= dict(steps=0, entropy=entropy(config, model, task, tokenizer, stop_ids))
+    else:
+        run = Record(config, loud)
+        train.train(config, model, curve, tokenizer, stop_ids, run)
+        record |= {k: [rounded(r[k]) for r in run.records["step"]] for k in (
+            "reward", "surprise", "entropy", "kl_noise", "sigma", "length", "finished", "signal")}
+        record["eval"] = {k: [rounded(r[name]) for r in run.records["eval"]] for k, name in (
+            ("step", "step"), ("greedy", "eval_greedy"), ("sampled", "eval_sampled"))}
+        last = train.evaluate(config, Sampler(model), task, tokenizer, stop_ids)
+        record["final"] = {k: rounded(last[f"eval_{k}"]) for k in ("greedy", "greedy_loose", "sampled")}
+        record["skipped"] = sum(r.get("skipped", 0) for r in run.records["step"])
+    name = torch.cuda.get_device_name() if device.startswith("cuda") else device
+    return record | dict(seconds=round(time.perf_counter() - began, 1), device=name, torch=torch.__version__)
+
+
+@torch.no_grad()
+def entropy(config, model, task, tokenizer, stop_ids):
+    """Nats a token of the policy on answers of its own, the mean of each held-out prompt."""
+    prompts = [checkpoint.encode(tokenizer, task.prompt(problem)) for problem in task.held_out]
+    sampled = Sampler(model).generate(prompts, config.eval_samples, config.max_new_tokens, config.temperature,
+                                      stop_ids, config.seed, -1)
+    total = torch.zeros(len(sampled.tokens))
+    for rows in sampled.micro_batches(torch.arange(len(total)), config.micro_tokens):
+        part = sampled.rows(rows)
+        _, nats = model.logprobs(part.tokens, part.prompt_lengths, part.lengths, config.temperature)
+        total[rows] = nats.sum(1).cpu()
+    total, tokens = (t.view(len(prompts), -1).sum(1) for t in (total, sampled.lengths.cpu()))
+    return [rounded(v) for v in (total / tokens).tolist()]
+
+
+def rounded(value):
+    """Four digits: a reward is a multiple of 1/256. NaN, which JSON does not have, is None."""
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.4g}") if math.isfinite(value) else None
+
+
+# --- many runs
+def worker(connection, folder, share, options):
+    """Runs what it is sent, one after another; answers with the record, or with what went wrong."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)                        # Ctrl-C is the parent's
+    torch.set_num_threads(1)
+    if torch.cuda.is_available() and not options.get("device", "").startswith("cpu"):
+        torch.cuda.set_per_process_memory_fraction(share)
+    for job in iter(connection.recv, None):
+        try:
+            record = measure(job, **options)
+            append(folder, record)
+            connection.send((record, ""))
+        except Exception as error:          # another process takes over: CUDA errors outlive what made them
+            traceback.print_exc()
+            connection.send((None, f"{type(error).__name__}: {error}"))
+            return
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+
+def run_all(folder, phases=PHASES[:4], arms=(), workers=12, minutes=25.0, **options):
+    """Run what is in the plan and not in the folder → the jobs that failed, of which ten are too many.
+
+    Nothing is begun that would not end in time, judged by the slowest run so far; what still runs when the
+    time is up is given up, and leaves no line.
+    """
+    began, context = time.time(), multiprocessing.get_context("spawn")
+    records = [r for r in read(folder) if r["steps"] in (0, options.get("steps", COMMON["steps"]))]
+    failed, slowest = {}, max((r["seconds"] for r in records), default=0.0)
+    crew, busy = [], {}                                                 # (process, connection), its job
+
+    def todo():
+        done = {key(r) for r in records} | set(busy.values())
+        return [job for job in plan(records, failed) if job[0] in phases and (not arms or job[1] in arms)
+                and job not in done and job not in failed]
+
+    print(f"{len(todo())} runs to make, {len(records)} made, {workers} at a time", flush=True)
+    try:
+        while True:
+            ready = [job for job in todo() if job[2] is not None]
+            in_time = time.time() + slowest < began + 60 * minutes
+            while ready and len(busy) < workers and in_time and len(failed) < 10:
+                idle = next((one for one in crew if one not in busy), None)
+                if idle is None:
+                    ours, theirs = context.Pipe()
+                    # a tenth of the GPU is left to contexts and kernels
+                    process = context.Process(target=worker, daemon=True,
+                                              args=(theirs, folder, 0.9 / workers, options))
+                    process.start()
+                    theirs.close()                                      # so that its death ends the pipe
+                    crew.append(idle := (process, ours))
+                busy[idle] = ready.pop(0)
+                idle[1].send(busy[idle])
+            left = began + 60 * minutes - time.time()
+            answered = wait([connection for _, connection in busy], max(0, left)) if busy else ()
+            if not answered:
+                break
+            for one in [one for one in busy if one[1] in answered]:
+                job = busy.pop(one)
+                try:
+                    record, error = one[1].recv()
+                except (EOFError, ConnectionError):
+                    record, error = None, "its process died"
+                if record:
+                    records.append(record)
+                    slowest = max(slowest, record["seconds"])
+                    said = f"final {record['final']['sampled']:.3f}" if "final" in record else "entropy"
+                else:
+                    failed[job], said = error, f"FAILED: {error}"
+                    crew.remove(one)
+                mean = statistics.mean([r["seconds"] for r in records if r["phase"] != "entropy"] or [0])
+                print(f"{time.time() - began:5.0f} s | {' '.join(map(str, job)):34} | {said} | "
+                      f"{record['seconds'] if record else 0:.0f} s | {len(todo()) + len(busy)} left, about "
+                      f"{(len(todo()) + len(busy)) * mean / workers / 60:.0f} minutes", flush=True)
+    finally:
+        for process, _ in crew:
+            process.terminate()
+            process.join()
+    print(f"{len(records)} runs made, {len(todo()) + len(busy)} left, {len(failed)} failed; "
+          f"{time.time() - began:.0f} s", flush=True)
+    return failed
+
+
+def main(arguments):
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one, many, left = (commands.add_parser(name) for name in ("run", "all", "list"))
+    one.add_argument("arm", choices=ARMS)
+    one.add_argument("seed", type=int)
+    one.add_argument("--lr", type=float, help="default: the grid's choice; before the grid, its middle")
+    many.add_argument("--phase", nargs="+", choices=PHASES, default=PHASES[:4])
+    many.add_argument("--arms", nargs="+", choices=sorted({*ARMS, *FORMATS}), default=())
+    many.add_argument("--workers", type=int, default=12)
+    many.add_argument("--minutes", type=float, default=25.0)
+    for command in (one, many, left):
+        command.add_argument("--out", default=str(ROOT / "results" / "ablation"))
+    for command in (one, many):
+        command.add_argument("--steps", type=int, default=COMMON["steps"])
+        command.add_argument("--device", default="")
+        command.add_argument("--model", default="smollm2")
+    a = parser.parse_args(arguments)
+    records = read(a.out)
+    if a.command == "all":
+        return bool(run_all(a.out, a.phase, a.arms, a.workers, a.minutes, steps=a.steps, device=a.device,
+                            model=a.model))
+    if a.command == "list":
+        made = Counter(r["phase"] for r in records)
+        for phase, count in Counter(job[0] for job in plan(records)).items():
+            print(f"{phase:8} {made[phase]:3} of {count:3}")
+        for arm in MAIN:
+            print(f"{arm:16} learning rate {best_rate(records, arm)}")
+        return 0
+    grid_arm = "sweep+aqn" if a.arm in VARIANTS else a.arm
+    rate = a.lr or best_rate(records, grid_arm) or rates(grid_arm)[0]
+    print(f"{a.arm}, seed {a.seed}, learning rate {rate}, {a.steps} steps", flush=True)
+    record = measure(("main", a.arm, rate, a.seed), loud=True, device=a.device, steps=a.steps, model=a.model)
+    print(f"final  {record['final']}")
+    for r in records:
+        if (r["arm"], r["lr"], r["seed"], r["steps"]) == (a.arm, rate, a.seed, a.steps):
+            print(f"logged {r['final']} on {r['device']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,315 @@
+"""Figures and tables of the ablation, from results/ablation/runs.jsonl alone, which ablation.py wrote.
+
+    python results/plot.py          reward.png, entropy.png, final.png, sigma.png beside the log
+    python results/plot.py table    claims with verdicts, arms, variants
+
+Test: at one seed two arms share prompts, their order, random bits and the start of the adapter, so they are
+compared seed by seed: a paired t test on the differences (Welch's would take for independent what is not).
+p values are Holm-adjusted within each of the two groups of claims. From the 95 % interval of the mean
+difference A − B and MARGIN, .02 (two points of accuracy, .02 nats), the verdict on "A is above B" is
+
+    holds         p < .05 and A above B
+    does not      the interval ends below MARGIN: whatever there may be, it is not worth having
+    cannot tell   else, and always with fewer than 3 pairs
+
+and on "A is not below B": holds if the interval begins above −MARGIN, does not if it ends below it.
+Needs: numpy, matplotlib.
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+LOGS = Path(__file__).parent / "ablation"
+BASE = "Base: SmolLM2-135M-Instruct, dequantised from Q4_1"
+MARGIN, LEVEL = 0.02, 0.05
+ARMS = ("bf16", "bf16+aqn", "rtn", "rtn+aqn", "sweep", "sweep+aqn", "nf4", "nf4+aqn", "sweep+aqn+tis",
+        "sweep+aqn+none", "full")
+DEFAULT = "sweep+aqn"                   # what the variants vary
+VARIANTS = {"noise schedule (default exponential)": ("linear", "cosine", "logarithmic"),
+            "sigma range (default 1e-2 to 1e-4)": ("sigma-table4", "sigma-text"),
+            "LoRA rank (default 32)": ("rank16", "rank64", "rank128"),
+            "loss (default DAPO)": ("grpo", "dr_grpo")}
+# what a run is measured by, and what is compared: (claim, the paper's evidence, measure, A, B, "above" or
+# "not below"). The paper's NVFP4 is rtn
+MEASURES = {"final": ("accuracy after training", lambda r: r["final"]["sampled"]),
+            "speed": ("mean accuracy during training", lambda r: np.mean(r["eval"]["sampled"][1:])),
+            "entropy": ("mean entropy of the sampler, nats",
+                        lambda r: np.nanmean(np.array(r["surprise"], float)))}
+ENTROPY = "entropy before training"
+PAPER = (
+    ("NVFP4 raises the policy's entropy", "Fig. 5", ENTROPY, "rtn", "bf16", "above"),
+    ("so does MXFP4", "Fig. 5", ENTROPY, "mxfp4", "bf16", "above"),
+    ("so does NF4", "Fig. 5", ENTROPY, "nf4", "bf16", "above"),
+    ("NVFP4 LoRA samples with more entropy while it learns", "Fig. 5", "entropy", "rtn", "bf16", "above"),
+    ("NVFP4 LoRA learns faster than bf16 LoRA", "Fig. 7", "speed", "rtn", "bf16", "above"),
+    ("NVFP4 LoRA ends above bf16 LoRA", "83.3 / 76.1", "final", "rtn", "bf16", "above"),
+    ("NVFP4 LoRA ends above NF4 LoRA", "83.3 / 76.1", "final", "rtn", "nf4", "above"),
+    ("AQN lifts NVFP4 LoRA", "83.7 / 83.3", "final", "rtn+aqn", "rtn", "above"),
+    ("AQN speeds NVFP4 LoRA up", "Fig. 8", "speed", "rtn+aqn", "rtn", "above"),
+    ("NVFP4 + AQN ends above bf16 LoRA", "83.7 / 76.1", "final", "rtn+aqn", "bf16", "above"),
+    ("NVFP4 + AQN is not below full fine-tuning", "83.7 / 84.4", "final", "rtn+aqn", "full", "not below"))
+OWN = (
+    ("AQN lifts bf16 LoRA too", "not tried", "final", "bf16+aqn", "bf16", "above"),
+    ("AQN lifts NF4 LoRA too", "not tried", "final", "nf4+aqn", "nf4", "above"),
+    ("AQN lifts NVFP4 (sweep) LoRA", "not tried", "final", "sweep+aqn", "sweep", "above"),
+    ("AQN speeds NVFP4 (sweep) up", "not tried", "speed", "sweep+aqn", "sweep", "above"),
+    ("the sweep's smaller error ends above rtn", "not tried", "final", "sweep", "rtn", "above"),
+    ("the same with AQN", "not tried", "final", "sweep+aqn", "rtn+aqn", "above"),
+    ("bypass ends above no correction", "no correction", "final", "sweep+aqn", "sweep+aqn+none", "above"),
+    ("bypass is not below tis", "not tried", "final", "sweep+aqn", "sweep+aqn+tis", "not below"))
+
+
+def read(folder=LOGS):
+    """The records of a log, the last of each run; ValueError: there is none, or of unlike lengths."""
+    path = Path(folder) / "runs.jsonl"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    records = {}
+    for line in lines:
+        try:
+            r = json.loads(line)
+        except json.JSONDecodeError:                    # a line that a crash cut off
+            continue
+        records[r["phase"], r["arm"], r["lr"], r["seed"]] = r
+    records = [r for r in records.values() if r["phase"] != "smoke"]
+    if len({r["steps"] for r in records} - {0}) > 1 or not records:
+        raise ValueError(f"{path} holds no run, or runs of different --steps, which do not compare")
+    return records
+
+
+def of(records, arm, phases=("main", "extras")):
+    """seed → record of an arm."""
+    return {r["seed"]: r for r in sorted(records, key=lambda r: r["seed"])
+            if r["arm"] == arm and r["phase"] in phases}
+
+
+# --- statistics
+def tail(t, df):
+    """P(|T| > t) of Student's t: with T = √df·tan θ its density is cosᵈᶠ⁻¹θ, up to a factor."""
+    def area(start):
+        theta = np.linspace(start, math.pi / 2, 20001)
+        return np.trapezoid(np.cos(theta) ** (df - 1), theta)
+    return float(area(math.atan(abs(t) / math.sqrt(df))) / area(0.0))
+
+
+def quantile(df, level=LEVEL):
+    """t with P(|T| > t) = level, by halving."""
+    low, high = 0.0, 1e4
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if tail(middle, df) > level else (low, middle)
+    return low
+
+
+def paired(a, b):
+    """→ (mean difference, half of its 95 % interval, p); with fewer than 3 pairs the last two are NaN."""
+    d = np.asarray(a, float) - np.asarray(b, float)
+    if len(d) < 3:
+        return d.mean() if len(d) else math.nan, math.nan, math.nan
+    error = d.std(ddof=1) / math.sqrt(len(d))
+    if error == 0:
+        return d.mean(), 0.0, float(d.mean() == 0)
+    return d.mean(), quantile(len(d) - 1) * error, tail(d.mean() / error, len(d) - 1)
+
+
+def holm(ps):
+    """The p values times how many are left, from the least on, and never falling; NaN stays apart."""
+    adjusted, most = list(ps), 0.0
+    order = sorted((i for i, p in enumerate(ps) if not math.isnan(p)), key=lambda i: ps[i])
+    for place, i in enumerate(order):
+        adjusted[i] = most = max(most, min(1.0, ps[i] * (len(order) - place)))
+    return adjusted
+
+
+def verdict(kind, mean, half, p):
+    if math.isnan(half):
+        return "cannot tell"
+    if kind == "above":
+        holds, fails = p < LEVEL and mean > 0, mean + half < MARGIN
+    else:
+        holds, fails = mean - half > -MARGIN, mean + half < -MARGIN
+    return "holds" if holds else "does not" if fails else "cannot tell"
+
+
+def compare(records, measure, a, b):
+    """The values of arms A and B, pair by pair: seeds, or prompts for the entropy before training."""
+    if measure == ENTROPY:
+        one, other = (of(records, arm, ("entropy",)).get(0, {}).get("entropy", []) for arm in (a, b))
+        return (one, other) if len(one) == len(other) else ([], [])
+    one, other = of(records, a), of(records, b)
+    seeds, value = sorted(one.keys() & other.keys()), MEASURES[measure][1]
+    return [value(one[s]) for s in seeds], [value(other[s]) for s in seeds]
+
+
+def claims(records, rows):
+    """→ for each row: (row, n, (mean, sd) of A, of B, difference, half interval, adjusted p, verdict)."""
+    pairs = [compare(records, *row[2:5]) for row in rows]
+    tests = [paired(*pair) for pair in pairs]
+    adjusted = holm([p for *_, p in tests])
+    return [(row, len(pair[0]), *map(spread, pair), mean, half, p, verdict(row[5], mean, half, p))
+            for row, pair, (mean, half, _), p in zip(rows, pairs, tests, adjusted, strict=True)]
+
+
+def spread(values):
+    """(mean, sd); NaN where there are too few."""
+    return (np.mean(values) if len(values) else math.nan,
+            np.std(values, ddof=1) if len(values) > 1 else math.nan)
+
+
+# --- tables
+def text(mean_sd):
+    return "±".join("–" if math.isnan(v) else f"{v:.3f}" for v in mean_sd)
+
+
+def table(records):
+    """Markdown: claims, arms, variants, the grid."""
+    chosen = sum(r["phase"] == "grid" for r in records)
+    lines = [f"{BASE}. Mean ± standard deviation over seeds (n), or over prompts for the {ENTROPY}; "
+             f"learning rates chosen from {chosen} other runs. Paired t test, Holm-adjusted within a table."]
+    for title, rows in (("claim of the paper", PAPER), ("our question", OWN)):
+        lines += ["", f"| {title} | paper | measure | A | B | n | A − B, 95 % | p | verdict |",
+                  "|---|---|---|---|---|---|---|---|---|"]
+        for row, n, a, b, mean, half, p, says in claims(records, rows):
+            what = MEASURES.get(row[2], (row[2],))[0]
+            lines.append(f"| {row[0]} | {row[1]} | {what} | {row[3]} {text(a)} | {row[4]} {text(b)} | {n} | "
+                         f"{mean:+.3f} ± {half:.3f} | {'<.001' if p < 0.001 else f'{p:.3f}'} | {says} |"
+                         .replace("nan", "–"))
+    head = ["| arm | learning rate | n | accuracy: sampled | greedy | during training | entropy |",
+            "|---|---|---|---|---|---|---|"]
+    lines += ["", *head, *(arm_row(arm, of(records, arm)) for arm in ARMS)]
+    for title, names in VARIANTS.items():
+        runs = {name: of(records, name) for name in names}
+        seeds = {s for found in runs.values() for s in found}
+        default = {s: r for s, r in of(records, DEFAULT).items() if s in seeds}
+        lines += ["", f"{title}, the same seeds in each row:", "", *head,
+                  *(arm_row(name, found) for name, found in {DEFAULT: default, **runs}.items())]
+    lines += ["", "The grid: learning rate: accuracy after training, mean of n runs. (The paper's App. I: at",
+              "a high rate bf16 LoRA fails and QeRL does not. Two seeds are no test of it.)", "",
+              "| arm | low | middle | high |", "|---|---|---|---|", *(grid_row(records, arm) for arm in ARMS)]
+    return "\n".join(lines)
+
+
+def grid_row(records, arm):
+    found = {}
+    for r in records:
+        if r["phase"] == "grid" and r["arm"] == arm:
+            found.setdefault(r["lr"], []).append(r["final"]["sampled"])
+    return f"| {arm} | " + " | ".join(f"{lr:g}: {np.mean(v):.3f} (n={len(v)})"
+                                       for lr, v in sorted(found.items())) + " |"
+
+
+def arm_row(arm, found):
+    runs = list(found.values())
+    values = [[r["final"]["sampled"] for r in runs], [r["final"]["greedy"] for r in runs],
+              *([MEASURES[m][1](r) for r in runs] for m in ("speed", "entropy"))]
+    rate = ", ".join(f"{v:g}" for v in sorted({r["lr"] for r in runs}))
+    return f"| {arm} | {rate} | {len(runs)} | " + " | ".join(text(spread(v)) for v in values) + " |"
+
+
+# --- figures
+PANELS = (("bf16", "bf16+aqn"), ("rtn", "rtn+aqn"), ("sweep", "sweep+aqn"), ("nf4", "nf4+aqn"),
+          ("sweep+aqn", "sweep+aqn+tis", "sweep+aqn+none"), ("bf16", "full"))
+STYLES = (dict(color="0.45", linestyle="-", marker="o"), dict(color="black", linestyle="--", marker="s"),
+          dict(color="0.2", linestyle=":", marker="^"))
+
+
+def smooth(values, width=5):
+    """Mean of the neighbours, fewer of them at the ends."""
+    half, values = width // 2, np.array(values, float)
+    return np.array([np.nanmean(values[max(0, i - half):i + half + 1]) for i in range(len(values))])
+
+
+def curves(records, key, label, title, path):
+    """Six panels of a quantity against the step: mean and ± 1 sd over seeds; bf16 in each, to compare."""
+    figure, axes = plt.subplots(2, 3, figsize=(11, 6.4), sharex=True, sharey=True, layout="constrained")
+    for axis, arms in zip(axes.flat, PANELS, strict=True):
+        reference = of(records, "bf16")
+        if reference and arms[0] != "bf16":
+            axis.plot(np.mean([smooth(r[key]) for r in reference.values()], 0), color="0.7", linewidth=0.8,
+                      label="bf16, no AQN")
+        for i, arm in enumerate(arms):
+            found = [smooth(r[key]) for r in of(records, arm).values()]
+            if not found:
+                continue
+            mean, sd, steps = np.mean(found, 0), np.std(found, 0, ddof=len(found) > 1), range(len(found[0]))
+            axis.fill_between(steps, mean - sd, mean + sd, color=STYLES[i]["color"], alpha=0.18, linewidth=0)
+            axis.plot(steps, mean, **STYLES[i], markevery=(6 * i, 20), markersize=4, markerfacecolor="white",
+                      label=f"{arm} (n={len(found)})")
+        axis.set_title(" / ".join(arms), fontsize=9)
+        axis.legend(fontsize=7, loc="best")
+        axis.grid(alpha=0.3)
+    figure.supxlabel("optimizer step", fontsize=9)
+    figure.supylabel(label, fontsize=9)
+    figure.suptitle(f"{title}\n{BASE}. Mean and ± 1 standard deviation over seeds, moving mean of 5 steps.",
+                    fontsize=9)
+    save(figure, path)
+
+
+def finals(records, path):
+    """Accuracy after training: each seed, mean and ± 1 sd, arm by arm."""
+    figure, axis = plt.subplots(figsize=(8, 4.6), layout="constrained")
+    for y, arm in enumerate(reversed(ARMS)):
+        values = [r["final"]["sampled"] for r in of(records, arm).values()]
+        if values:
+            mean, sd = spread(values)
+            axis.plot(values, [y] * len(values), "|", color="0.5", markersize=9)
+            axis.errorbar(mean, y, xerr=np.nan_to_num(sd), color="black", capsize=4, marker="o",
+                          markerfacecolor="black" if "aqn" in arm else "white")
+            axis.annotate(f"{mean:.3f} ± {sd:.3f}, n={len(values)}", (1.01, y), va="center", fontsize=8,
+                          xycoords=("axes fraction", "data"))
+    axis.set_yticks(range(len(ARMS)), reversed(ARMS))
+    axis.set_xlabel("held-out accuracy after training, sampled, share of 256 problems (filled: with AQN)")
+    axis.set_title(f"Accuracy after training\n{BASE}. Bars: ± 1 standard deviation over seeds.", fontsize=9)
+    axis.grid(alpha=0.3, axis="x")
+    save(figure, path)
+
+
+def sigmas(records, path):
+    """The noise schedules and ranges, as they were logged."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), sharex=True, layout="constrained")
+    default = "exponential, 1e-2 to 1e-4"
+    lines = (({DEFAULT: default, "linear": "linear", "cosine": "cosine", "logarithmic": "logarithmic"},
+              "linear"),
+             ({DEFAULT: default, "sigma-table4": "exponential, 1e-2 to 5e-4 (paper's Table 4)",
+               "sigma-text": "exponential, 5e-2 to 5e-4 (paper's §4.1)"}, "log"))
+    for axis, (names, scale) in zip(axes, lines, strict=True):
+        for i, (arm, name) in enumerate(names.items()):
+            found = list(of(records, arm).values())
+            if found:
+                sigma = np.array(found[0]["sigma"])
+                axis.plot(np.where(sigma > 0, sigma, np.nan), color="black", drawstyle="steps-post",
+                          linestyle=("-", "--", "-.", ":")[i], marker="os^d"[i], markerfacecolor="white",
+                          markersize=4, markevery=(len(sigma) // 10 + 2, len(sigma) // 5), label=name)
+        axis.set(yscale=scale, xlabel="optimizer step", ylabel="σ of the noise on the norm weights")
+        axis.legend(fontsize=7)
+        axis.grid(alpha=0.3)
+    figure.suptitle(f"AQN's noise: ten stages, the first without\n{BASE}.", fontsize=9)
+    save(figure, path)
+
+
+def save(figure, path):
+    """Without the date and the version, so that one log makes one file."""
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    plt.close(figure)
+
+
+def plot(records, folder=LOGS):
+    curves(records, "reward", "training reward, share of answers (noise on)", "Reward", folder / "reward.png")
+    curves(records, "surprise", "entropy of the policy that samples, nats a token (noise on)", "Entropy",
+           folder / "entropy.png")
+    finals(records, folder / "final.png")
+    sigmas(records, folder / "sigma.png")
+
+
+if __name__ == "__main__":
+    try:
+        print(table(read())) if sys.argv[1:] == ["table"] else plot(read())
+    except ValueError as problem:
+        sys.exit(str(problem))
