@@ -1,11 +1,13 @@
 """What every test shares: seeds, memory that shows when it is read unwritten, and the tiny checkpoints."""
 
 import os
+import signal
 
 import pytest
 import torch
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+signal.signal(signal.SIGINT, signal.default_int_handler)      # a shell ignores it for what runs behind it
 
 
 def pytest_collection_modifyitems(items):
