@@ -315,6 +315,7 @@ def hf_model(c):
     import transformers
 
     with torch.device(DEVICE):
+        # unlike from_pretrained, from_config leaves the model in training mode
         return transformers.AutoModelForCausalLM.from_config(c, dtype=torch.bfloat16).eval()
 
 

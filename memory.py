@@ -24,7 +24,7 @@ import transformers
 import checkpoint
 from fp4_gemm import COLS, ROWS
 from model import LOGITS_AT_ONCE
-from rollout import PREFILL_TOKENS, Sampler
+from rollout import Sampler, cached_bytes, prefill_bytes
 
 # hidden, layers, query heads, key heads, width of the MLP, vocabulary, lm_head tied to the embeddings
 MODELS = {
@@ -71,7 +71,7 @@ def linears(c):
 
 def cached(c):
     """Bytes of one token's keys and values in bf16."""
-    return 4 * c.num_hidden_layers * c.num_key_value_heads * linears(c)[1][2] // c.num_attention_heads
+    return cached_bytes(c, linears(c)[1][2] // c.num_attention_heads)
 
 
 def plan(c, quant="nvfp4", rank=32, slots=64, length=1152, micro_tokens=4096, checkpointing=True):
@@ -86,7 +86,7 @@ def plan(c, quant="nvfp4", rank=32, slots=64, length=1152, micro_tokens=4096, ch
     # bytes a token that autograd keeps of a layer: two norms' inputs (fp32) and results, q, k, v, what comes
     # of them, gate and up, silu(gate), their product, x @ A.T; and what backward adds at its widest
     kept, passing = 14 * D + 2 * qkv + 8 * F + 14 * rank, 24 * D + 4 * qkv + 10 * F
-    rollout = slots * (length * cached(c) + 8 * V) + scratch + PREFILL_TOKENS * (14 * D + 2 * qkv + 6 * F)
+    rollout = slots * (length * cached(c) + 8 * V) + scratch + prefill_bytes(c)
     layers = 4 * D * L + kept if checkpointing else L * kept
     update = micro_tokens * (layers + passing + 12 * D) + scratch + 4 * 4 * LOGITS_AT_ONCE
     return Plan(weights, adapter, rollout, update)

@@ -146,15 +146,23 @@ class Sampler:
         model, c = self.model, self.model.config
         if model.device.type == "cpu":
             return self.slots
-        slot = 4 * c.num_hidden_layers * c.num_key_value_heads * model.head_dim * length     # k and v, bf16
-        # beside them: logits twice, a layer's largest weight in bf16, the activations of a prefill
-        beside = (8 * self.slots * c.vocab_size + 4 * c.hidden_size * c.intermediate_size
-                  + PREFILL_TOKENS * (16 * c.hidden_size + 8 * c.intermediate_size))
+        # beside the slots: logits twice, a layer's largest weight in bf16, the activations of a prefill
+        beside = (8 * self.slots * c.vocab_size + 4 * c.hidden_size * c.intermediate_size + prefill_bytes(c))
         free, total = torch.cuda.mem_get_info()
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         allowed = total * torch.cuda.get_per_process_memory_fraction()
         free = min(free + cached, allowed - torch.cuda.memory_allocated())
-        return max(1, int((free - beside) // slot))
+        return max(1, int((free - beside) // (length * cached_bytes(c, model.head_dim))))
+
+
+def cached_bytes(config, head_dim):
+    """Of one token's keys and values, in bf16."""
+    return 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+
+
+def prefill_bytes(config):
+    """Of the activations of PREFILL_TOKENS, in bf16 and with a residual stream in fp32."""
+    return PREFILL_TOKENS * (16 * config.hidden_size + 8 * config.intermediate_size)
 
 
 class _Batch:
