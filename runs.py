@@ -71,7 +71,7 @@ class Run:
         if not resume and self.metrics.seek(0, os.SEEK_END):
             raise ValueError(f"{self.folder} holds a run already: go on with --resume {self.folder}, "
                              "or take another --name")
-        _end_line(self.metrics)
+        end_line(self.metrics)
         self.segment = 1 + max((r["segment"] for r in read(self.folder).values()), default=-1)
 
     def banner(self, config, model, task, seconds):
@@ -92,7 +92,7 @@ class Run:
         record = {"kind": kind, "step": step, **{k: _rounded(v) for k, v in record.items()},
                   "segment": self.segment}
         with self.writing("metrics.jsonl"):
-            _append(self.metrics, record)
+            append(self.metrics, record)
         print(line(record), flush=True)
 
     def sample(self, step, texts, rewards, advantages):
@@ -102,10 +102,10 @@ class Run:
         order = sorted(range(len(rewards)), key=rewards.__getitem__)
         path = self.folder / "samples.jsonl"
         with self.writing(path.name), open(path, "ab+", buffering=0) as file:
-            _end_line(file)
+            end_line(file)
             for which, b in (("worst", order[0]), ("best", order[-1])):
                 prompt, answer = texts[b]
-                _append(file, dict(step=step, which=which, prompt=prompt, answer=answer, reward=rewards[b],
+                append(file, dict(step=step, which=which, prompt=prompt, answer=answer, reward=rewards[b],
                                    advantage=advantages[b], segment=self.segment))
                 print(f"    {which:5} {rewards[b]:+.2f}  {prompt!r} → {answer!r}", flush=True)
 
@@ -315,7 +315,7 @@ def read(folder):
     path = Path(folder) / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{folder} holds no metrics.jsonl: name the folder of a run")
-    records = {(record["kind"], record["step"]): record for record in _records(path)}
+    records = {(record["kind"], record["step"]): record for record in jsonl(path)}
     return dict(sorted(records.items(), key=lambda item: (item[0][1], item[0][0])))
 
 
@@ -377,19 +377,19 @@ def show(folder):
     path = Path(folder) / "samples.jsonl"
     if not path.is_file():
         raise ValueError(f"{folder} holds no samples.jsonl: name the folder of a run that has made a step")
-    for s in {(s["step"], s["which"]): s for s in _records(path)}.values():
+    for s in {(s["step"], s["which"]): s for s in jsonl(path)}.values():
         print(f"step {s['step']:4d} {s['which']:5} | reward {s['reward']:+.2f} | "
               f"advantage {s['advantage']:+.2f} | {s['prompt']!r} → {s['answer']!r}")
 
 
-def _records(path):
+def jsonl(path):
     """A JSONL file's records, without a line that a crash cut off, be it in the middle of a character."""
     for text in path.read_bytes().split(b"\n"):
         with suppress(json.JSONDecodeError, UnicodeDecodeError):
             yield json.loads(text)
 
 
-def _append(file, record):
+def append(file, record):
     """One line, on the disk before we go on. file: unbuffered, or closing would write again what failed."""
     text = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
     while text:                                     # a nearly full disk takes a part, then says so
@@ -397,7 +397,7 @@ def _append(file, record):
     os.fsync(file.fileno())
 
 
-def _end_line(file):
+def end_line(file):
     """A crash may have cut the last line off: end it, so that the next record starts on its own."""
     file.seek(0, os.SEEK_END)
     if file.tell():

@@ -27,7 +27,6 @@ import argparse
 import fcntl
 import functools
 import gc
-import json
 import math
 import multiprocessing
 import os
@@ -114,25 +113,17 @@ def key(record):
 
 def read(folder):
     """The records of FOLDER/runs.jsonl; a line that a crash cut off is passed over."""
-    path, records = Path(folder) / "runs.jsonl", []
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return records
+    path = Path(folder) / "runs.jsonl"
+    return list(runs.jsonl(path)) if path.is_file() else []
 
 
 def append(folder, record):
     """One line, whole, whoever else writes: on the disk before we go on."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    with open(Path(folder) / "runs.jsonl", "ab+") as file:
+    with open(Path(folder) / "runs.jsonl", "ab+", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        size = file.seek(0, os.SEEK_END)
-        cut = size and os.pread(file.fileno(), 1, size - 1) != b"\n"       # a line that a crash cut off
-        file.write(b"\n" * bool(cut) + json.dumps(record, separators=(",", ":")).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+        runs.end_line(file)
+        runs.append(file, record)
 
 
 # --- bases

@@ -13,16 +13,18 @@ difference A − B and MARGIN, .02 (two points of accuracy, .02 nats), the verdi
     cannot tell   else, and always with fewer than 3 pairs
 
 and on "A is not below B": holds if the interval begins above −MARGIN, does not if it ends below it.
-Needs: numpy, matplotlib.
+Needs: numpy, matplotlib; runs.py.
 """
 
-import json
 import math
 import sys
 from pathlib import Path
 
 import matplotlib
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import runs  # noqa: E402
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -70,18 +72,11 @@ OWN = (
 def read(folder=LOGS):
     """The records of a log, the last of each run; ValueError: there is none, or of unlike lengths."""
     path = Path(folder) / "runs.jsonl"
-    lines = path.read_text().splitlines() if path.is_file() else []
-    records = {}
-    for line in lines:
-        try:
-            r = json.loads(line)
-        except json.JSONDecodeError:                    # a line that a crash cut off
-            continue
-        records[r["phase"], r["arm"], r["lr"], r["seed"]] = r
-    records = [r for r in records.values() if r["phase"] != "smoke"]
+    found = runs.jsonl(path) if path.is_file() else ()
+    records = {(r["phase"], r["arm"], r["lr"], r["seed"]): r for r in found if r["phase"] != "smoke"}.values()
     if len({r["steps"] for r in records} - {0}) > 1 or not records:
         raise ValueError(f"{path} holds no run, or runs of different --steps, which do not compare")
-    return records
+    return list(records)
 
 
 def of(records, arm, phases=("main", "extras")):

@@ -269,7 +269,7 @@ def test_any_file_that_cannot_be_written_is_named(start, tmp_path, monkeypatch, 
 def test_a_record_that_fits_in_part_is_passed_over_and_the_next_has_its_own_line(
         start, whole, tmp_path, monkeypatch):
     """The disk takes some bytes of a record, then none; resumed, the run ends as if nothing had happened."""
-    real = runs._append
+    real = runs.append
 
     def full(file, record):
         if record["step"] == 2:
@@ -277,7 +277,7 @@ def test_a_record_that_fits_in_part_is_passed_over_and_the_next_has_its_own_line
             raise OSError(28, "No space left on device")
         real(file, record)
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "_append", full)
+        patch.setattr(runs, "append", full)
         with pytest.raises(OSError, match="metrics.jsonl cannot be written .No space left on device.; the"):
             start()
     assert main("--resume", tmp_path / "run") == 0 and outcome(tmp_path / "run") == outcome(whole)
