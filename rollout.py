@@ -16,10 +16,10 @@ no graph outlives the tensors that it reads. On a CPU a step is called, not repl
 
 It runs the model that trains, on the same tensors, so there are no weights to hand over, AQN's noise is in
 exactly the modules that sample, and the recorded log-probabilities are those of the policy that sampled.
-Randomness is a function of (seed, step, number of the sequence, position): see decode.py.
+Randomness is a function of (seed, step, number of the sequence, position): see gumbel.py.
 
 No top-k and no top-p: what the sampler cuts off the trainer would not, and their ratio would be wrong.
-Needs: torch, tqdm; decode.py, model.py.
+Needs: torch, tqdm; decode.py, gumbel.py, model.py.
 """
 
 import time
@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import decode
+import gumbel
 from model import KVCache
 
 STEPS = 8                          # between two looks of the host at which rows are over
@@ -259,8 +260,8 @@ class _Batch:
         self.cache.pieces = pieces
         temperature, seed, step, first = self.draw
         logits = self.model.logits(self.model(last[:, None], positions[:, None], self.cache)[:, 0])
-        token, logprob = decode.sample(logits, temperature, seed, step, first + rows, positions - begin)
-        decode.append(token, logprob, rows, positions, self.stops, self.limit, last, self.rollout)
+        token, logprob = gumbel.sample(logits, temperature, seed, step, first + rows, positions - begin)
+        gumbel.append(token, logprob, rows, positions, self.stops, self.limit, last, self.rollout)
 
     def clock(self, name, began):
         if self.cuda:

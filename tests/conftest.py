@@ -1,7 +1,12 @@
-"""What every test shares: seeds, memory that shows when it is read unwritten, and the tiny checkpoints."""
+"""Shared: seeds, memory that shows when it is read unwritten, tiny checkpoints, kernels run alone."""
 
 import os
+import re
 import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,3 +79,48 @@ def tiny_chat(tmp_path_factory):
                                "{% if add_generation_prompt %}={% endif %}")
     tokenizer.save_pretrained(folder)
     return folder
+
+
+# --- the Triton kernels without a GPU: interpreted in one process, compiled in another; one cannot do both
+
+def run_alone(function, interpret):
+    """A test module's function, in a process of its own."""
+    tests = Path(__file__).resolve().parent
+    env = os.environ | {"TRITON_INTERPRET": str(int(interpret)), "PYTHONPATH": f"{tests.parent}:{tests}"}
+    code = f"import {function.__module__} as t; t.{function.__name__}(); print('done')"
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert run.returncode == 0 and run.stdout.endswith("done\n"), run.stderr[-3000:]
+
+
+def compile_everywhere(jobs, names_of, aligned):
+    """Registers without spills, shared memory within each generation's limit, and a wait in every kernel.
+
+    jobs: (kernel, constants, warps, most registers: 65536 / 32 / warps / programs on an SM, stages) each.
+    names_of: a type → the arguments that have it; others are i32. aligned: integers that are multiples of 16.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    types = {name: kind for kind, names in names_of.items() for name in names.split()}
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    for generation, shared in ((80, 166912), (90, 232448), (100, 232448), (120, 101376)):
+        for kernel, constants, warps, registers, stages in jobs:
+            constants = constants | dict(PDL=generation >= 90)
+            signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
+            attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names)
+                     if signature[n][0] == "*" or n in aligned}
+            options = dict(num_warps=warps, num_stages=stages)
+            if generation >= 90:
+                options["launch_pdl"] = True
+            source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+            made = triton.compile(source, target=GPUTarget("cuda", generation, 32), options=options)
+            assert made.metadata.shared <= shared, (generation, kernel, made.metadata.shared)
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+                cubin.write(made.asm["cubin"])
+                cubin.flush()
+                usage = subprocess.run([cuobjdump, "-res-usage", cubin.name], capture_output=True, text=True)
+            used = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout)}
+            fits = used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= registers
+            assert fits, (generation, kernel, used)
+            waits = made.asm["ptx"].count("griddepcontrol.wait")
+            assert waits == (generation >= 90), f"{kernel}: one that does not wait lets the next overtake"

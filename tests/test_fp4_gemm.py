@@ -1,18 +1,16 @@
 """python -m pytest tests/test_fp4_gemm.py -q          (add -m gpu on a GPU)"""
 import itertools
-import os
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import run_alone
 
 import fp4_gemm
 
-ROOT = Path(__file__).resolve().parent.parent
 E2M1 = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 
 
@@ -156,14 +154,7 @@ def test_tiles_suit_every_shape(N, K):
             assert 1 <= split <= max(1, K // 256) and tile_m < max(9, 2 * M), (M, tile_m, split)
 
 
-# --- the Triton kernels without a GPU: interpreted in one process, compiled in another; one cannot do both
-
-def run_alone(function, interpret):
-    env = os.environ | {"TRITON_INTERPRET": str(int(interpret)), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    code = f"import test_fp4_gemm as t; t.{function}(); print('done')"
-    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert run.returncode == 0 and run.stdout.endswith("done\n"), run.stderr[-3000:]
-
+# --- the Triton kernels without a GPU
 
 def interpreted():
     torch.manual_seed(0)
@@ -262,12 +253,12 @@ def check_registers_of_wgmma(loop, expected):
 
 def test_kernels_in_the_interpreter():
     """Bit-exact decode; forward and gradients to fp32's rounding; no weight saved; counters reset."""
-    run_alone("interpreted", True)
+    run_alone(interpreted, True)
 
 
 def test_kernels_compile_for_six_generations():
     """No spills, shared memory within limits, on sm_90 under 4 instructions a weight: an H200's budget."""
-    run_alone("compiled", False)
+    run_alone(compiled, False)
 
 
 # --- on a GPU

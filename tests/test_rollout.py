@@ -7,6 +7,7 @@ import torch
 import aqn
 import checkpoint
 import decode
+import gumbel
 import lora
 import model
 import rollout
@@ -176,8 +177,8 @@ def test_out_of_memory_halves_the_slots_and_loses_nothing(m, monkeypatch, capsys
 
 
 def test_rows_are_prompt_major_and_hold_the_sampled_ids(m, monkeypatch):
-    """Row p·G + g begins with prompt p; what follows is what decode.sample returned, in order."""
-    drawn, sample = {}, decode.sample
+    """Row p·G + g begins with prompt p; what follows is what gumbel.sample returned, in order."""
+    drawn, sample = {}, gumbel.sample
 
     def spy(logits, temperature, seed, step, sequence, position):
         token, logprob = sample(logits, temperature, seed, step, sequence, position)
@@ -185,7 +186,7 @@ def test_rows_are_prompt_major_and_hold_the_sampled_ids(m, monkeypatch):
             drawn.setdefault(s, []).append(pair)
         return token, logprob
 
-    monkeypatch.setattr(decode, "sample", spy)
+    monkeypatch.setattr(gumbel, "sample", spy)
     r = generate(m, G=3)
     assert r.tokens.dtype == torch.int64 and r.logprobs.dtype == torch.float32
     for b in range(24):

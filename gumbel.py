@@ -1,0 +1,185 @@
+"""Gumbel-max sampling: argmax(logits / T − log(−log(uniform))) is an exact draw from softmax(logits / T).
+
+Random numbers are Philox-4x32-10 (Salmon et al., SC 2011), as in tl.philox: a function of a counter and a key
+with no state. The counter is (vocabulary id / 4, position, sequence number, step), the key is the seed. So a
+sample depends neither on its neighbours in the batch nor on the order in which sequences finish.
+
+Every function has its plain torch lines: the meaning, on any device. On a GPU without autograd it launches
+kernels to the same result; each may begin while the one before still runs (programmatic dependent launch).
+
+Needs: torch; on a GPU also triton.
+"""
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+    from triton import jit
+    from triton.language import constexpr
+except ImportError:      # plain torch needs no triton
+    jit, constexpr = (lambda kernel=None, **options: kernel or jit), int
+
+VOCAB_TILE = 4096        # logits that one program of the sampler reads
+
+
+def _fused(x):
+    return x.is_cuda and not torch.is_grad_enabled()
+
+
+def _flags(x):
+    """PDL needs Hopper or newer, and is not known to Triton's interpreter."""
+    pdl = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
+    return {"PDL": pdl, "launch_pdl": pdl}
+
+
+@jit
+def _start(PDL: constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def sample(logits, temperature, seed, step, sequence, position):
+    """Draw from softmax(logits / temperature): → token (B,) int64, its log-probability (B,) f32.
+
+    Temperature 0 takes the largest logit; the log-probability then is that of temperature 1.
+    logits (B, V) f32; seed, step: ints; sequence, position (B,) int64: the global number of each sequence,
+    and which token of its answer this is.
+    """
+    if _fused(logits):
+        return _sample(logits, temperature, seed, step, sequence, position)
+    scaled = logits / temperature if temperature > 0 else logits
+    noisy = scaled + noise(logits.shape[1], seed, step, sequence, position) if temperature > 0 else scaled
+    token = noisy.argmax(-1)
+    return token, scaled.gather(1, token[:, None])[:, 0] - scaled.logsumexp(-1)
+
+
+def _sample(logits, temperature, seed, step, sequence, position):
+    """Two passes: each tile's maximum, sum of exponentials and winner; then the row's."""
+    B, V = logits.shape
+    tiles = triton.cdiv(V, VOCAB_TILE)
+    found = logits.new_empty(B, 4, tiles, dtype=torch.float32)
+    winner, token = sequence.new_empty(B, tiles), torch.empty_like(sequence)
+    logprob = logits.new_empty(B)
+    _tile_kernel[tiles, B](logits, temperature or 1.0, seed, step, sequence, position,
+                           found, winner, V, GREEDY=temperature == 0, TILE=VOCAB_TILE, **_flags(logits))
+    _merge_kernel[B,](found, winner, token, logprob, tiles, TILES=triton.next_power_of_2(tiles),
+                      **_flags(logits), num_warps=1)
+    return token, logprob
+
+
+@jit(do_not_specialize=["seed", "step"])
+def _tile_kernel(logits, temperature, seed, step, sequence, position, found, winner, V, GREEDY: constexpr,
+                 TILE: constexpr, PDL: constexpr):
+    tile, b = tl.program_id(0), tl.program_id(1)
+    _start(PDL)
+    block = tile * (TILE // 4) + tl.arange(0, TILE // 4)
+    ids = tile * TILE + tl.arange(0, TILE)
+    z = tl.load(logits + b.to(tl.int64) * V + ids, mask=ids < V, other=float("-inf")) / temperature
+    noisy = z
+    if not GREEDY:
+        zero = block * 0                                             # tl.philox wants its words of one shape
+        w0, w1, w2, w3 = tl.philox(seed, block, zero + tl.load(position + b).to(tl.int32),
+                                   zero + tl.load(sequence + b).to(tl.int32), zero + step.to(tl.int32))
+        bits = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(TILE)
+        bits = bits.to(tl.uint32, bitcast=True) >> 9
+        uniform = (bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07                # 2^-23: see noise
+        noisy = z - tl.log(-tl.log(uniform))
+    best = tl.argmax(noisy, 0)
+    top = tl.max(z, 0)
+    found += b * 4 * tl.num_programs(0) + tile
+    tl.store(found, top)
+    tl.store(found + tl.num_programs(0), tl.sum(tl.exp(z - top), 0))
+    tl.store(found + 2 * tl.num_programs(0), tl.max(noisy, 0))
+    tl.store(found + 3 * tl.num_programs(0), tl.sum(tl.where(ids == tile * TILE + best, z, 0.), 0))
+    tl.store(winner + b * tl.num_programs(0) + tile, tile * TILE + best)
+
+
+@jit
+def _merge_kernel(found, winner, token, logprob, tiles, TILES: constexpr, PDL: constexpr):
+    _start(PDL)
+    b, i = tl.program_id(0), tl.arange(0, TILES)
+    found += b * 4 * tiles + i
+    top = tl.load(found, mask=i < tiles, other=float("-inf"))
+    total = tl.load(found + tiles, mask=i < tiles, other=0.)
+    noisy = tl.load(found + 2 * tiles, mask=i < tiles, other=float("-inf"))
+    best = tl.argmax(noisy, 0)
+    largest = tl.max(top, 0)
+    lse = largest + tl.log(tl.sum(total * tl.exp(top - largest), 0))
+    z = tl.load(found + 3 * tiles, mask=i < tiles, other=0.)
+    tl.store(logprob + b, tl.sum(tl.where(i == best, z, 0.), 0) - lse)
+    tl.store(token + b, tl.load(winner + b * tiles + best))
+
+
+def noise(V, seed, step, sequence, position):
+    """(B, V) f32 standard Gumbel noise, B = len(sequence)."""
+    block = torch.arange((V + 3) // 4, device=sequence.device)[None]                     # (1, V/4)
+    when = torch.tensor(step & 0xFFFFFFFF, device=block.device)
+    words = philox(seed, block, position[:, None], sequence[:, None], when)
+    bits = torch.stack(words, -1).flatten(1)[:, :V]                                      # (B, V) 32-bit words
+    # 23 bits and the half fit fp32. With 24 the largest would round to 1, and its noise, infinite, would win
+    uniform = ((bits >> 9).float() + 0.5) * 2.0**-23
+    return uniform.log_().neg_().log_().neg_()
+
+
+def philox(seed, c0, c1, c2, c3, rounds=10):
+    """Philox-4x32: int64 tensors that broadcast, each holding one 32-bit word of the counter → four words."""
+    low = 0xFFFFFFFF
+    key0, key1 = seed & low, (seed >> 32) & low
+    for _ in range(rounds):
+        # int64 wraps, so that the product's upper word may come out negative: the mask repairs it
+        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = ((b >> 32) & low) ^ c1 ^ key0, b & low, ((a >> 32) & low) ^ c3 ^ key1, a & low
+        key0, key1 = (key0 + 0x9E3779B9) & low, (key1 + 0xBB67AE85) & low
+    return torch.broadcast_tensors(c0, c1, c2, c3)
+
+
+def append(token, logprob, rows, positions, stops, limit, last, rollout):
+    """Write each live row's token to the rollout, and end the row at a stop token or at the limit.
+
+    token, logprob: what `sample` gave. rows (B,) int64: whose answers these are. positions (B,) int64: where
+    the model just was; one further afterwards, −1 where the row is over. stops (n,) int64. last (B,) int64:
+    receives the tokens that go in next. rollout: of rollout.py; positions, last and rollout change in place.
+    """
+    if _fused(logprob):
+        _append_kernel[len(token),](token, logprob, rows, positions, stops, len(stops), limit, last,
+                                    *rollout[:4], rollout.tokens.shape[1], **_flags(token), num_warps=1)
+        return
+    going = (positions >= 0).nonzero()[:, 0]
+    token, row, at = token[going], rows[going], positions[going] + 1
+    rollout.tokens[row, at], rollout.logprobs[row, at] = token, logprob[going]
+    rollout.lengths[row] += 1
+    rollout.finished[row] = torch.isin(token, stops)
+    over = rollout.finished[row] | (rollout.lengths[row] >= limit)
+    positions[going], last[going] = torch.where(over, -1, at), token
+
+
+@jit(do_not_specialize=["limit", "width"])
+def _append_kernel(token, logprob, rows, positions, stops, n_stops, limit, last, tokens, logprobs, lengths,
+                   finished, width, PDL: constexpr):
+    _start(PDL)
+    b = tl.program_id(0)
+    at = tl.load(positions + b) + 1
+    if at > 0:
+        row, new = tl.load(rows + b), tl.load(token + b)
+        length, stop = tl.load(lengths + row) + 1, 0
+        for i in range(n_stops):
+            stop |= (tl.load(stops + i) == new).to(tl.int32)
+        tl.store(tokens + row * width + at, new)
+        tl.store(logprobs + row * width + at, tl.load(logprob + b))
+        tl.store(lengths + row, length)
+        tl.store(finished + row, stop != 0)
+        tl.store(positions + b, tl.where((stop != 0) | (length >= limit), -1, at))
+        tl.store(last + b, new)
+
+
+if __name__ == "__main__":
+    number, logits = torch.arange(100_000), torch.tensor([[2.0, 1.0, 0.0, -2.0]])
+    token, logprob = sample(logits.expand(100_000, 4), 0.7, 5, 0, number, number * 0)
+    alone = torch.cat([sample(logits, 0.7, 5, 0, n[None], n[None] * 0)[0] for n in number[:12]])
+    print("softmax at temperature 0.7   ", *[f"{p:.4f}" for p in (logits[0] / 0.7).softmax(0)])
+    print("shares of 100 000 draws      ", *[f"{n / 100_000:.4f}" for n in token.bincount(minlength=4)])
+    print("drawn for sequences 0 … 11   ", *token[:12].tolist())
+    print("each drawn without the others", *alone.tolist())
+    print("exp(log-probability), 5 … 8  ", *[f"{p:.4f}" for p in logprob[5:9].exp()])

@@ -1,0 +1,184 @@
+"""python -m pytest tests/test_gumbel.py -q"""
+import pytest
+import torch
+import triton
+import triton.language as tl
+from conftest import compile_everywhere, run_alone
+
+import gumbel
+from rollout import Rollout
+
+
+def words(*values):
+    return [torch.tensor(v) for v in values]
+
+
+@pytest.mark.parametrize("counter, key, expected", [
+    ((0,) * 4, (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
+     (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1))])
+def test_philox_gives_its_authors_vectors(counter, key, expected):
+    """The known answers of Random123's kat_vectors, philox4x32 with 10 rounds."""
+    result = gumbel.philox(key[0] | key[1] << 32, *words(*counter))
+    assert tuple(int(w) for w in result) == expected
+
+
+@triton.jit
+def philox_kernel(out, seed, counter):
+    i = tl.arange(0, 16)
+    other = i * 0 + tl.load(counter), i * 0 + tl.load(counter + 1), i * 0 + tl.load(counter + 2)
+    c0, c1, c2, c3 = tl.philox(seed, i, other[0], other[1], other[2])
+    tl.store(out + i, c0)
+    tl.store(out + 16 + i, c1)
+    tl.store(out + 32 + i, c2)
+    tl.store(out + 48 + i, c3)
+
+
+def philox_interpreted():
+    for seed, counter in [(0, (0, 0, 0)), (7, (1, 2, 3)), (0x299F31D0A4093822, (0x85A308D3, 0xFFFFFFFF, 9))]:
+        out = torch.zeros(4, 16, dtype=torch.int64)
+        philox_kernel[(1,)](out, seed, torch.tensor(counter).to(torch.uint32))
+        ours = gumbel.philox(seed, torch.arange(16), *words(*counter))
+        assert torch.equal(torch.stack(ours), out & 0xFFFFFFFF), (seed, counter)
+
+
+def test_philox_equals_tritons():
+    """A kernel that calls tl.philox draws the same bits."""
+    run_alone(philox_interpreted, interpret=True)
+
+
+@pytest.mark.parametrize("axis", ["sequence", "position", "step", "seed"])
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
+def test_samples_follow_the_softmax(temperature, axis):
+    """Chi-square over 7 tokens, rare ones included (no top-k, no top-p), along each axis of the counter."""
+    logits = torch.tensor([[2.0, -1.0, 0.5, 0.0, -3.0, 1.5, -2.0]])
+    n = 100_000 if axis == "sequence" else 3_000
+    if axis == "sequence":
+        tokens, logprobs = gumbel.sample(logits.expand(n, 7), temperature, 5, 1, torch.arange(n),
+                                         torch.full((n,), 2))
+    else:
+        where = dict(seed=5, step=1, position=torch.tensor([2]), sequence=torch.tensor([9]))
+        counts = [torch.tensor([i]) if axis == "position" else i for i in range(n)]
+        draws = [gumbel.sample(logits, temperature, **(where | {axis: i})) for i in counts]
+        tokens, logprobs = (torch.cat(x) for x in zip(*draws, strict=True))
+    log_p = (logits[0].double() / temperature).log_softmax(0)
+    expected = n * log_p.exp()
+    chi2 = ((torch.bincount(tokens, minlength=7) - expected) ** 2 / expected).sum()
+    # 6 degrees of freedom: P(chi2 > 40) = e⁻²⁰ (1 + 20 + 200) = 5e-7
+    assert chi2 < 40
+    assert (logprobs - log_p[tokens]).abs().max() < 1e-6          # |logits / T| < 4: a few roundings of 2⁻²³
+
+
+def test_no_random_word_decides_alone(monkeypatch):
+    """The noise is finite for every word: infinite noise would draw a token whatever its logit."""
+    for word in (0, 1, 255, 256, 0x7FFFFFFF, 0x80000000, 0xFFFFFE00, 0xFFFFFF00, 0xFFFFFFFF):
+        monkeypatch.setattr(gumbel, "philox", lambda *_, word=word: (torch.full((1, 2), word),) * 4)
+        assert gumbel.noise(7, 0, 0, *torch.zeros(2, 1).long()).isfinite().all(), hex(word)
+
+
+def test_a_draw_is_its_own():
+    """It depends on no other row, nor on the vocabulary's size; each part of counter and key changes it."""
+    sequence, position = torch.tensor([3, 1 << 20, 0, 77]), torch.tensor([8, 0, 8, 5])
+    noise = gumbel.noise(11, 1 << 40, 6, sequence, position)
+    for b in range(4):
+        alone = gumbel.noise(11, 1 << 40, 6, sequence[b:b + 1], position[b:b + 1])
+        assert torch.equal(alone[0], noise[b])
+    assert torch.equal(gumbel.noise(9, 1 << 40, 6, sequence, position), noise[:, :9])
+    others = [gumbel.noise(11, *what) for what in (
+        (1 << 41, 6, sequence, position), (1 << 40, 7, sequence, position),
+        (1 << 40, 6, sequence + 1, position), (1 << 40, 6, sequence, position + 1))]
+    assert len({x.item() for x in torch.cat([noise, *others]).flatten()}) == 5 * 4 * 11
+
+
+def test_temperature_0_takes_the_largest_logit():
+    """And records its log-probability at temperature 1."""
+    logits = torch.randn(5, 97) * 4
+    token, logprob = gumbel.sample(logits, 0.0, 0, 0, torch.arange(5), torch.arange(5))
+    assert torch.equal(token, logits.argmax(1))
+    torch.testing.assert_close(logprob, logits.log_softmax(1).amax(1), atol=1e-6, rtol=0)
+
+
+def test_append_ends_rows_at_stops_and_at_the_limit():
+    """By hand: a stop token, a row that was over before, one below the limit, one that reaches it."""
+    check_append(gumbel.append, "cpu")
+
+
+def check_append(append, device):
+    fields = torch.zeros(6, 20).long(), torch.zeros(6, 20), torch.tensor([0, 3, 3, 4, 0, 2]), \
+        torch.zeros(6).bool(), torch.ones(6).long()
+    rollout = Rollout(*(field.to(device) for field in fields))
+    token, rows = torch.tensor([77, 9, 8, 7], device=device), torch.tensor([5, 0, 2, 3], device=device)
+    positions, last = torch.tensor([4, -1, 7, 8], device=device), torch.full((4,), 50, device=device)
+    logprob = torch.tensor([-1.0, -2, -3, -4], device=device)
+    with torch.no_grad():
+        append(token, logprob, rows, positions, torch.tensor([2, 77], device=device), 5, last, rollout)
+    assert positions.tolist() == [-1, -1, 8, -1] and last.tolist() == [77, 50, 8, 7]
+    assert rollout.lengths.tolist() == [0, 3, 4, 5, 0, 3]
+    assert rollout.finished.tolist() == [False] * 5 + [True]
+    for field, values in ((rollout.tokens, [8, 7, 77]), (rollout.logprobs, [-3, -4, -1])):
+        assert field.nonzero().tolist() == [[2, 8], [3, 9], [5, 5]] and field[field != 0].tolist() == values
+
+
+# --- the Triton kernels without a GPU
+
+def interpreted():
+    """Each kernel against its plain lines, on sizes that are no multiple of anything."""
+    torch.manual_seed(0)
+    logits, sequence, position = torch.randn(4, 9001) * 3, torch.arange(4) + 9, torch.tensor([3, 0, 7, 2**20])
+    for temperature in (0.7, 1.0, 0.0):
+        for seed, step in ((0, 0), (2**40 + 7, -1), (1, 1)):
+            ours = gumbel._sample(logits, temperature, seed, step, sequence, position)
+            plain = gumbel.sample(logits, temperature, seed, step, sequence, position)
+            assert torch.equal(ours[0], plain[0])
+            # sums of 9001 exponentials
+            torch.testing.assert_close(ours[1], plain[1], atol=1e-5, rtol=0)
+    gumbel._fused = lambda x: True
+    check_append(gumbel.append, "cpu")
+
+
+def test_kernels_in_the_interpreter():
+    run_alone(interpreted, interpret=True)
+
+
+def compiled():
+    compile_everywhere(
+        [(gumbel._tile_kernel, dict(GREEDY=False, TILE=gumbel.VOCAB_TILE), 4, 128, 1),
+         (gumbel._merge_kernel, dict(TILES=64), 1, 64, 1), (gumbel._append_kernel, {}, 1, 64, 1)],
+        {"*i1": "finished", "*fp32": "logits found logprob logprobs", "fp32": "temperature",
+         "*i64": "positions sequence position winner token rows stops last tokens lengths"}, ("V",))
+
+
+def test_kernels_compile_for_four_generations():
+    run_alone(compiled, interpret=False)
+
+
+# --- on a GPU
+
+@pytest.mark.gpu
+def test_gpu_samples_and_append():
+    """Against a CPU, bit for bit in the tokens."""
+    logits, number = torch.randn(64, 152064, device="cuda") * 3, torch.arange(64, device="cuda")
+    with torch.no_grad():
+        token, logprob = gumbel.sample(logits, 0.8, 5, 3, number, number * 7)
+    on_cpu = gumbel.sample(logits.cpu(), 0.8, 5, 3, number.cpu(), number.cpu() * 7)
+    assert torch.equal(token.cpu(), on_cpu[0])
+    torch.testing.assert_close(logprob.cpu(), on_cpu[1], atol=1e-4, rtol=0)
+    check_append(gumbel.append, "cuda")
+
+
+@pytest.mark.gpu
+def test_gpu_a_million_tokens_follow_the_softmax():
+    """Chi-square over a vocabulary of 1000, whose rarest tokens are expected 5 times or more."""
+    logits = (torch.randn(1000, device="cuda") * 1.5).clamp(-4, 4)
+    counts = torch.zeros(1000, dtype=torch.long, device="cuda")
+    with torch.no_grad():
+        for step in range(20):
+            number = torch.arange(50_000, device="cuda")
+            rows = logits.expand(50_000, -1).contiguous()
+            token, _ = gumbel.sample(rows, 1.0, 5, step, number, number % 300)
+            counts += torch.bincount(token, minlength=1000)
+    expected = counts.sum() * logits.double().softmax(0)
+    chi2 = ((counts - expected) ** 2 / expected).sum()
+    # 999 degrees of freedom: mean 999, standard deviation √1998 = 44.7; five of them
+    assert counts.sum() == 1_000_000 and expected.min() > 5 and chi2 < 999 + 5 * 44.7
