@@ -345,7 +345,8 @@ def step(args):
         model = sampler = optimizer = None                 # the last one's memory first
         model = random_model(shape, quant)
         model.gradient_checkpointing = True
-        sampler, optimizer = Sampler(model), torch.optim.AdamW(model.parameters(), lr=1e-6)
+        sampler = Sampler(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=DEVICE == "cuda")
         config = train.Config(quant=quant, prompts=args.prompts, group_size=args.samples,
                               max_new_tokens=args.new, micro_tokens=max(args.micro_tokens, length))
         for number in range(args.steps):

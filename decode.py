@@ -1,7 +1,7 @@
 """The operations of a decoder block that are not matrix products: one function each.
 
-Every function has its plain torch lines: the meaning, on any device, with autograd. On a GPU without
-autograd, as the sampler runs, it launches a Triton kernel instead, by the same name and to the same result.
+Every function has its plain torch lines: the meaning, with autograd. On a GPU it launches a Triton kernel
+instead, to the same result; what the trainer runs too (add_norm, swiglu, rope) has one for its gradient.
 
     add_norm → [q k v] → cached_attention → [o] → add_norm → [gate up] → swiglu → [down] → add_norm → …
     the norm of x + the       rope, cache write,      what stands in brackets is a matrix product
@@ -32,10 +32,6 @@ except ImportError:      # plain torch needs no triton
 SPLIT = 256              # cached positions that one program of the attention reads
 
 
-def _fused(x):
-    return x.is_cuda and not torch.is_grad_enabled()
-
-
 def _flags(x):
     """PDL needs Hopper or newer, and is not known to Triton's interpreter."""
     pdl = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
@@ -59,23 +55,48 @@ def rms_norm(x, weight, eps, dtype=None):
 
 def add_norm(x, y, weight, eps, dtype):
     """Residual stream x (…, D) f32 and what a branch adds to it, y or None → (x + y, its norm in dtype)."""
-    if _fused(x):
-        return _add_norm(x, y, weight, eps, dtype)
+    if x.is_cuda:
+        return AddNorm.apply(x, y, weight, eps, dtype)
     x = x if y is None else x + y
     return x, rms_norm(x, weight, eps, dtype)
 
 
-def _add_norm(x, y, weight, eps, dtype):
-    x = x.contiguous()
-    total, out = x if y is None else torch.empty_like(x), torch.empty_like(x, dtype=dtype)
+class AddNorm(torch.autograd.Function):
+    """With r = 1 / rms(s), s = x + y and g = d_norm · weight:  dx = dy = d_sum + r g − s r³ mean(s g)."""
+
+    @staticmethod
+    def forward(ctx, x, y, weight, eps, dtype):
+        x = x.contiguous()
+        total, out = x if y is None else torch.empty_like(x), torch.empty_like(x, dtype=dtype)
+        _add_norm_kernel[_rows(x)](x, y, weight, total, out, eps, **_row(x), **_flags(x))
+        ctx.save_for_backward(total, weight)
+        ctx.eps, ctx.y_dtype = eps, None if y is None else y.dtype
+        ctx.set_materialize_grads(False)
+        return total, out
+
+    @staticmethod
+    def backward(ctx, d_total, d_out):
+        total, weight = ctx.saved_tensors
+        d_total, d_out = (d if d is None else d.contiguous() for d in (d_total, d_out))
+        dx = torch.empty_like(total)
+        dy = None if ctx.y_dtype is None else torch.empty_like(total, dtype=ctx.y_dtype)
+        _add_norm_backward_kernel[_rows(total)](total, weight, d_total, d_out, dx, dy, ctx.eps, **_row(total),
+                                                **_flags(total))
+        return dx, dy, None, None, None
+
+
+def _rows(x):
+    return x.numel() // x.shape[-1],
+
+
+def _row(x):
+    """A program has a whole row."""
     D = x.shape[-1]
-    _add_norm_kernel[x.numel() // D,](x, y, weight, total, out, D, eps, TILE=triton.next_power_of_2(D),
-                                      **_flags(x), num_warps=8 if D > 1024 else 4)
-    return total, out
+    return {"D": D, "TILE": triton.next_power_of_2(D), "num_warps": 8 if D > 1024 else 4}
 
 
 @jit
-def _add_norm_kernel(x, y, weight, total, out, D, eps, TILE: constexpr, PDL: constexpr):
+def _add_norm_kernel(x, y, weight, total, out, eps, D: constexpr, TILE: constexpr, PDL: constexpr):
     cols = tl.arange(0, TILE)
     w = tl.load(weight + cols, mask=cols < D, other=0.)            # no kernel of a step writes it
     _start(PDL)
@@ -88,40 +109,120 @@ def _add_norm_kernel(x, y, weight, total, out, D, eps, TILE: constexpr, PDL: con
     tl.store(out + at, wide.to(out.dtype.element_ty), mask=cols < D)
 
 
+@jit
+def _add_norm_backward_kernel(total, weight, d_total, d_out, dx, dy, eps, D: constexpr, TILE: constexpr,
+                              PDL: constexpr):
+    cols = tl.arange(0, TILE)
+    w = tl.load(weight + cols, mask=cols < D, other=0.)
+    _start(PDL)
+    at = tl.program_id(0).to(tl.int64) * D + cols
+    s = tl.load(total + at, mask=cols < D, other=0.)
+    g = tl.load(d_out + at, mask=cols < D, other=0.).to(tl.float32) * w
+    r = tl.rsqrt(tl.sum(s * s, 0) / D + eps)
+    d = r * g - s * (r * r * r * tl.sum(s * g, 0) / D)
+    if d_total is not None:
+        d += tl.load(d_total + at, mask=cols < D, other=0.)
+    tl.store(dx + at, d, mask=cols < D)
+    if dy is not None:
+        tl.store(dy + at, d.to(dy.dtype.element_ty), mask=cols < D)
+
+
 def swiglu(gate_up):
     """(…, 2F), gate first → silu(gate) · up (…, F)."""
-    if _fused(gate_up):
-        return _swiglu(gate_up.contiguous())
+    if gate_up.is_cuda:
+        return SwiGLU.apply(gate_up)
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 
 
-def _swiglu(gate_up):
-    F_ = gate_up.shape[-1] // 2
-    out = gate_up.new_empty(*gate_up.shape[:-1], F_)
-    grid = (triton.cdiv(F_, 1024), out.numel() // F_)
-    _swiglu_kernel[grid](gate_up, out, F_, TILE=1024, **_flags(out))
-    return out
+class SwiGLU(torch.autograd.Function):
+    """d_up = d · silu(gate),  d_gate = d · up · σ(gate) (1 + gate (1 − σ(gate)))."""
+
+    @staticmethod
+    def forward(ctx, gate_up):
+        gate_up = gate_up.contiguous()
+        F_ = gate_up.shape[-1] // 2
+        out = gate_up.new_empty(*gate_up.shape[:-1], F_)
+        _swiglu_kernel[triton.cdiv(F_, 1024), *_rows(out)](gate_up, out, None, F_, TILE=1024, **_flags(out))
+        ctx.save_for_backward(gate_up)
+        return out
+
+    @staticmethod
+    def backward(ctx, d):
+        gate_up, = ctx.saved_tensors
+        d, d_gate_up, F_ = d.contiguous(), torch.empty_like(gate_up), d.shape[-1]
+        _swiglu_kernel[triton.cdiv(F_, 1024), *_rows(d)](gate_up, d_gate_up, d, F_, TILE=1024, **_flags(d))
+        return d_gate_up
 
 
 @jit
-def _swiglu_kernel(gate_up, out, F_, TILE: constexpr, PDL: constexpr):
+def _swiglu_kernel(gate_up, out, d_out, F_, TILE: constexpr, PDL: constexpr):
+    """Forward without d_out; with it out is the gradient of gate_up."""
     _start(PDL)
     row, cols = tl.program_id(1).to(tl.int64), tl.program_id(0) * TILE + tl.arange(0, TILE)
     gate = tl.load(gate_up + row * 2 * F_ + cols, mask=cols < F_, other=0.).to(tl.float32)
     up = tl.load(gate_up + row * 2 * F_ + F_ + cols, mask=cols < F_, other=0.).to(tl.float32)
-    silu = (gate / (1 + tl.exp(-gate))).to(out.dtype.element_ty)   # rounded here, as torch does
-    tl.store(out + row * F_ + cols, (silu.to(tl.float32) * up).to(out.dtype.element_ty), mask=cols < F_)
+    sigmoid = 1 / (1 + tl.exp(-gate))
+    silu = (gate * sigmoid).to(out.dtype.element_ty).to(tl.float32)         # rounded here, as torch does
+    if d_out is None:
+        tl.store(out + row * F_ + cols, (silu * up).to(out.dtype.element_ty), mask=cols < F_)
+    else:
+        d = tl.load(d_out + row * F_ + cols, mask=cols < F_, other=0.).to(tl.float32)
+        d_gate = d * up * sigmoid * (1 + gate * (1 - sigmoid))
+        tl.store(out + row * 2 * F_ + cols, d_gate.to(out.dtype.element_ty), mask=cols < F_)
+        tl.store(out + row * 2 * F_ + F_ + cols, (d * silu).to(out.dtype.element_ty), mask=cols < F_)
 
 
 # --- attention
 
 def rope(x, cos, sin):
-    """Rotate the pairs (i, i + Dh/2) of each head by the angles of its position. x (…, H, Dh), cos and sin
-    (…, Dh/2) f32."""
+    """Rotate the pairs (i, i + Dh/2) of each head by the angles of its position. x (B, T, H, Dh), cos and sin
+    (B, T, Dh/2) f32."""
+    if x.is_cuda:
+        return Rope.apply(x, cos, sin)
     a, b = x.float().chunk(2, -1)
     cos, sin = cos[..., None, :], sin[..., None, :]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+class Rope(torch.autograd.Function):
+    """Backward turns the other way."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return _rope(x, cos, sin, 1.)
+
+    @staticmethod
+    def backward(ctx, d):
+        return _rope(d, *ctx.saved_tensors, -1.), None, None
+
+
+def _rope(x, cos, sin, sign):
+    (B, T, H, Dh), x = x.shape, x if x.stride(-1) == 1 else x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _rope_kernel[T, B](x, *x.stride()[:3], cos, sin, sign, out, H, DH=Dh, ROWS=triton.next_power_of_2(H),
+                       HALF=triton.next_power_of_2(Dh // 2), **_flags(x))
+    return out
+
+
+@jit(do_not_specialize=["sign"])
+def _rope_kernel(x, of_row, of_token, of_head, cos, sin, sign, out, H, DH: constexpr, ROWS: constexpr,
+                 HALF: constexpr, PDL: constexpr):
+    """All heads of one token."""
+    _start(PDL)
+    t, b = tl.program_id(0), tl.program_id(1)
+    token = b.to(tl.int64) * tl.num_programs(0) + t
+    h, d = tl.arange(0, ROWS)[:, None], tl.arange(0, HALF)[None, :]
+    c = tl.load(cos + token * (DH // 2) + d, mask=d < DH // 2, other=0.)
+    s = tl.load(sin + token * (DH // 2) + d, mask=d < DH // 2, other=0.) * sign
+    x += b.to(tl.int64) * of_row + t.to(tl.int64) * of_token
+    mask = (h < H) & (d < DH // 2)
+    p = tl.load(x + h * of_head + d, mask=mask, other=0.).to(tl.float32)
+    q = tl.load(x + h * of_head + d + DH // 2, mask=mask, other=0.).to(tl.float32)
+    out += token * H * DH + h * DH + d
+    tl.store(out, (p * c - q * s).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + DH // 2, (q * c + p * s).to(out.dtype.element_ty), mask=mask)
 
 
 def causal_attention(q, k, v):
@@ -139,7 +240,7 @@ def cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
     cos, sin (B, Dh/2) f32. cache: a model.KVCache; row b lives in its slot cache.slots[b]. positions (B,)
     int64, −1 for a row that is over: nothing is written for it and its result is undefined. → (B, H·Dh)"""
     k_cache, v_cache, slots = cache.k[layer], cache.v[layer], cache.slots               # (S, Hkv, L, Dh)
-    if _fused(qkv):
+    if qkv.is_cuda:
         return _cached_attention(qkv, head_norms, cos, sin, k_cache, v_cache, slots, positions, cache.pieces,
                                  cache.counters)
     Hkv, _, Dh = k_cache.shape[1:]

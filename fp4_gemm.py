@@ -123,13 +123,15 @@ def unpack(packed):
 def linear(x, packed, bias=None, lora=None, deterministic=False):
     """x (..., K) → x @ W.T + bias + the adapter's part, (..., N), in x's dtype: bf16 on a GPU, fp32 on a CPU.
 
-    lora = (lora_A (S·r, K), lora_B (N, r), splits, scale): part s, the next splits[s] columns of y, gets
-    scale · (x @ A[s·r:(s+1)·r].T) @ B[its rows].T. Gradients flow to x, bias, lora_A and lora_B, never to W.
-    deterministic: the same K split for every M and no cuBLAS, so that a row does not depend on its batch.
+    packed: a PackedNVFP4, or a plain (N, K) matrix. lora = (lora_A (S·r, K), lora_B (N, r), splits, scale):
+    part s, the next splits[s] columns of y, gets scale · (x @ A[s·r:(s+1)·r].T) @ B[its rows].T. Gradients
+    flow to x, bias, lora_A and lora_B, never to W. deterministic: the same K split for every M and no cuBLAS,
+    so that a row does not depend on its batch.
     """
     N, K = packed.shape
     lora_A, lora_B, splits, scale = lora or (None, None, (), 1.)
-    devices = {t.device for t in (x, bias, lora_A, lora_B, packed.words) if t is not None}
+    words = packed if torch.is_tensor(packed) else packed.words
+    devices = {t.device for t in (x, bias, lora_A, lora_B, words) if t is not None}
     dtype = torch.bfloat16 if x.is_cuda else torch.float32
     assert x.shape[-1] == K, f"x has K={x.shape[-1]}, the weight K={K}"
     assert len(devices) == 1, f"x, weight, bias and lora are on {sorted(map(str, devices))}"
@@ -139,9 +141,8 @@ def linear(x, packed, bias=None, lora=None, deterministic=False):
         shapes = [*lora_A.shape, *lora_B.shape]
         assert shapes == [len(splits) * shapes[3], K, sum(splits), shapes[3]] and sum(splits) == N, \
             f"lora_A {shapes[:2]}, lora_B {shapes[2:]} and splits {splits} do not fit a weight {packed.shape}"
-        lora_A, lora_B = lora_A.to(dtype).contiguous(), lora_B.to(dtype).contiguous()
     rows = x.reshape(-1, K).contiguous()
-    fused = x.is_cuda and (deterministic or len(rows) <= FUSED_MAX)
+    fused = x.is_cuda and words is not packed and (deterministic or len(rows) <= FUSED_MAX)
     y = _Linear.apply(rows, packed, bias, lora_A, lora_B, tuple(splits), scale, fused, deterministic)
     return y.view(*x.shape[:-1], N)
 
@@ -171,32 +172,41 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, packed, bias, lora_A, lora_B, splits, scale, fused, deterministic):
+        A, B = (t if t is None else t.to(x.dtype).contiguous() for t in (lora_A, lora_B))
         if fused:
-            y, xa = _fused(x, packed, bias, lora_A, lora_B, splits, scale, deterministic)
-        else:
-            y = F.linear(x, _weight(packed, x.dtype), bias)
-            xa = None if lora_A is None else (x @ lora_A.T).mul_(scale)
-            for y_s, xa_s, B in [] if xa is None else _parts(y, xa, lora_B, splits):
-                y_s.addmm_(xa_s, B.T)
+            y, xa = _fused(x, packed, bias, A, B, splits, scale, deterministic)
+        elif A is None:
+            y, xa = F.linear(x, _weight(packed, x.dtype), bias), None
+        else:      # the adapter first: the large product adds to it before its one rounding
+            y = x.new_empty(len(x), len(B)) if bias is None else bias.repeat(len(x), 1)
+            xa = x.new_empty(len(x), len(A)).addmm_(x, A.T, beta=0, alpha=scale)
+            for y_s, xa_s, B_s in _parts(y, xa, B, splits):
+                y_s.addmm_(xa_s, B_s.T, beta=0 if bias is None else 1)
+            y.addmm_(x, _weight(packed, x.dtype).T)
         ctx.packed, ctx.splits, ctx.scale = packed, splits, scale
-        ctx.save_for_backward(None if lora_A is None else x, xa, lora_A, lora_B)
+        ctx.save_for_backward(None if A is None else x, xa, A, B)
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        (x, xa, lora_A, lora_B), dy, dA, dB = ctx.saved_tensors, dy.contiguous(), None, None
-        dx = dy @ _weight(ctx.packed, dy.dtype) if ctx.needs_input_grad[0] else None
-        dbias = dy.sum(0) if ctx.needs_input_grad[2] else None
-        if lora_A is not None:
-            parts = _parts(dy, xa, lora_B, ctx.splits)
-            dxa = torch.cat([dy_s @ B for dy_s, _, B in parts], 1).mul_(ctx.scale)            # (M, S·r)
-            dA, dB = dxa.T @ x, torch.cat([dy_s.T @ xa_s for dy_s, xa_s, _ in parts])
-            dx = None if dx is None else dx.addmm_(dxa, lora_A)
-        return dx, None, dbias, dA, dB, None, None, None, None
+        (x, xa, A, B), dy, dx, dA, dB = ctx.saved_tensors, dy.contiguous(), None, None, None
+        if A is not None:
+            dxa, dB = torch.empty_like(xa), torch.empty_like(B)
+            parts = zip(_parts(dy, dxa, B, ctx.splits), _parts(dB.T, xa, B, ctx.splits), strict=True)
+            for (dy_s, dxa_s, B_s), (dB_s, xa_s, _) in parts:
+                dxa_s.addmm_(dy_s, B_s, beta=0, alpha=ctx.scale)
+                torch.mm(dy_s.T, xa_s, out=dB_s.T)
+            dx, dA = dxa @ A, dxa.T @ x
+        if ctx.needs_input_grad[0]:
+            W = _weight(ctx.packed, dy.dtype)
+            dx = dy @ W if A is None else dx.addmm_(dy, W)
+        return dx, None, dy.sum(0) if ctx.needs_input_grad[2] else None, dA, dB, None, None, None, None
 
 
 def _weight(packed, dtype):
     """(N, K). On a GPU it lives for one product, and the allocator hands the next layer the same memory."""
+    if torch.is_tensor(packed):
+        return packed
     if packed._dense is None and not packed.words.is_cuda:
         packed._dense = dequantize(packed, dtype)
     return dequantize(packed, dtype) if packed._dense is None else packed._dense

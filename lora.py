@@ -12,7 +12,7 @@ Projections that read the same input run as one matrix, and so do their adapters
           [ v ]   x K             [ A_v ]   x K           [ B_v ]   x r    equals three separate adapters
 
 The parameters are fp32. refresh() rounds them into copies of the compute type, in place, which the sampler
-reads; the trainer rounds the same way inside autograd, so both sides multiply by the same numbers.
+reads; the trainer rounds the parameters the same way, so both sides multiply by the same numbers.
 
 Files are PEFT's: adapter_config.json and adapter_model.safetensors, fused projections split into their parts.
 Left out: dropout, bias, DoRA, rsLoRA, several adapters at once.
@@ -37,7 +37,7 @@ class LoRALinear(nn.Module):
     """A frozen base and its adapter: x (…, K) → (…, N) in the dtype of x.
 
     base: a module with in_features, out_features and forward(x). One that says `fuses_lora = True` is called
-    as base(x, lora) and adds the adapter itself. splits: rows of each fused part, their sum is N.
+    as base(x, lora), rounds the adapter to x's dtype and adds it. splits: rows of each fused part, of sum N.
     """
 
     def __init__(self, base, rank, alpha, splits=None, dtype=torch.float32, device=None, generator=None):
@@ -66,10 +66,8 @@ class LoRALinear(nn.Module):
     def forward(self, x):
         if not self.enabled:
             return self.base(x)
-        if torch.is_grad_enabled():
-            lora = (self.lora_A.to(x.dtype), self.lora_B.to(x.dtype), self.splits, self.scale)
-        else:
-            lora = (self.copy_A, self.copy_B, self.splits, self.scale)
+        A, B = (self.lora_A, self.lora_B) if torch.is_grad_enabled() else (self.copy_A, self.copy_B)
+        lora = A, B, self.splits, self.scale
         if getattr(self.base, "fuses_lora", False):
             return self.base(x, lora)
         return self.base(x) + delta(x, *lora)
@@ -77,6 +75,7 @@ class LoRALinear(nn.Module):
 
 def delta(x, lora_A, lora_B, splits, scale):
     """(…, K) → (…, N): what the adapter adds, part by part."""
+    lora_A, lora_B = lora_A.to(x.dtype), lora_B.to(x.dtype)
     low = (x @ lora_A.T).split(lora_B.shape[1], -1)                   # S times (…, r)
     return scale * torch.cat([h @ b.T for h, b in zip(low, lora_B.split(splits), strict=True)], -1)
 

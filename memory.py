@@ -83,9 +83,9 @@ def plan(c, quant="nvfp4", rank=32, slots=64, length=1152, micro_tokens=4096, ch
     weights = L * layer + 2 * V * D * (1 if c.tie_word_embeddings else 2)
     adapter = 18 * L * rank * sum(S * K + N for S, N, K in linears(c))
     scratch = 0 if quant == "bf16" else 2 * max(N * K for _, N, K in linears(c))
-    # bytes a token that autograd keeps of a layer: two norms' inputs (fp32) and results, q, k, v, what comes
-    # of them, gate and up, silu(gate), their product, x @ A.T; and what backward adds at its widest
-    kept, passing = 14 * D + 2 * qkv + 8 * F + 14 * rank, 24 * D + 4 * qkv + 10 * F
+    # bytes a token that autograd keeps of a layer: two sums (fp32) and their norms, q, k, v, the same rotated,
+    # what comes of them, gate and up, their product, x @ A.T; and what backward adds at its widest
+    kept, passing = 14 * D + 4 * qkv + 6 * F + 14 * rank, 8 * D + 6 * F
     rollout = slots * (length * cached(c) + 8 * V) + scratch + prefill_bytes(c)
     layers = 4 * D * L + kept if checkpointing else L * kept
     update = micro_tokens * (layers + passing + 12 * D) + scratch + 4 * 4 * LOGITS_AT_ONCE

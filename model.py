@@ -26,7 +26,7 @@ import checkpoint
 import decode
 import fp4_gemm
 import nvfp4
-from lora import LoRALinear, delta
+from lora import LoRALinear
 
 # what tells the families apart: (bias on q, k, v; bias on o; a norm on each head's q and k)
 FAMILIES = {"LlamaForCausalLM": lambda c: (c.attention_bias, c.attention_bias, False),
@@ -87,10 +87,7 @@ class FrozenLinear(nn.Module):
         self.out_features, self.in_features = (self.packed if self.quantized else self.weight).shape
 
     def forward(self, x, lora=None):
-        if self.quantized:
-            return fp4_gemm.linear(x, self.packed, self.bias, lora)
-        y = F.linear(x, self.weight, self.bias)
-        return y if lora is None else y + delta(x, *lora)
+        return fp4_gemm.linear(x, self.packed if self.quantized else self.weight, self.bias, lora)
 
 
 class Attention(nn.Module):

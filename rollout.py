@@ -89,6 +89,7 @@ class Sampler:
     def __init__(self, model, slots=256, deterministic=False):
         self.model, self.slots, self.deterministic = model, slots, deterministic
         self.stats = {}                # of the last generate: seconds, steps, slots
+        self.loaded = set()            # steps whose kernels are on the GPU: (rows, greedy)
 
     @torch.no_grad()
     def generate(self, prompts, group_size, max_new_tokens, temperature, stop_ids, seed, step, first=0,
@@ -237,16 +238,20 @@ class _Batch:
         key = size, min(most, 1 << (longest // decode.SPLIT).bit_length())
         began = time.perf_counter()
         if self.cuda and key not in self.graphs:
-            # a step as it is called: it compiles and loads the kernels, which cannot be done while capturing
-            self.step(*key)
-            called = self.clock("capture_s", began)
-            if called - began > 1 and not bar.disable:
-                tqdm.write(f"kernels for {size} rows compiled in {called - began:.1f} s")
+            kernels = size, self.draw[0] == 0
+            if kernels not in self.sampler.loaded:
+                # a step as it is called: it compiles and loads them, which cannot be done while capturing
+                self.step(*key)
+                self.sampler.loaded.add(kernels)
+                called, steps = self.clock("capture_s", began), steps - 1
+                if called - began > 1 and not bar.disable:
+                    tqdm.write(f"kernels for {size} rows compiled in {called - began:.1f} s")
+                began = called
             self.graphs[key] = graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.pool):
                 self.step(*key)
-            self.pool, steps = graph.pool(), steps - 1
-            began = self.clock("capture_s", called)
+            self.pool = graph.pool()
+            began = self.clock("capture_s", began)
         for _ in range(steps):
             self.graphs[key].replay() if self.cuda else self.step(*key)
         self.stats["steps"] += steps

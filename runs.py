@@ -150,7 +150,7 @@ class Run:
                 state = {k: tensors[f"{name}/{k}"] for k in ("step", "exp_avg", "exp_avg_sq")
                          if f"{name}/{k}" in tensors}
                 if state:
-                    optimizer.state[p] = {k: v if k == "step" else v.to(p.device) for k, v in state.items()}
+                    optimizer.state[p] = {k: v.to(p.device) for k, v in state.items()}
             lora.refresh(model)
             break
         else:
@@ -332,7 +332,7 @@ def line(record):
             f"grad {r['grad_norm']:.2f} | lr {r['lr']:.1e} | σ {r['sigma']:.1e} | "
             f"gen {r['rollout_s']:.1f}s {r['rollout_tok_s']:.0f} tok/s | "
             f"train {r['update_s']:.1f}s {r['update_tok_s']:.0f} tok/s | {r['memory_gb']:.1f} GB"
-            + " | skipped" * bool(r.get("skipped")))
+            + (f" of {r['planned_gb']:.1f} planned" if "planned_gb" in r else "") + " | skipped" * bool(r.get("skipped")))
     return text.replace("nan%", "–").replace("nan", "–")
 
 

@@ -14,7 +14,7 @@
     python train.py --steps 0 --adapter runs/NAME/adapter       evaluates
     torchrun --nproc-per-node 2 train.py …                      prompts split by rank, gradients summed
 
-Needs: all files of this project but bench.py and memory.py.
+Needs: all files of this project but bench.py.
 """
 
 import dataclasses
@@ -32,6 +32,7 @@ import aqn
 import checkpoint
 import grpo
 import lora
+import memory
 import runs
 from model import QUANT, answer_mask, load
 from rollout import Rollout, Sampler
@@ -120,9 +121,9 @@ class Config:
 
 def train(config, model, task, tokenizer, stop_ids, run):
     """The algorithm. Every random choice is a function of (seed, step)."""
-    sampler, history = Sampler(model), []
+    sampler, history, planned = Sampler(model), [], 0.0
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.99),
-                                  weight_decay=config.weight_decay)
+                                  weight_decay=config.weight_decay, fused=model.device.type == "cuda")
     first = run.load(model, optimizer)              # outside: a stop in here must not save what is half read
     optimizer.register_step_pre_hook(lambda *_: setattr(run, "whole", False))
     phase = "sampling"
@@ -140,7 +141,10 @@ def train(config, model, task, tokenizer, stop_ids, run):
             phase = "update"
             with runs.deferred_signals():           # a step is made, logged and saved, or it is not begun
                 stats |= update(config, model, optimizer, sampled, advantages.to(model.device))
-                history.append(stats | dict(sigma=sigma, lr=lr, memory_gb=runs.peak_memory_gb()))
+                stats |= dict(sigma=sigma, lr=lr, memory_gb=runs.peak_memory_gb())
+                if model.device.type == "cuda":
+                    stats["planned_gb"] = planned = max(planned, planned_gb(config, sampler, sampled))
+                history.append(stats)
                 run.done, run.whole, phase = step + config.updates_per_rollout, True, "sampling"
                 run.log("step", step, history[-1])
                 if due(config, config.samples_every, step):
@@ -192,13 +196,17 @@ def collect(config, sampler, task, tokenizer, stop_ids, step):
             break
     signal, rollouts, rewards, texts = zip(*kept, strict=True)
     sampled, rewards = Rollout.join(rollouts), torch.tensor(rewards, dtype=torch.float64).flatten()
-    seconds = time.perf_counter() - began
-    count, reward, finished, tokens, groups, extra = all_sum(torch.tensor([
-        P * G, rewards.sum(), sampled.finished.sum(), sampled.lengths.sum(), sum(signal), len(drawn) - P],
-        dtype=torch.float64)).tolist()
-    return sampled, rewards, [pair for group in texts for pair in group], dict(
+    seconds = [0.0] * ranks
+    seconds[rank] = time.perf_counter() - began
+    count, reward, finished, tokens, groups, extra, *seconds = all_sum(torch.tensor([
+        P * G, rewards.sum(), sampled.finished.sum(), sampled.lengths.sum(), sum(signal), len(drawn) - P,
+        *seconds], dtype=torch.float64)).tolist()
+    stats = dict(
         reward=reward / count, signal=groups * G / count, finished=finished / count, length=tokens / count,
-        resampled=int(extra), mismatch=mismatch, rollout_s=seconds, rollout_tok_s=tokens / seconds)
+        resampled=int(extra), mismatch=mismatch, rollout_s=max(seconds), rollout_tok_s=tokens / max(seconds))
+    if ranks > 1:
+        stats["rollout_idle"] = 1 - sum(seconds) / ranks / max(seconds)
+    return sampled, rewards, [pair for group in texts for pair in group], stats
 
 
 def update(config, model, optimizer, sampled, advantages):
@@ -225,12 +233,11 @@ def backward(config, model, sampled, advantages, old, first=True):
     """Leave the gradient of the whole batch's loss, over all ranks, in the parameters → measurements.
     old (B, T): what the ratio compares with; unless correction is bypass, the first call fills it with the
     trainer's own log-probabilities. Rows without advantage are not run (they add exactly 0), yet count."""
+    grads = fresh_gradients(model)                                   # a rank without rows still joins the sum
     trained = sampled.lengths * sampled.finished if config.overlong == "mask" else sampled.lengths     # (B,)
     normalizer = all_sum(grpo.normalizer(config.loss, trained, config.max_new_tokens).double()).item()
     rows = torch.nonzero((trained > 0) & ((advantages != 0) | (config.beta > 0)))[:, 0]
     total = torch.zeros(7, dtype=torch.float64, device=model.device)
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)                                 # a rank without rows still joins the sum
     for micro in sampled.micro_batches(rows, config.micro_tokens):
         part = sampled.rows(micro)
         mask = answer_mask(part.tokens, part.prompt_lengths, part.lengths)
@@ -252,21 +259,32 @@ def backward(config, model, sampled, advantages, old, first=True):
             kl = (logprobs - reference)[mask].sum() if config.beta else drift.sum() * 0        # k1
             total += torch.stack([mask.sum(), entropy.sum(), grpo.kl_k3(drift).sum(), clipped, kl,
                                   (part.prompt_lengths + part.lengths).sum(), loss])
-    for p in model.parameters():
-        all_sum(p.grad)
+    all_sum(grads)
     tokens, entropy, kl_noise, clipped, kl, through, loss = all_sum(total).tolist()
     mean = [x / tokens if tokens else None for x in (entropy, kl_noise, clipped, kl)]
     return dict(zip(("entropy", "kl_noise", "clip_fraction", "kl_reference"), mean, strict=True),
                 grad_norm=None, rows=int(all_sum(torch.tensor(len(rows)))), tokens=through, loss=loss)
 
 
+def fresh_gradients(model):
+    """Zero gradients for all parameters, views of the one vector that is returned: ranks add it in one go."""
+    parameters = list(model.parameters())
+    flat = torch.zeros(sum(p.numel() for p in parameters), device=model.device)
+    for p, grad in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        p.grad = grad.view_as(p)
+    return flat
+
+
+@torch.no_grad()
 def measure_mismatch(config, model, sampled, rows=8):
-    """mean exp|Δ ln π| of a few answers, sampler against trainer on equal weights and noise: 1 is perfect.
-    With gradients on, as in training: without them a GPU takes the sampler's kernels."""
-    part = sampled.rows(range(min(rows, len(sampled.tokens))))
-    logprobs, _ = model.logprobs(part.tokens, part.prompt_lengths, part.lengths, config.temperature)
-    mask = answer_mask(part.tokens, part.prompt_lengths, part.lengths)
-    return (logprobs.detach() - part.logprobs)[mask].abs().exp().mean().item()
+    """mean exp|Δ ln π| of a few answers, sampler against trainer on equal weights and noise: 1 is perfect."""
+    ratios = []
+    for micro in sampled.micro_batches(torch.arange(min(rows, len(sampled.tokens))), config.micro_tokens):
+        part = sampled.rows(micro)
+        logprobs, _ = model.logprobs(part.tokens, part.prompt_lengths, part.lengths, config.temperature)
+        mask = answer_mask(part.tokens, part.prompt_lengths, part.lengths)
+        ratios.append((logprobs - part.logprobs)[mask].abs().exp())
+    return torch.cat(ratios).mean().item()
 
 
 def evaluate(config, sampler, task, tokenizer, stop_ids):
@@ -315,6 +333,13 @@ def batch(problems, config, step, attempt=0):
         epoch, at = divmod(i, len(problems))
         chosen.append(random.Random(f"{config.seed} {epoch}").sample(problems, len(problems))[at])
     return chosen
+
+
+def planned_gb(config, sampler, sampled):
+    """What memory.py says that such a step takes, on a GPU."""
+    length = sampled.tokens.shape[1]
+    return memory.plan(sampler.model.config, config.quant, config.rank, sampler.stats["slots"], length,
+                       max(config.micro_tokens, length), config.gradient_checkpointing).peak / 1e9
 
 
 def learning_rate(config, step):

@@ -90,17 +90,37 @@ def same(ours, plain, atol):
     torch.testing.assert_close(ours, plain, atol=atol, rtol=0)
 
 
+def alike(ours, plain, inputs, atol, used=(0,)):
+    """Results and gradients of the kernels against those of autograd through the plain lines."""
+    found = []
+    for function in (ours, plain):
+        leaves = [t if t is None else t.detach().clone().requires_grad_() for t in inputs]
+        out = function(*leaves)
+        out = [out] if torch.is_tensor(out) else [out[i] for i in used]
+        weights = [torch.arange(o.numel(), device=o.device).view(o.shape).mul(.37).cos() for o in out]
+        grads = torch.autograd.grad(sum((o * w).sum() for o, w in zip(out, weights, strict=True)),
+                                    [t for t in leaves if t is not None])
+        found.append([*out, *grads])
+    for a, b in zip(*found, strict=True):
+        assert a.dtype == b.dtype
+        same(a, b, atol)
+
+
 def interpreted():
     """Each kernel against its plain lines, in fp32, on sizes that are no multiple of anything."""
     torch.manual_seed(0)
     for D in (64, 97, 576):
         x, y, w = torch.randn(5, D), torch.randn(5, D), torch.randn(D)
-        for branch in (y, None):                                       # sums of 576: a few roundings of 2⁻²³
-            for a, b in zip(decode._add_norm(x, branch, w, 1e-5, torch.float32),
-                            decode.add_norm(x, branch, w, 1e-5, torch.float32), strict=True):
-                same(a, b, 4e-6)
-    gate_up = torch.randn(3, 2 * 1501)
-    same(decode._swiglu(gate_up), decode.swiglu(gate_up), 4e-6)
+        for inputs in ([x, y], [x, None]):                             # sums of 576: a few roundings of 2⁻²³
+            for used in ((0, 1), (1,)):                                # the last norm's sum is read by nobody
+                alike(lambda *i, w=w: decode.AddNorm.apply(*i, w, 1e-5, torch.float32),
+                      lambda *i, w=w: decode.add_norm(*i, w, 1e-5, torch.float32), inputs, 4e-6, used)
+    alike(decode.SwiGLU.apply, decode.swiglu, [torch.randn(3, 2 * 1501)], 4e-6)
+    for H, Dh in ((4, 16), (7, 40)):
+        part = torch.randn(2, 5, H + 3, Dh)[:, :, 1:H + 1]             # as q is a part of qkv
+        angle = torch.rand(2, 5, Dh // 2) * 7
+        alike(lambda x, at=angle: decode.Rope.apply(x, at.cos(), at.sin()),
+              lambda x, at=angle: decode.rope(x, at.cos(), at.sin()), [part], 4e-6)
     for H, Hkv, Dh, head_norms, positions in ((4, 2, 16, False, EDGES), (7, 1, 64, True, [5, 300, -1, 599]),
                                               (9, 3, 40, True, [5, 300, 256])):
         qkv, norms, cos, sin, cache, _, at = decode_step(H, Hkv, Dh, positions, 600, head_norms)
@@ -124,10 +144,14 @@ def compiled():
         dict(DH=128, REP=7, HALF=64), dict(DH=64, REP=3, HALF=32, q_weight=None, k_weight=None))])
     compile_everywhere(
         [(decode._attention_kernel, wide, 4, 128, 2), (decode._attention_kernel, narrow, 4, 128, 2),
-         (decode._add_norm_kernel, dict(TILE=8192), 8, 128, 1),
-         (decode._swiglu_kernel, dict(TILE=1024), 4, 64, 1)],
-        {"*bf16": "qkv k_cache v_cache gate_up y out", "*i32": "counters", "*i64": "slots positions",
-         "*fp32": "sums maxima cos sin x weight q_weight k_weight total", "fp32": "eps scale"}, ("D", "F_"))
+         (decode._add_norm_kernel, dict(D=8192, TILE=8192), 8, 128, 1),
+         (decode._add_norm_backward_kernel, dict(D=8192, TILE=8192), 8, 255, 1),
+         (decode._swiglu_kernel, dict(TILE=1024, d_out=None), 4, 64, 1),
+         (decode._swiglu_kernel, dict(TILE=1024), 4, 64, 1),
+         (decode._rope_kernel, dict(DH=128, ROWS=64, HALF=64), 4, 128, 1)],
+        {"*bf16": "qkv k_cache v_cache gate_up y out d_out dy", "*i32": "counters", "*i64": "slots positions",
+         "*fp32": "sums maxima cos sin x weight q_weight k_weight total d_total dx",
+         "fp32": "eps scale sign"}, ("F_",))
 
 
 def test_kernels_compile_for_four_generations():
@@ -158,14 +182,23 @@ def test_gpu_attention(H, Hkv, Dh, head_norms):
 
 
 @pytest.mark.gpu
-def test_gpu_norm_and_swiglu():
-    """Against the plain lines on the same GPU."""
-    x, y, w = torch.randn(3, 37, 3584, device="cuda")
-    y, w = y.bfloat16(), w[0].contiguous()
-    plain = decode.add_norm(x.requires_grad_(), y, w, 1e-5, torch.bfloat16)
-    with torch.no_grad():
-        total, normed = decode.add_norm(x, y, w, 1e-5, torch.bfloat16)
-        assert torch.equal(total, plain[0]) and (normed != plain[1]).float().mean() < 1e-3
-        gate_up = torch.randn(37, 2 * 18944, device="cuda").bfloat16()
-        gate, up = gate_up.chunk(2, -1)
-        assert (decode.swiglu(gate_up) != torch.nn.functional.silu(gate) * up).float().mean() < 1e-3
+def test_gpu_norm_swiglu_and_rope():
+    """bf16, forward and backward, against the plain lines in fp32 of the same numbers on a CPU."""
+    x, y, w = torch.randn(3, 37, 3584)
+    gate_up, part = torch.randn(37, 2 * 18944), torch.randn(2, 9, 36, 128)[:, :, :28]
+    cos, sin = torch.rand(2, 2, 9, 64)
+    jobs = [(lambda x, y, w: decode.add_norm(x, y, w, 1e-5, y.dtype), [x, y], [w[0]]),
+            (lambda x, w: decode.add_norm(x, None, w, 1e-5, torch.bfloat16 if x.is_cuda else x.dtype)[1], [x],
+             [w[0]]), (decode.swiglu, [gate_up.bfloat16()], []), (decode.rope, [part.bfloat16()], [cos, sin])]
+    jobs[0][1][1] = y.bfloat16()
+    for function, learn, others in jobs:
+        found = []
+        for device, dtype in (("cuda", None), ("cpu", torch.float32)):
+            leaves = [t.to(device, dtype).detach().requires_grad_() for t in learn]
+            out = function(*leaves, *(t.to(device) for t in others))
+            out = [out] if torch.is_tensor(out) else list(out)
+            weights = [torch.arange(o.numel(), device=device).view(o.shape).mul(.37).cos() for o in out]
+            total = sum((o.float() * v).sum() for o, v in zip(out, weights, strict=True))
+            found.append(out + list(torch.autograd.grad(total, leaves)))
+        for ours, plain in zip(*found, strict=True):      # a few roundings to bf16, of 2⁻⁹ each
+            assert (ours.float().cpu() - plain).norm() / plain.norm() < 2**-7
