@@ -146,6 +146,13 @@ def random_packed(sizes, K):
     return fp4_gemm.pack(*qs)
 
 
+def random_adapter(sizes, K, rank=32):
+    """A, B and splits, as fp4_gemm.linear takes them."""
+    A, B = (torch.randn(s, device="cuda", dtype=torch.bfloat16) * s[1]**-.5
+            for s in ((len(sizes) * rank, K), (sum(sizes), rank)))
+    return A, torch.block_diag(*B.split(sizes)), sizes
+
+
 def clone(packed):
     import dataclasses
     return dataclasses.replace(packed, words=packed.words.clone(), scales=packed.scales.clone(),
@@ -160,12 +167,9 @@ def gemm(args):
     for name, (sizes, K, rows) in SHAPES.items():
         if args.shapes and name not in args.shapes.split(","):
             continue
-        N, rank = sum(sizes), 32
-        packed = random_packed(sizes, K)
+        N, packed = sum(sizes), random_packed(sizes, K)
         W = fp4_gemm.dequantize(packed)
-        lora_A, lora_B = (torch.randn(s, device="cuda", dtype=torch.bfloat16) * s[1]**-.5
-                          for s in ((len(sizes) * rank, K), (N, rank)))
-        lora = (lora_A, lora_B, sizes, 1.)
+        lora = (*random_adapter(sizes, K), 1.)
         fours = [packed] + [clone(packed) for _ in range(copies(packed.words.nbytes) - 1)]
         dense = [W] + [W.clone() for _ in range(copies(W.nbytes) - 1)]
         exact = W.double()
@@ -196,13 +200,10 @@ def gemm(args):
 def check_row(what, x, dy, packed, exact, lora):
     """Stop unless forward, forward with LoRA and dx agree with float64 to 2^-8; bf16 rounds to half."""
     import fp4_gemm
-    lora_A, lora_B, sizes, _ = lora
-    ref = x.double() @ exact.T
-    xa = (x.double() @ lora_A.double().T).split(lora_B.shape[1], 1)
-    parts = zip(xa, lora_B.double().split(sizes), strict=True)
-    delta = torch.cat([a @ B.T for a, B in parts], 1)
+    ref, (A, B, *_) = x.double() @ exact.T, lora
+    adapted = ref + x.double() @ A.double().T @ B.double().T
     errors = {"forward": rel_err(fp4_gemm.linear(x, packed), ref),
-              "lora": rel_err(fp4_gemm.linear(x, packed, lora=lora), ref + delta),
+              "lora": rel_err(fp4_gemm.linear(x, packed, lora=lora), adapted),
               "dx": rel_err(dx(dy, packed), dy.double() @ exact)}
     if not max(errors.values()) < 2**-8:
         sys.exit(f"{what}: wrong results are not timed: {errors}")

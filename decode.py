@@ -202,7 +202,7 @@ def _rope(x, cos, sin, sign):
     (B, T, H, Dh), x = x.shape, x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _rope_kernel[T, B](x, *x.stride()[:3], cos, sin, sign, out, H, DH=Dh, ROWS=triton.next_power_of_2(H),
-                       HALF=triton.next_power_of_2(Dh // 2), **_flags(x))
+                       HALF=triton.next_power_of_2(Dh // 2), **_flags(x), num_warps=8)
     return out
 
 

@@ -120,30 +120,31 @@ def unpack(packed):
 
 # --- what callers use
 
-def linear(x, packed, bias=None, lora=None, deterministic=False):
-    """x (..., K) → x @ W.T + bias + the adapter's part, (..., N), in x's dtype: bf16 on a GPU, fp32 on a CPU.
+def linear(x, packed, bias=None, lora=None, learn=(None, None), deterministic=False):
+    """x (..., K) → x @ W.T + bias + scale · (x @ A.T) @ B.T, (..., N); all bf16 on a GPU, fp32 on a CPU.
 
-    packed: a PackedNVFP4, or a plain (N, K) matrix. lora = (lora_A (S·r, K), lora_B (N, r), splits, scale):
-    part s, the next splits[s] columns of y, gets scale · (x @ A[s·r:(s+1)·r].T) @ B[its rows].T. Gradients
-    flow to x, bias, lora_A and lora_B, never to W. deterministic: the same K split for every M and no cuBLAS,
-    so that a row does not depend on its batch.
+    packed: a PackedNVFP4, or a plain (N, K) matrix. lora = (A (R, K), B (N, R), splits, scale), where B is
+    torch.block_diag of the parts' matrices: part s, the next splits[s] columns of y, meets only its own R / S
+    columns of x @ A.T. learn = (lora_A (R, K), lora_B (N, R / S)): the parameters that A and B were rounded
+    from. Gradients flow to x, bias and learn, never to W. deterministic: the same K split for every M and no
+    cuBLAS, so that a row does not depend on its batch.
     """
     N, K = packed.shape
-    lora_A, lora_B, splits, scale = lora or (None, None, (), 1.)
+    A, B, splits, scale = lora or (None, None, (), 1.)
     words = packed if torch.is_tensor(packed) else packed.words
-    devices = {t.device for t in (x, bias, lora_A, lora_B, words) if t is not None}
-    dtype = torch.bfloat16 if x.is_cuda else torch.float32
+    given = [t for t in (x, bias, A, B) if t is not None]
+    dtype, devices = torch.bfloat16 if x.is_cuda else torch.float32, {t.device for t in (*given, words)}
     assert x.shape[-1] == K, f"x has K={x.shape[-1]}, the weight K={K}"
     assert len(devices) == 1, f"x, weight, bias and lora are on {sorted(map(str, devices))}"
-    assert x.dtype == dtype, f"x is {x.dtype}; on {x.device.type} it must be {dtype}"
+    assert {t.dtype for t in given} == {dtype}, f"{[t.dtype for t in given]} on {x.device.type}: only {dtype}"
     assert bias is None or bias.shape == (N,), f"bias is {tuple(bias.shape)}, expected ({N},)"
     if lora:
-        shapes = [*lora_A.shape, *lora_B.shape]
-        assert shapes == [len(splits) * shapes[3], K, sum(splits), shapes[3]] and sum(splits) == N, \
-            f"lora_A {shapes[:2]}, lora_B {shapes[2:]} and splits {splits} do not fit a weight {packed.shape}"
+        shapes = [*A.shape, *B.shape]
+        assert shapes == [shapes[0], K, N, shapes[0]] and sum(splits) == N and shapes[0] % len(splits) == 0, \
+            f"A {shapes[:2]}, B {shapes[2:]} and splits {splits} do not fit a weight {packed.shape}"
     rows = x.reshape(-1, K).contiguous()
     fused = x.is_cuda and words is not packed and (deterministic or len(rows) <= FUSED_MAX)
-    y = _Linear.apply(rows, packed, bias, lora_A, lora_B, tuple(splits), scale, fused, deterministic)
+    y = _Linear.apply(rows, packed, bias, A, B, tuple(splits), scale, fused, deterministic, *learn)
     return y.view(*x.shape[:-1], N)
 
 
@@ -162,26 +163,18 @@ def dequantize(packed, dtype=torch.bfloat16):
     return torch.cat(rows)
 
 
-def _parts(y, xa, lora_B, splits):
-    """The columns of y, the columns of xa and the rows of B that belong together."""
-    return list(zip(y.split(splits, 1), xa.split(lora_B.shape[1], 1), lora_B.split(splits), strict=True))
-
-
 class _Linear(torch.autograd.Function):
     """Backward finds x, xa = scale · x @ A.T and the packed bytes; a GPU never keeps a 16-bit weight."""
 
     @staticmethod
-    def forward(ctx, x, packed, bias, lora_A, lora_B, splits, scale, fused, deterministic):
-        A, B = (t if t is None else t.to(x.dtype).contiguous() for t in (lora_A, lora_B))
+    def forward(ctx, x, packed, bias, A, B, splits, scale, fused, deterministic, lora_A, lora_B):
         if fused:
             y, xa = _fused(x, packed, bias, A, B, splits, scale, deterministic)
         elif A is None:
             y, xa = F.linear(x, _weight(packed, x.dtype), bias), None
         else:      # the adapter first: the large product adds to it before its one rounding
-            y = x.new_empty(len(x), len(B)) if bias is None else bias.repeat(len(x), 1)
             xa = x.new_empty(len(x), len(A)).addmm_(x, A.T, beta=0, alpha=scale)
-            for y_s, xa_s, B_s in _parts(y, xa, B, splits):
-                y_s.addmm_(xa_s, B_s.T, beta=0 if bias is None else 1)
+            y = xa @ B.T if bias is None else torch.addmm(bias, xa, B.T)
             y.addmm_(x, _weight(packed, x.dtype).T)
         ctx.packed, ctx.splits, ctx.scale = packed, splits, scale
         ctx.save_for_backward(None if A is None else x, xa, A, B)
@@ -191,16 +184,16 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, dy):
         (x, xa, A, B), dy, dx, dA, dB = ctx.saved_tensors, dy.contiguous(), None, None, None
         if A is not None:
-            dxa, dB = torch.empty_like(xa), torch.empty_like(B)
-            parts = zip(_parts(dy, dxa, B, ctx.splits), _parts(dB.T, xa, B, ctx.splits), strict=True)
-            for (dy_s, dxa_s, B_s), (dB_s, xa_s, _) in parts:
-                dxa_s.addmm_(dy_s, B_s, beta=0, alpha=ctx.scale)
-                torch.mm(dy_s.T, xa_s, out=dB_s.T)
-            dx, dA = dxa @ A, dxa.T @ x
+            dxa = torch.empty_like(xa).addmm_(dy, B, beta=0, alpha=ctx.scale)
+            dx = dxa @ A
+            if ctx.needs_input_grad[-1]:
+                dA, dB = dxa.T @ x, dy.T @ xa                      # of dB only the blocks: the rest stays 0
+                r = len(A) // len(ctx.splits)
+                dB = torch.cat([b[:, i * r:(i + 1) * r] for i, b in enumerate(dB.split(ctx.splits))])
         if ctx.needs_input_grad[0]:
             W = _weight(ctx.packed, dy.dtype)
             dx = dy @ W if A is None else dx.addmm_(dy, W)
-        return dx, None, dy.sum(0) if ctx.needs_input_grad[2] else None, dA, dB, None, None, None, None
+        return dx, None, dy.sum(0) if ctx.needs_input_grad[2] else None, *[None] * 6, dA, dB
 
 
 def _weight(packed, dtype):
@@ -241,7 +234,7 @@ def _fused(x, packed, bias, lora_A, lora_B, splits, scale, deterministic=False, 
     flags = {"PDL": generation >= 9, "EVEN_K": K % COLS == 0, "F32": x.dtype == torch.float32}
     y, xa, rank = x.new_empty(M, N), None, 0
     if lora_A is not None:
-        R, rank = lora_A.shape[0], lora_B.shape[1]
+        R, rank = lora_A.shape[0], lora_A.shape[0] // len(splits)
         xa_m, xa_split = max(16, min(triton.next_power_of_2(M), 32)), min(16, triton.cdiv(K, 256))
         grid = (triton.cdiv(M, xa_m), triton.cdiv(R, 32), xa_split)
         assert grid[0] * grid[1] <= 2048, f"M={M} rows and lora_A of {R} are too many for one launch"
@@ -335,9 +328,10 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
                 end = begin + SPLITS[part]
                 if (begin < pid_n * 64 + 64) & (end > pid_n * 64):               # most tiles lie in one part
                     mine = ((offs_n >= begin) & (offs_n < end))[:, None] & (r < RANK)[None, :]
-                    B = tl.load(lora_B + offs_n[:, None] * RANK + r[None, :], mask=mine, other=0.)
-                    xa_t = tl.load(xa + offs_m[None, :] * (len(SPLITS) * RANK) + part * RANK + r[:, None],
-                                   mask=in_m & (r < RANK)[:, None], other=0.)
+                    R, at = len(SPLITS) * RANK, part * RANK + r            # this part's block in a row of B
+                    B = tl.load(lora_B + offs_n[:, None] * R + at[None, :], mask=mine, other=0.)
+                    xa_t = tl.load(xa + offs_m[None, :] * R + at[:, None], mask=in_m & (r < RANK)[:, None],
+                                   other=0.)
                     acc = tl.dot(B, xa_t, acc, input_precision="ieee")
                 begin = end
         y_ptr = y + offs_m[None, :] * N + offs_n[:, None]

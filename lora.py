@@ -11,8 +11,8 @@ Projections that read the same input run as one matrix, and so do their adapters
           [ k ]                   [ A_k ]                 [ B_k ]          row block s of lora_A, so that this
           [ v ]   x K             [ A_v ]   x K           [ B_v ]   x r    equals three separate adapters
 
-The parameters are fp32. refresh() rounds them into copies of the compute type, in place, which the sampler
-reads; the trainer rounds the parameters the same way, so both sides multiply by the same numbers.
+The parameters are fp32. refresh() rounds them into copies of the compute type, in place; sampler and trainer
+both multiply by the copies.
 
 Files are PEFT's: adapter_config.json and adapter_model.safetensors, fused projections split into their parts.
 Left out: dropout, bias, DoRA, rsLoRA, several adapters at once.
@@ -36,8 +36,9 @@ PREFIX = "base_model.model.model."             # PEFT wraps transformers' ForCau
 class LoRALinear(nn.Module):
     """A frozen base and its adapter: x (…, K) → (…, N) in the dtype of x.
 
-    base: a module with in_features, out_features and forward(x). One that says `fuses_lora = True` is called
-    as base(x, lora), rounds the adapter to x's dtype and adds it. splits: rows of each fused part, of sum N.
+    base: a module with in_features, out_features and forward(x). One that says `fuses_lora = True` adds the
+    adapter itself: base(x, (copy_A, copy_B, splits, scale), (lora_A, lora_B)) multiplies by the copies and
+    gives the parameters their gradients. splits: rows of each fused part, their sum is N.
     """
 
     def __init__(self, base, rank, alpha, splits=None, dtype=torch.float32, device=None, generator=None):
@@ -53,24 +54,27 @@ class LoRALinear(nn.Module):
         lora_A = torch.empty(len(self.splits) * rank, K).uniform_(-(K**-0.5), K**-0.5, generator=generator)
         self.lora_A = nn.Parameter(lora_A.to(device))
         self.lora_B = nn.Parameter(torch.zeros(N, rank, device=device))
-        self.register_buffer("copy_A", self.lora_A.detach().to(dtype, copy=True), persistent=False)
-        self.register_buffer("copy_B", self.lora_B.detach().to(dtype, copy=True), persistent=False)
+        for name, shape in (("copy_A", lora_A.shape), ("copy_B", (N, len(lora_A)))):
+            self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device), persistent=False)
         self.enabled = True
+        self.refresh()
 
     def refresh(self):
-        """Round the parameters into the copies that the sampler reads. In place: captured graphs see it."""
+        """Round the parameters into the copies, in place, so that captured graphs see it. copy_B (N, S·r) is
+        block-diagonal: B_q, B_k and B_v beside each other, each in its own rows."""
         with torch.no_grad():
             self.copy_A.copy_(self.lora_A)
-            self.copy_B.copy_(self.lora_B)
+            blocks = zip(self.copy_B.split(self.splits), self.lora_B.split(self.splits), strict=True)
+            for s, (rows, B) in enumerate(blocks):
+                rows[:, s * self.rank:(s + 1) * self.rank].copy_(B)
 
     def forward(self, x):
         if not self.enabled:
             return self.base(x)
-        A, B = (self.lora_A, self.lora_B) if torch.is_grad_enabled() else (self.copy_A, self.copy_B)
-        lora = A, B, self.splits, self.scale
         if getattr(self.base, "fuses_lora", False):
-            return self.base(x, lora)
-        return self.base(x) + delta(x, *lora)
+            learn = self.lora_A, self.lora_B
+            return self.base(x, (self.copy_A, self.copy_B, self.splits, self.scale), learn)
+        return self.base(x) + delta(x, self.lora_A, self.lora_B, self.splits, self.scale)
 
 
 def delta(x, lora_A, lora_B, splits, scale):

@@ -3,7 +3,8 @@
     peak = weights + adapter and optimizer + the larger of rollout and update
 
     weights    0.5625 byte a quantised weight (4 bits, and 8 bits for each 16), 2 for embeddings and lm_head
-    adapter    18 bytes a parameter: itself, its gradient and AdamW's two moments in fp32, its copy in bf16
+    adapter    16 bytes a parameter: itself, its gradient and AdamW's two moments in fp32; and a copy in bf16,
+               that of lora_B with the zeros of a block-diagonal matrix
     rollout    keys and values of every slot, logits twice, one weight in bf16, a prefill's activations
     update     what backward keeps of a micro-batch: with gradient checkpointing the residual stream between
                layers (fp32) and one layer's inside, without it every layer's; logits in chunks; one weight
@@ -81,10 +82,10 @@ def plan(c, quant="nvfp4", rank=32, slots=64, length=1152, micro_tokens=4096, ch
     padded = sum(-(-N // ROWS) * ROWS * (-(-K // COLS) * COLS) for _, N, K in linears(c))
     layer = 2 * sum(N * K for _, N, K in linears(c)) if quant == "bf16" else 0.5625 * padded
     weights = L * layer + 2 * V * D * (1 if c.tie_word_embeddings else 2)
-    adapter = 18 * L * rank * sum(S * K + N for S, N, K in linears(c))
+    adapter = L * rank * sum(16 * (S * K + N) + 2 * S * (K + N) for S, N, K in linears(c))
     scratch = 0 if quant == "bf16" else 2 * max(N * K for _, N, K in linears(c))
-    # bytes a token that autograd keeps of a layer: two sums (fp32) and their norms, q, k, v, the same rotated,
-    # what comes of them, gate and up, their product, x @ A.T; and what backward adds at its widest
+    # bytes a token that autograd keeps of a layer: two sums (fp32) and their norms, q, k and v, the rotated,
+    # what attention makes of them, gate and up, their product, x @ A.T; and what backward adds at its widest
     kept, passing = 14 * D + 4 * qkv + 6 * F + 14 * rank, 8 * D + 6 * F
     rollout = slots * (length * cached(c) + 8 * V) + scratch + prefill_bytes(c)
     layers = 4 * D * L + kept if checkpointing else L * kept

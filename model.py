@@ -86,8 +86,8 @@ class FrozenLinear(nn.Module):
         self.quantized = method is not None
         self.out_features, self.in_features = (self.packed if self.quantized else self.weight).shape
 
-    def forward(self, x, lora=None):
-        return fp4_gemm.linear(x, self.packed if self.quantized else self.weight, self.bias, lora)
+    def forward(self, x, lora=None, learn=(None, None)):
+        return fp4_gemm.linear(x, self.packed if self.quantized else self.weight, self.bias, lora, learn)
 
 
 class Attention(nn.Module):
@@ -106,10 +106,12 @@ class Attention(nn.Module):
             out = decode.cached_attention(qkv[:, 0], norms, cos[:, 0], sin[:, 0], cache, layer,
                                           positions[:, 0])
             return self.o_proj(out[:, None])
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in qkv.split(self.splits, -1))
+        H, Hkv = (n // self.head_dim for n in self.splits[:2])
+        qk, v = qkv.unflatten(-1, (-1, self.head_dim)).split((H + Hkv, Hkv), 2)               # (B, T, …, Dh)
         if norms:
-            q, k = decode.rms_norm(q, norms[0], norms[2]), decode.rms_norm(k, norms[1], norms[2])
-        q, k = decode.rope(q, cos, sin), decode.rope(k, cos, sin)                             # (B, T, …, Dh)
+            qk = torch.cat([decode.rms_norm(t, weight, norms[2])
+                            for t, weight in zip(qk.split((H, Hkv), 2), norms, strict=False)], 2)
+        q, k = decode.rope(qk, cos, sin).split((H, Hkv), 2)
         if cache is not None:
             cache.fill(layer, k, v)
         return self.o_proj(decode.causal_attention(q, k, v))
@@ -206,7 +208,10 @@ class Decoder(nn.Module):
         for i, layer in enumerate(self.layers):
             where = (positions, cos, sin, cache, i)
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                x = recompute(layer.summed, x, *where, use_reentrant=False)
+                # the reentrant kind keeps the layer's input and has no hook on each tensor inside, which cost
+                # more time than the kernels of a small model; it wants an input that wants a gradient
+                x = recompute(layer.summed, x.requires_grad_(), *where, use_reentrant=True,
+                              preserve_rng_state=False)
             else:
                 x, y = layer(x, y, *where)
         return self.norm(x, y)[1]

@@ -332,7 +332,8 @@ def line(record):
             f"grad {r['grad_norm']:.2f} | lr {r['lr']:.1e} | σ {r['sigma']:.1e} | "
             f"gen {r['rollout_s']:.1f}s {r['rollout_tok_s']:.0f} tok/s | "
             f"train {r['update_s']:.1f}s {r['update_tok_s']:.0f} tok/s | {r['memory_gb']:.1f} GB"
-            + (f" of {r['planned_gb']:.1f} planned" if "planned_gb" in r else "") + " | skipped" * bool(r.get("skipped")))
+            + (f" of {r['planned_gb']:.1f} planned" if "planned_gb" in r else "")
+            + " | skipped" * bool(r.get("skipped")))
     return text.replace("nan%", "–").replace("nan", "–")
 
 

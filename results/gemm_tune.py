@@ -52,10 +52,8 @@ def compile_one(job):
 
 
 def adapter(sizes, K):
-    """lora_A, lora_B and splits of rank 32; none of them for sizes ()."""
-    shapes = ((32 * len(sizes), K), (sum(sizes), 32))
-    lora = [torch.randn(s, device="cuda", dtype=torch.bfloat16) * s[1]**-.5 for s in shapes]
-    return (*lora, sizes) if sizes else (None, None, ())
+    """An adapter of rank 32; none for sizes ()."""
+    return bench.random_adapter(sizes, K) if sizes else (None, None, ())
 
 
 def install(stages, splits):
@@ -93,9 +91,7 @@ def main():
         x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
         plain, lora = adapter((), K), adapter(sizes, K)
         ref = [x.double() @ fp4_gemm.dequantize(packed).double().T]
-        xa = (x.double() @ lora[0].double().T).split(32, 1)
-        parts = zip(xa, lora[1].double().split(sizes), strict=True)
-        ref.append(ref[0] + torch.cat([a @ B.T for a, B in parts], 1))
+        ref.append(ref[0] + x.double() @ lora[0].double().T @ lora[1].double().T)
         for tile in candidates(M, N, K):
             for with_lora, adapted in enumerate((plain, lora)):
                 calls = [partial(fp4_gemm._fused, x, p, None, *adapted, 1., tile=tile) for p in fours]

@@ -148,7 +148,7 @@ def compiled():
          (decode._add_norm_backward_kernel, dict(D=8192, TILE=8192), 8, 255, 1),
          (decode._swiglu_kernel, dict(TILE=1024, d_out=None), 4, 64, 1),
          (decode._swiglu_kernel, dict(TILE=1024), 4, 64, 1),
-         (decode._rope_kernel, dict(DH=128, ROWS=64, HALF=64), 4, 128, 1)],
+         (decode._rope_kernel, dict(DH=128, ROWS=128, HALF=64), 8, 128, 1)],
         {"*bf16": "qkv k_cache v_cache gate_up y out d_out dy", "*i32": "counters", "*i64": "slots positions",
          "*fp32": "sums maxima cos sin x weight q_weight k_weight total d_total dx",
          "fp32": "eps scale sign"}, ("F_",))

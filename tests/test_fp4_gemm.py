@@ -34,6 +34,12 @@ def reference(x, W, bias, lora_A, lora_B, splits, scale):
     return x @ W.T + bias + scale * torch.cat([xa @ B.T for xa, B in parts], 1)
 
 
+def adapter(lora_A, lora_B, splits):
+    """What `linear` takes of the parameters: lora and learn."""
+    B = torch.block_diag(*lora_B.detach().split(splits))
+    return (lora_A.detach(), B, splits, .5), (lora_A, lora_B)
+
+
 def rel_err(y, ref):
     return ((y.double() - ref).norm() / ref.norm()).item()
 
@@ -52,7 +58,8 @@ def watched(linear):
         saved = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
             y = linear(x, packed, bias, lora_A, lora_B)
-        assert set(saved) == {x.shape, (x.shape[0], lora_A.shape[0]), lora_A.shape, lora_B.shape}
+        R = lora_A.shape[0]
+        assert set(saved) == {x.shape, (x.shape[0], R), lora_A.shape, (lora_B.shape[0], R)}
         return y
     return call
 
@@ -111,7 +118,7 @@ def test_unpack_returns_what_went_in():
 def test_linear_on_the_cpu(M, sizes, K):
     """fp32 sums of K < 600 terms: their rounding, about sqrt(K) · 2^-24, stays below 2^-18."""
     def linear(x, packed, bias, lora_A, lora_B):
-        return fp4_gemm.linear(x, packed, bias, (lora_A, lora_B, sizes, .5))
+        return fp4_gemm.linear(x, packed, bias, *adapter(lora_A, lora_B, sizes))
 
     check_forward_and_backward(watched(linear), adapted_layer(M, sizes, K, rank=3), sizes, 2**-18)
 
@@ -171,7 +178,8 @@ def interpreted():
         assert tile[1] > 1, "split-K is what this is to test"
 
         def linear(x, packed, bias, lora_A, lora_B, sizes=sizes):
-            return fp4_gemm._Linear.apply(x, packed, bias, lora_A, lora_B, sizes, .5, True, False)
+            (A, B, *_), learn = adapter(lora_A, lora_B, sizes)
+            return fp4_gemm._Linear.apply(x, packed, bias, A, B, sizes, .5, True, False, *learn)
 
         check_forward_and_backward(watched(linear), layer, sizes, 2**-18)
         again = [linear(x, packed, bias, lora_A, lora_B) for _ in range(2)]
@@ -273,7 +281,7 @@ SIZES = [((3584, 512, 512), 3584), ((18944, 18944), 3584), ((3584,), 18944), ((5
 def test_gpu_forward_and_backward(M, sizes, K):
     """A bf16 rounding is an error of 1.7e-3; the worst path has three (weight, product, sum): 2.9e-3."""
     def linear(x, packed, bias, lora_A, lora_B):
-        return fp4_gemm.linear(x, packed, bias, (lora_A, lora_B, sizes, .5))
+        return fp4_gemm.linear(x, packed, bias, *adapter(lora_A, lora_B, sizes))
 
     layer = adapted_layer(M, sizes, K, 32, "cuda", torch.bfloat16)
     check_forward_and_backward(watched(linear), layer, sizes, 2**-8)
@@ -286,10 +294,10 @@ def test_a_thousand_launches_give_the_same_bits(M):
     for sizes, K in SIZES[:3]:
         x, packed, _, bias, lora_A, lora_B = adapted_layer(M, sizes, K, 32, "cuda", torch.bfloat16)
         with torch.no_grad():
-            first = fp4_gemm.linear(x, packed, bias, (lora_A, lora_B, sizes, .5))
+            first = fp4_gemm.linear(x, packed, bias, *adapter(lora_A, lora_B, sizes))
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                ys = [fp4_gemm.linear(x, packed, bias, (lora_A, lora_B, sizes, .5)) for _ in range(10)]
+                ys = [fp4_gemm.linear(x, packed, bias, *adapter(lora_A, lora_B, sizes)) for _ in range(10)]
             for _ in range(100):
                 for y in ys:
                     y.fill_(float("nan"))
@@ -302,7 +310,7 @@ def test_a_thousand_launches_give_the_same_bits(M):
 def test_deterministic_rows_do_not_depend_on_the_batch():
     sizes, K = SIZES[0]
     x, packed, _, bias, lora_A, lora_B = adapted_layer(700, sizes, K, 32, "cuda", torch.bfloat16)
-    run = [fp4_gemm.linear(x[:M], packed, bias, (lora_A, lora_B, sizes, .5), deterministic=True)
+    run = [fp4_gemm.linear(x[:M], packed, bias, *adapter(lora_A, lora_B, sizes), deterministic=True)
            for M in (1, 8, 17, 64, 128, 300, 700)]
     assert all(torch.equal(y, run[-1][:y.shape[0]]) for y in run)
 
