@@ -1,0 +1,170 @@
+"""The paper's runs as commands of train.py, and what tries them where there is no checkpoint.
+
+    python results/recipes.py list                                  commands to copy, the memory they need
+    python results/recipes.py try 7b-gsm8k --data train.jsonl --out FILE.jsonl
+
+The flags are those of Table 4 of QeRL (arXiv 2510.11696), and of its released scripts where that is silent.
+Ours are AdamW's 32 bits (theirs 8), norms that do not learn, and the prompts and rewards of tasks.py.
+
+Evaluation, the second command: --steps 0 trains nothing, and eval_sampled is the mean over 8 answers to each
+problem at temperature 0.6, right and ended. Not as in the paper: without its top-p 0.95, for our sampler cuts
+nothing off (in training it must not), so unlikely tokens stay in and may cost some accuracy; and on what the
+task holds out, a quarter of the file, at most 256 problems: of GSM8K's test set 256 of 1319, of MATH-500 125.
+
+`try` is train.train itself on real problems of GSM8K, which the math task reads too, and on random weights of
+the recipe's shape, made on the device layer by layer. Memory and seconds are real, the rest is STAND-INS:
+
+    tokenizer   SmolLM2's: its 49152 ids are ids of Qwen's vocabulary too, the others decode to nothing
+    ends        every --new'th id, which random weights draw once in --new tokens: five answers of eight
+                end, the others are cut off and, as the recipe says, not trained on
+    rewards     an answer that ended gets 0 or 1 by a hash of its text, for random text is always wrong, and
+                without signal nothing is updated. The task judges too: that takes its time
+    evaluation  of 4 held-out problems, and once more at the end, 8 answers each at temperature 0.6
+
+Needs: train.py and what it needs; bench.py, memory.py.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+import time
+import zlib
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch  # noqa: E402
+
+import bench  # noqa: E402
+import checkpoint  # noqa: E402
+import memory  # noqa: E402
+import runs  # noqa: E402
+import train  # noqa: E402
+from model import load  # noqa: E402
+from rollout import Sampler  # noqa: E402
+from tasks import TASKS  # noqa: E402
+
+PAPER = dict(
+    quant="rtn", rank=32, alpha=32,                     # paper: AWQ; scripts: rtn, rank 16, alpha 16
+    correction="none",                                  # compared with the trainer's own policy: a ratio of 1
+    # of both losses, and idle at a ratio of 1. Scripts with grpo: 0.2, and a KL of weight 0.04; paper: no KL
+    clip_low=0.2, clip_high=0.28, overlong="mask", temperature=1.0,
+    # one update a rollout, as by default: Table 4 says 4 on GSM8K, its authors 1 (in their issue 12)
+    lr=1e-5, schedule="cosine", weight_decay=0.1, max_grad_norm=0.2,        # but for the rate the scripts'
+    sigma_start=1e-2, sigma_end=5e-4, sigma_stages=10,  # scripts: to 1e-4; §4.1: from 5e-2
+    gradient_checkpointing=True, eval_every=50, save_every=50, samples_every=10)
+# Table 4's batch of 128 is read as answers, as TRL counts: 128 prompts would make of 600 steps ten epochs.
+# Scripts: groups and batches of 2 (32B: 8), answers of 2048 and 4096 tokens; the warm-up of a tenth is theirs
+GSM8K = PAPER | dict(
+    task="gsm8k", data="openai/gsm8k/main", loss="grpo", prompts=16, group_size=8, max_new_tokens=4096,
+    steps=600, warmup=60, micro_tokens=8192)
+# It does not say how long it trained, but evaluates after 500 to 1000 steps. It takes the levels 3 to 5 (32B:
+# 4 and 5), which README tells how to get. micro_tokens: the longest row
+BIGMATH = PAPER | dict(
+    task="math", data="SynthLabsAI/Big-Math-RL-Verified", loss="dapo", prompts=8, group_size=16,
+    max_new_tokens=8192, steps=1000, warmup=100, micro_tokens=9216)
+RECIPES = {name: dict(name=name, model=f"Qwen/Qwen2.5-{name.split('-')[0].upper()}-Instruct") | flags
+           for name, flags in (("3b-gsm8k", GSM8K), ("7b-gsm8k", GSM8K), ("7b-bigmath", BIGMATH),
+                               ("14b-bigmath", BIGMATH), ("32b-bigmath", BIGMATH))}
+EVALUATION = dict(steps=0, eval_samples=8, temperature=0.6, max_new_tokens=4096)
+# what a task is tested on, and the tokens of its longest prompts in the scripts, which cut them; we do not
+TESTS = {"gsm8k": ("openai/gsm8k/main:test", 256), "math": ("HuggingFaceH4/MATH-500:test", 1024)}
+
+
+def evaluation(name):
+    """The flags that evaluate what a recipe has trained."""
+    same = {k: RECIPES[name][k] for k in ("model", "quant", "rank", "alpha", "task")}
+    return same | EVALUATION | dict(data=TESTS[same["task"]][0], adapter=f"runs/{name}/adapter")
+
+
+def command(flags):
+    """train.Config's fields → the line for a shell."""
+    return "python train.py" + "".join(f" --{key.replace('_', '-')}" + f" {value}" * (value is not True)
+                                       for key, value in flags.items())
+
+
+def plan(config, c, slots, length):
+    return memory.plan(c, config.quant, config.rank, slots, length, max(config.micro_tokens, length),
+                       config.gradient_checkpointing)
+
+
+def show(name, card_gb=80):                             # the paper's H100
+    config, c = train.Config(**RECIPES[name]), memory.config(name.split("-")[0])
+    answers, length = config.prompts * config.group_size, TESTS[config.task][1] + config.max_new_tokens
+    slots = max(n for n in range(1, answers + 1) if plan(config, c, n, length).peak <= (card_gb - 1) * 1e9)
+    p = plan(config, c, slots, length)
+    print(f"{name}\n    {command(RECIPES[name])}\n    {command(evaluation(name))}\n"
+          f"    planned on {card_gb} GB: weights {p.weights / 1e9:.1f} GB, peak {p.peak / 1e9:.1f} GB with "
+          f"{slots} of {answers} answers of {length} tokens at once, with checkpointing the update of "
+          f"{config.micro_tokens} micro-tokens takes {p.update / 1e9:.1f} GB of it")
+
+
+class StandIn(bench.RandomWeights, checkpoint.Source):
+    """What checkpoint.open would return, but for its ends, every new'th id."""
+
+    def tokenizer(self):
+        return checkpoint.open("smollm2").tokenizer()
+
+    def stop_ids(self, new):
+        return list(range(0, self.config.vocab_size, new))
+
+
+def attempt(name, data, steps, new, **changes):
+    """Train → a record of each step, and one of an evaluation. changes: flags, None for the recipe's."""
+    began, info = time.perf_counter(), bench.conditions()
+    flags = RECIPES[name] | dict(steps=steps, max_new_tokens=new, data=data)
+    flags |= {k: v for k, v in changes.items() if v}
+    with tempfile.TemporaryDirectory() as folder:
+        config, source = train.Config(**flags, out=folder), StandIn(name.split("-")[0])
+        task, tokenizer, stop_ids = TASKS[config.task](data), source.tokenizer(), source.stop_ids(new)
+
+        def reward(problem, text, finished):
+            task.reward(problem, text, finished)
+            return float(finished and zlib.crc32(text.encode()) & 1)
+
+        tried = task._replace(held_out=task.held_out[:4], reward=reward)
+        torch.manual_seed(0)
+        model = load(source, config.quant, config.rank, config.alpha, bench.DEVICE, config.seed)
+        model.gradient_checkpointing = config.gradient_checkpointing
+        run, load_s = runs.Run(config), time.perf_counter() - began
+        run.banner(config, model, tried, load_s)
+        train.train(config, model, tried, tokenizer, stop_ids, run)
+        records = [r | dict(seconds=r["rollout_s"] + r["update_s"], peak_gb=r["memory_gb"])
+                   for r in runs.read(run.folder).values() if r["kind"] == "step"]
+    config = dataclasses.replace(config, eval_samples=8, temperature=EVALUATION["temperature"])
+    measured = train.evaluate(config, Sampler(model), tried, tokenizer, stop_ids)
+    records.append(dict(kind="eval", step=steps) | measured)
+    longest = max(len(checkpoint.encode(tokenizer, task.prompt(problem)))
+                  for step in range(steps) for problem in train.batch(task.train, config, step))
+    slots = min(Sampler(None).slots, config.prompts * config.group_size)
+    planned = plan(config, model.config, slots, longest + new).peak / 1e9
+    info |= dict(recipe=name, weights="random", rewards="stand-in: a hash of the answer", flags=flags,
+                 longest_prompt=longest, load_s=load_s, planned_gb=planned)
+    return [info | record for record in records]
+
+
+def main(arguments):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verbs.add_parser("list", help="every recipe's commands and memory")
+    tried = verbs.add_parser("try", help="a few steps on random weights")
+    tried.add_argument("name", choices=RECIPES)
+    tried.add_argument("--data", required=True, help="GSM8K's problems, a JSONL file")
+    for flag, default in (("--steps", 2), ("--new", 256), ("--prompts", None), ("--group-size", None)):
+        tried.add_argument(flag, type=int, default=default, help=f"default: {default or 'as in the recipe'}")
+    tried.add_argument("--out", help="append the records to this file")
+    args = vars(parser.parse_args(arguments))
+    if args.pop("verb") == "list":
+        return [show(name) for name in RECIPES]
+    out = args.pop("out")
+    with open(out or os.devnull, "a") as file:
+        for record in attempt(**args):
+            print(json.dumps(record))
+            print(json.dumps(record), file=file)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

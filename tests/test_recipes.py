@@ -1,0 +1,90 @@
+"""python -m pytest tests/test_recipes.py"""
+import json
+import math
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import memory
+import runs
+import train
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "results"))
+import recipes  # noqa: E402
+
+# wide enough in vocabulary for the stand-in tokenizer's ids, and in nothing else
+TINY = (64, 2, 4, 2, 96, 49152, False)
+RECORD = {"gpu", "torch", "triton", "commit", "recipe", "rewards", "flags", "planned_gb", "load_s"}
+
+
+def test_every_recipe_is_there():
+    """Or those below would find nothing to check."""
+    assert list(recipes.RECIPES) == ["3b-gsm8k", "7b-gsm8k", "7b-bigmath", "14b-bigmath", "32b-bigmath"]
+
+
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_a_recipe_is_a_config_with_the_papers_batch(name):
+    """Only flags that exist, 128 answers a step, a warm-up of a tenth, a model that the planner knows."""
+    config = train.Config(**recipes.RECIPES[name])
+    assert config.prompts * config.group_size == 128 and config.warmup * 10 == config.steps
+    assert config.name == name and name.split("-")[0] in memory.MODELS
+    train.Config(**recipes.evaluation(name))
+
+
+def test_list_prints_commands_that_parse_back(capsys):
+    """Two lines for each, to copy: they make the same Config; below them the memory."""
+    recipes.main(["list"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 * len(recipes.RECIPES)
+    for i, name in enumerate(recipes.RECIPES):
+        title, training, evaluation, planned = lines[4 * i:4 * i + 4]
+        assert title == name and "weights" in planned and "peak" in planned
+        for line, flags in ((training, recipes.RECIPES[name]), (evaluation, recipes.evaluation(name))):
+            python, script, *arguments = line.split()
+            assert (python, script) == ("python", "train.py")
+            assert runs.parse_cli(train.Config, arguments) == train.Config(**flags)
+
+
+@pytest.fixture
+def problems(tmp_path):
+    path = tmp_path / "gsm8k.jsonl"
+    path.write_text("".join(json.dumps({"question": f"What do {n} pens cost at $3?",
+                                        "answer": f"{n} * 3 = {3 * n}\n#### {3 * n}"}) + "\n"
+                            for n in range(2, 40)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Once: it takes ten seconds. It decodes every id of Qwen's vocabulary, also those that it lacks."""
+    made = recipes.StandIn("135m").tokenizer()
+    assert made.decode([9906, len(made), 152063], skip_special_tokens=True) == made.decode([9906]) != ""
+    return made
+
+
+@pytest.mark.parametrize("name", ["3b-gsm8k", "7b-bigmath"])
+def test_try_trains_and_leaves_nothing_behind(name, problems, tokenizer, tmp_path, monkeypatch, capsys):
+    """Through train.train: rows trained on and rows masked, a finite gradient, noise in the second step."""
+    monkeypatch.setattr(recipes.StandIn, "tokenizer", lambda self: tokenizer)
+    monkeypatch.setitem(memory.MODELS, name.split("-")[0], TINY)
+    scratch, log = tmp_path / "scratch", tmp_path / "log.jsonl"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    monkeypatch.chdir(tmp_path)
+    recipes.main(["try", name, "--data", str(problems), "--new", "12", "--prompts", "3", "--group-size", "16",
+                  "--out", str(log)])
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(r["kind"], r["step"]) for r in records] == [("step", 0), ("step", 1), ("eval", 2)]
+    for r in records[:2]:
+        assert 0 < r["rows"] < 48 and 0 < r["finished"] < 1 and "skipped" not in r
+        assert r["grad_norm"] > 0 and math.isfinite(r["grad_norm"]) and r["signal"] > 0
+        assert r["seconds"] > 0 < r["peak_gb"] and r["planned_gb"] > 0 and r["longest_prompt"] > 20
+    assert records[0]["sigma"] == 0 < records[1]["sigma"] and records[2]["problems"] == 4
+    changed = dict(steps=2, max_new_tokens=12, data=str(problems), prompts=3, group_size=16)
+    for r in records:
+        assert RECORD <= set(r) and r["recipe"] == name and "stand-in" in r["rewards"]
+        assert r["flags"] == recipes.RECIPES[name] | changed
+    assert sorted(tmp_path.iterdir()) == sorted([log, problems, scratch]) and not list(scratch.iterdir())
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == records[-1]
