@@ -312,10 +312,7 @@ def deferred_signals():
 
 def read(folder):
     """(kind, step) → its last record, in the order of steps. A line that a crash cut off is passed over."""
-    path = Path(folder) / "metrics.jsonl"
-    if not path.is_file():
-        raise ValueError(f"{folder} holds no metrics.jsonl: name the folder of a run")
-    records = {(record["kind"], record["step"]): record for record in jsonl(path)}
+    records = {(r["kind"], r["step"]): r for r in jsonl(Path(folder) / "metrics.jsonl")}
     return dict(sorted(records.items(), key=lambda item: (item[0][1], item[0][0])))
 
 
@@ -374,16 +371,15 @@ def plot(folders, path):
 
 def show(folder):
     """Print the run's best and worst samples, the last record of each."""
-    path = Path(folder) / "samples.jsonl"
-    if not path.is_file():
-        raise ValueError(f"{folder} holds no samples.jsonl: name the folder of a run that has made a step")
-    for s in {(s["step"], s["which"]): s for s in jsonl(path)}.values():
+    for s in {(s["step"], s["which"]): s for s in jsonl(Path(folder) / "samples.jsonl")}.values():
         print(f"step {s['step']:4d} {s['which']:5} | reward {s['reward']:+.2f} | "
               f"advantage {s['advantage']:+.2f} | {s['prompt']!r} → {s['answer']!r}")
 
 
 def jsonl(path):
     """A JSONL file's records, without a line that a crash cut off, be it in the middle of a character."""
+    if not path.is_file():
+        raise ValueError(f"{path.parent} holds no {path.name}: name the folder of a run that has made a step")
     for text in path.read_bytes().split(b"\n"):
         with suppress(json.JSONDecodeError, UnicodeDecodeError):
             yield json.loads(text)
