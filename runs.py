@@ -71,7 +71,6 @@ class Run:
         if not resume and self.metrics.seek(0, os.SEEK_END):
             raise ValueError(f"{self.folder} holds a run already: go on with --resume {self.folder}, "
                              "or take another --name")
-        end_line(self.metrics)
         self.segment = 1 + max((r["segment"] for r in read(self.folder).values()), default=-1)
 
     def banner(self, config, model, task, seconds):
@@ -102,7 +101,6 @@ class Run:
         order = sorted(range(len(rewards)), key=rewards.__getitem__)
         path = self.folder / "samples.jsonl"
         with self.writing(path.name), open(path, "ab+", buffering=0) as file:
-            end_line(file)
             for which, b in (("worst", order[0]), ("best", order[-1])):
                 prompt, answer = texts[b]
                 append(file, dict(step=step, which=which, prompt=prompt, answer=answer, reward=rewards[b],
@@ -386,20 +384,15 @@ def jsonl(path):
 
 
 def append(file, record):
-    """One line, on the disk before we go on. file: unbuffered, or closing would write again what failed."""
+    """A line of its own, on the disk before we go on. file: "ab+", unbuffered, or closing would write again
+    what failed."""
     text = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    if file.seek(0, os.SEEK_END):
+        file.seek(-1, os.SEEK_END)
+        text = text if file.read(1) == b"\n" else b"\n" + text         # a crash may have cut the last line off
     while text:                                     # a nearly full disk takes a part, then says so
         text = text[file.write(text):]
     os.fsync(file.fileno())
-
-
-def end_line(file):
-    """A crash may have cut the last line off: end it, so that the next record starts on its own."""
-    file.seek(0, os.SEEK_END)
-    if file.tell():
-        file.seek(-1, os.SEEK_END)
-        if file.read(1) != b"\n":
-            file.write(b"\n")
 
 
 def _replace(path, write, keep=None):
