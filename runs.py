@@ -333,9 +333,7 @@ def line(record):
 
 def plot(folders, path):
     """Draw accuracy, entropy, noise into one PNG: a colour for each run, a line style for each quantity."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
     curves = (  # axis, kind of record, key, label, style
         (0, "step", "reward", "training reward", dict(alpha=0.4)),
         (0, "eval", "eval_greedy", "held out: right and ended", dict(marker="o")),
@@ -344,7 +342,8 @@ def plot(folders, path):
         (1, "step", "entropy", "entropy", dict()),
         (2, "step", "kl_noise", "KL(noisy ‖ clean), nats a token", dict(marker=".")),
         (2, "step", "sigma", "σ of the noise", dict(linestyle=":")))
-    figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
+    figure = Figure(figsize=(13, 3.8), layout="constrained")
+    axes = figure.subplots(1, 3)
     for i, folder in enumerate(folders):
         records = read(folder).values()
         for axis, kind, key, label, style in curves:
@@ -352,19 +351,16 @@ def plot(folders, path):
             label = Path(folder).name if axis == 1 else label if i == 0 else None
             axes[axis].plot(*zip(*points, strict=True) if points else ([], []),
                             color=f"C{i}", label=label, **style)
-    titles = (("Accuracy", "share of answers"), ("Entropy of the policy", "nats a token"),
-              ("Adaptive noise", ""))
-    for axis, (title, unit) in zip(axes, titles, strict=True):
-        axis.set(title=title, xlabel="optimizer steps", ylabel=unit)
+    axes[0].set(title="Accuracy", ylabel="share of answers", ylim=(-0.03, 1.03))
+    axes[1].set(title="Entropy of the policy", ylabel="nats a token", ylim=(0, None))
+    axes[2].set_yscale("symlog", linthresh=1e-4)
+    axes[2].set(title="Adaptive noise", ylim=(0, None))
+    for axis in axes:
+        axis.set_xlabel("optimizer steps")
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8, loc="best")
-    axes[0].set_ylim(-0.03, 1.03)
-    axes[1].set_ylim(bottom=0)
-    axes[2].set_yscale("symlog", linthresh=1e-4)
-    axes[2].set_ylim(bottom=0)
     _replace(Path(path), lambda p: figure.savefig(p, format="png", dpi=120))
-    plt.close(figure)
 
 
 def show(folder):
