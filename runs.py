@@ -38,8 +38,6 @@ from safetensors.torch import save_file
 
 import lora
 
-# what a replayed step may write differently
-TIMINGS = ("rollout_s", "update_s", "rollout_tok_s", "update_tok_s", "memory_gb", "segment")
 PROBE = 32                          # prompts of a preflight
 
 
