@@ -143,19 +143,18 @@ class Run:
                     raise ValueError(f"{path} has no {name} of shape {tuple(p.shape)}: "
                                      "was it another --model or --rank?")
                 p.data.copy_(tensors[name])
-                state = {k: tensors[f"{name}/{k}"] for k in ("step", "exp_avg", "exp_avg_sq")
-                         if f"{name}/{k}" in tensors}
-                if state:
-                    optimizer.state[p] = {k: v if k == "step" else v.to(p.device) for k, v in state.items()}
+                if f"{name}/step" in tensors:                   # AdamW counts steps on the CPU
+                    optimizer.state[p] = {"step": tensors[f"{name}/step"]} | {
+                        k: tensors[f"{name}/{k}"].to(p.device) for k in ("exp_avg", "exp_avg_sq")}
             lora.refresh(model)
             break
         else:
             if self.damaged:
                 raise ValueError(f"every checkpoint in {self.folder} is damaged: begin another run with "
                                  f"--adapter {self.folder}/adapter, or delete them to begin this one again")
-        saved = dataclasses.asdict(self.config) | {"resume": "", "name": self.folder.name}
         if not self.quiet:
-            text = json.dumps(saved, indent=2) + "\n"
+            flags = vars(self.config) | {"resume": "", "name": self.folder.name}
+            text = json.dumps(flags, indent=2) + "\n"
             with self.writing("config.json"):
                 _replace(self.folder / "config.json", lambda p: p.write_text(text))
         return self.done
