@@ -134,7 +134,7 @@ def _arithmetic(question, operation, data, operands, held_out):
     kept_apart = set(held)
     return Task(train=[{"a": a, "b": b} for a in values for b in values if (a, b) not in kept_apart],
                 held_out=[{"a": a, "b": b} for a, b in held],
-                prompt=lambda problem: question.format(**problem),
+                prompt=question.format_map,
                 reward=lambda problem, text, finished: float(
                     bool(finished) and last_number(text) == operation(problem["a"], problem["b"])))
 
@@ -150,11 +150,7 @@ def _bounds(operands):
 # --- tasks from files
 def gsm8k(data=None, operands=None, held_out=256):
     """Word problems. ValueError: no data, or a line of it that cannot be read; under 4 problems; operands."""
-    return _split(read(data, _word_problem), held_out, data, operands, gsm8k_reward, gsm8k_prompt)
-
-
-def gsm8k_prompt(problem):
-    return GSM8K.replace("{question}", problem["question"].strip())     # format would trip over a brace
+    return _split(read(data, _word_problem), held_out, data, operands, gsm8k_reward, GSM8K.format_map)
 
 
 def gsm8k_reward(problem, text, finished):
@@ -162,10 +158,10 @@ def gsm8k_reward(problem, text, finished):
 
 
 def _word_problem(record):
-    answer = _text(record, "question") and _text(record, "answer")
-    if not _marked(_tail(answer)) or final_answer(answer) is None:
+    problem = {key: _text(record, key) for key in ("question", "answer")}
+    if not _marked(_tail(problem["answer"])) or final_answer(problem["answer"]) is None:
         raise ValueError("its answer must end with '#### number'")
-    return record
+    return problem
 
 
 def countdown(data=None, operands=None, held_out=256):
@@ -222,7 +218,7 @@ def math(data=None, operands=None, held_out=256):
     if not equal:
         print("note: math-verify is not installed: answers are compared as text and as numbers")
     return _split(problems, held_out, data, operands, lambda *answer: math_reward(*answer, equal),
-                  lambda problem: MATH.format(**problem))
+                  MATH.format_map)
 
 
 def _latex_problem(record):
@@ -419,7 +415,7 @@ def demo():
     for task in (multiplication(), addition()):
         print(f"{len(task.train)} problems, {len(task.held_out)} held out: {task.prompt(task.held_out[0])}")
     problem = {"question": "A pen costs $3. What do 6 pens cost?", "answer": "6 * 3 = 18\n#### 18"}
-    print(gsm8k_prompt(problem))
+    print(GSM8K.format_map(problem))
     for text in ("#### 18", r"\boxed{18}", "It is $18.00.", "#### 17, or 18", "-18", "2 * 3**2", "18 or 20"):
         print(f"    {gsm8k_reward(problem, text, True)}  {text}")
 
