@@ -182,7 +182,7 @@ def _made_up(low, high, count=4096):
 
 
 def _number_problem(record):
-    nums, target = (record.get("nums"), record.get("target")) if isinstance(record, dict) else (0, 0)
+    nums, target = record.get("nums"), record.get("target")
     if not isinstance(nums, list) or not 0 < len(nums) < 10 or {type(n) for n in (target, *nums)} != {int}:
         raise ValueError("it must be an object in which 'nums' is a list of 1 to 9 integers and 'target' one")
     return {"nums": nums, "target": target}
@@ -222,7 +222,6 @@ def math(data=None, operands=None, held_out=256):
 
 
 def _latex_problem(record):
-    record = record if isinstance(record, dict) else {}
     found = {k: str(v) if type(v) in (int, float) else v for k, v in record.items()}
     if isinstance(found.get("prompt"), list):                           # a chat
         found["prompt"] = found["prompt"][-1]["content"]
@@ -294,7 +293,7 @@ def _split(problems, held_out, source, operands, reward, prompt):
 
 
 def read(source, check):
-    """check(record) of each line that is not blank. ValueError: names file, line and reason."""
+    """check(record) of each line that is not blank, an object or {}. ValueError: file, line and reason."""
     problems, number, hub = [], 0, HUB.fullmatch(str(source))
     give = "give --data FILE.jsonl, or, after pip install datasets, owner/name[/config][:split] of the hub"
     if not source:
@@ -303,12 +302,14 @@ def read(source, check):
         if hub and not os.path.exists(source):
             from datasets import load_dataset
             rows = load_dataset(hub[1], hub[2], split=hub[3] or "train")
-            lines = (json.dumps(row, default=str).encode() for row in rows)
+            lines = (json.dumps(row, default=str) for row in rows)
         else:
             lines = open(source, "rb")
         for line in lines:
             number += 1
-            problems += [check(json.loads(line.decode("utf-8-sig")))] if line.strip() else []
+            if line.strip():
+                record = json.loads(line)
+                problems.append(check(record if isinstance(record, dict) else {}))
     except Exception as error:                          # datasets has a dozen kinds
         if number:
             raise ValueError(f"{source}, line {number}: {error}") from None
@@ -318,7 +319,7 @@ def read(source, check):
 
 
 def _text(record, *keys):
-    for key in keys if isinstance(record, dict) else ():
+    for key in keys:
         if isinstance(record.get(key), str) and record[key].strip():
             return record[key].strip()
     raise ValueError(f"it must be an object in which {' or '.join(map(repr, keys))} is some text")
