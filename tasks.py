@@ -390,8 +390,7 @@ def _plain(latex):
     return re.sub(r"\\(?:[dt]?(frac)|(sqrt))([0-9])([0-9]?)", r"\\\1\2{\3}{\4}", text).replace("{}", "")
 
 
-TASKS = {"multiplication": multiplication, "addition": addition, "countdown": countdown, "gsm8k": gsm8k,
-         "math": math}
+TASKS = {task.__name__: task for task in (multiplication, addition, countdown, gsm8k, math)}
 
 
 # --- checking a file
