@@ -364,13 +364,13 @@ def _last(text):
 def _value(number):
     """The match as a Fraction; None for a power, a division by zero, too many digits."""
     before = number.string[max(0, number.start() - 9):number.start()]
-    exp = int((number["exp"] or "0")[:MAX_DIGITS])      # cut: int() refuses strings of thousands of digits
-    if sum(map(str.isdigit, number[0])) > MAX_DIGITS or abs(exp) > MAX_DIGITS:
+    exp = number["exp"] or "0"
+    if sum(map(str.isdigit, number[0])) > MAX_DIGITS or abs(int(exp)) > MAX_DIGITS:
         return None
     if POWER.search(before) or RAISED.match(number.string, number.end()):
         return None
     if number["decimal"]:
-        value = Fraction(number["decimal"].replace(",", "")) * Fraction(10) ** exp
+        value = Fraction(f"{number['decimal'].replace(',', '')}e{exp}")
     elif int(number["under"]) == 0:
         return None
     else:
