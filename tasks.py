@@ -240,7 +240,7 @@ def math_reward(problem, text, finished, equal=None):
     if not finished or not pair[-1].strip() or len(pair) < 2:
         return 0.0
     one, other = map(_plain, pair)
-    numbers = [match and _value(match) for match in map(NUMBER.fullmatch, map(_fractions, (one, other)))]
+    numbers = [match and _value(match) for match in map(NUMBER.fullmatch, map(_tail, (one, other)))]
     if one == other or None not in numbers:
         return float(one == other or numbers[0] == numbers[1])
     return float(bool(equal) and equal(*pair))
@@ -328,37 +328,30 @@ def _text(record, *keys):
 # --- numbers and boxes in text
 def last_number(text):
     """The last number in the text, a Fraction; None if there is none, or if it is a power or too long."""
-    return _last(_tail(text))
+    found = list(NUMBER.finditer(_tail(text)))
+    return _value(found[-1]) if found else None
 
 
 def final_answer(text):
     r"""The number behind the last ####, in the last \boxed{…}, or the last of all: Fraction or None."""
-    text = _tail(text)
-    if marked := _marked(text):
+    tail = _tail(text)
+    if marked := _marked(tail):
         return _value(marked)
-    boxed = BOXED.findall(text)
-    return _last(boxed[-1] if boxed and NUMBER.search(boxed[-1]) else text)
+    boxed = BOXED.findall(tail)
+    return last_number(boxed[-1] if boxed and NUMBER.search(boxed[-1]) else text)
 
 
 def _tail(text):
+    """What is read of a text: its end, LaTeX's fractions and thousands as numbers."""
     tail = text[-READ:]
     if len(text) > READ:
         tail = tail.lstrip("0123456789.,/")             # what is left of a number that the cut went through
-    return _fractions(tail)
-
-
-def _fractions(text):
-    return FRAC.sub(lambda m: f"{m[1] + ' ' if m[1] else ''}{m[2]}/{m[3]}", text.replace("{,}", ","))
+    return FRAC.sub(lambda m: f"{m[1] + ' ' if m[1] else ''}{m[2]}/{m[3]}", tail.replace("{,}", ","))
 
 
 def _marked(text):
     found = [NUMBER.match(text, mark.end()) for mark in MARK.finditer(text)]
     return next((number for number in reversed(found) if number), None)
-
-
-def _last(text):
-    found = list(NUMBER.finditer(text))
-    return _value(found[-1]) if found else None
 
 
 def _value(number):
