@@ -74,9 +74,8 @@ NUMBER = re.compile(r"""
     """, re.VERBOSE)
 FRAC = re.compile(r"(?:([0-9]) ?)?\\[dt]?frac\{ ?(-?[0-9]+) ?\}\{ ?([0-9]+) ?\}")
 MARK = re.compile(r"####[ \t=:*_`(<\\$]*")
-INSIDE = r"(?:[^{}]|\{@*\})"                                                  # braces in braces, five deep
-BOXED = re.compile(r"\\boxed *\{(@*)\}".replace("@", INSIDE).replace("@", INSIDE).replace("@", INSIDE)
-                   .replace("@", INSIDE).replace("@", "[^{}]"))
+# braces in braces, five deep
+BOXED = re.compile(r"\\boxed *\{(" + r"(?:[^{}]|\{" * 4 + "[^{}]*" + r"\})*" * 4 + r")\}")
 BINARY = re.compile(r"(?:[^\W_]|[)\]}%]|[0-9]\$|[0-9%][ \t]{1,8})\Z")        # a minus behind this takes away
 POWER = re.compile(r"(?:[0-9)]\*\*|[0-9)] \*\* |\^ ?[({]?)\Z")               # "is **bold**" is no power
 RAISED = re.compile(r"\^(?!\{?\\circ)|\*\*[0-9(]| \*\* [0-9(]")              # nor is 90^\circ
