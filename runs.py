@@ -382,7 +382,7 @@ def append(file, record):
     text = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
     if file.seek(0, os.SEEK_END):
         file.seek(-1, os.SEEK_END)
-        text = text if file.read(1) == b"\n" else b"\n" + text         # a crash may have cut the last line off
+        text = text if file.read(1) == b"\n" else b"\n" + text        # a crash may have cut the last line off
     while text:                                     # a nearly full disk takes a part, then says so
         text = text[file.write(text):]
     os.fsync(file.fileno())
