@@ -205,7 +205,7 @@ class Run:
 
     def preflight(self, r):
         """Print what the record of a step without update says → exit code, 3: training would be pointless."""
-        found = diagnose([r], 1, f"{PROBE} prompts")
+        found = [*diagnose([r], 1, f"{PROBE} prompts")]
         pointless = any(name != "mismatch" or not r["mismatch"] <= 1.5 for name, _ in found)
         if 0 < r["signal"] < .25:
             found.append(("", "most groups have equal rewards: take an easier or a harder task, a larger "
@@ -242,25 +242,23 @@ class Run:
 
 
 def diagnose(records, needed=5, seen="five steps"):
-    """The last steps' records, oldest first → [(name, what is wrong and what to try)]."""
-    found = []
+    """The last steps' records, oldest first → what is wrong, as (name, what it is and what to try)."""
     recent = records[-needed:]
     if len(recent) == needed and all(r["signal"] == 0 for r in recent):
         always = recent[-1]["reward"] > 0.5
-        found.append(("flat", f"{seen} without one group of unequal rewards: nothing can be learnt. " + (
+        yield "flat", f"{seen} without one group of unequal rewards: nothing can be learnt. " + (
             "The task is solved; take a harder one." if always else
-            "Try an easier task (--operands 2-5), a larger --group-size or --max-new-tokens.")))
+            "Try an easier task (--operands 2-5), a larger --group-size or --max-new-tokens.")
     if len(recent) == needed and all(r["finished"] == 0 for r in recent):
-        found.append(("unfinished", f"{seen} in which no answer ended: raise --max-new-tokens, or check "
-                      "that the model's chat template and end token are the ones it was trained with."))
+        yield "unfinished", (f"{seen} in which no answer ended: raise --max-new-tokens, or check that the "
+                             "model's chat template and end token are the ones it was trained with.")
     if recent and recent[-1].get("skipped"):
-        found.append(("skipped", "the loss or gradient was NaN or infinite, and the step was skipped: "
-                      "if that comes again, try a lower --lr."))
+        yield "skipped", ("the loss or gradient was NaN or infinite, and the step was skipped: "
+                          "if that comes again, try a lower --lr.")
     if recent and not (recent[-1].get("mismatch") or 1) <= 1.05:                # NaN is not either
-        found.append(("mismatch", f"sampler and trainer disagree by a factor of {recent[-1]['mismatch']:.3f} "
-                      "a token on the same weights: the ratios are not to be trusted. "
-                      "Try --quant bf16 to find the side that is wrong, and report it."))
-    return found
+        yield "mismatch", (f"sampler and trainer disagree by a factor of {recent[-1]['mismatch']:.3f} "
+                           "a token on the same weights: the ratios are not to be trusted. "
+                           "Try --quant bf16 to find the side that is wrong, and report it.")
 
 
 def parse_cli(cls, arguments):

@@ -636,7 +636,7 @@ def test_a_diagnosis_needs_five_steps_or_a_mismatch_and_comes_once(name, change,
     enough = 1 if name == "mismatch" else 5
     assert [n for n, _ in runs.diagnose([GOOD] * 5 + [bad] * enough)] == [name]
     for quiet in ([bad] * (enough - 1), [bad] * 4 + [near], [near] * 9, [GOOD | dict(mismatch=None)] * 9):
-        assert runs.diagnose(quiet) == []
+        assert list(runs.diagnose(quiet)) == []
     run = runs.Run(train.Config(out=str(tmp_path), name="x"))
     for length in range(1, 9):
         run.warn([bad] * length)
