@@ -12,6 +12,7 @@ hf is transformers' generate in bf16 without an adapter, on the same GPU.
 
 step: whole GRPO steps of train.py on random weights: --prompts × --samples answers of --new tokens each, then
 the update with random advantages and gradient checkpointing. --update-only takes the answers from nowhere.
+torchrun --nproc-per-node N bench.py step … gives each rank that many; tokens a second are those of all.
 """
 import argparse
 import json
@@ -90,6 +91,8 @@ def main(arguments):
     info = conditions()
     print(info)
     records, summary = args.run(args)
+    if os.environ.get("RANK", "0") != "0":
+        return
     if args.out:
         with open(args.out, "a") as f:
             f.writelines(json.dumps(info | r) + "\n" for r in records)
@@ -303,7 +306,9 @@ def whole_rollout(model, slots, prompts=32, samples=16, mean=600, limit=2048):
         mu = mean / (1 - math.exp(-limit / mu))
     stops = torch.randperm(V)[:round(V / mu)].tolist()
     asked = [torch.randint(V, (50 + 300 * i // prompts,)).tolist() for i in range(prompts)]
-    sampler.generate(asked, samples, 16, 1.0, [], 0, 0)                # compiles
+    for rows in {slots, *(1 << i for i in range(slots.bit_length()))}:      # compiles what the refill needs
+        sampler.generate(asked[:1], rows, 2, 1.0, [], 0, 0)
+    sampler.generate(asked, samples, 2, 1.0, [], 0, 0)
     began = clock()
     done = sampler.generate(asked, samples, limit, 1.0, stops, 0, 1)
     seconds, lengths = clock() - began, done.lengths.double()
@@ -335,6 +340,9 @@ def hf_decode(model, prompt, batch, new):
 def step(args):
     import train
 
+    global DEVICE
+    DEVICE = train.join_ranks(DEVICE)
+    rank, ranks = train.rank_and_count()
     if args.memory_gb:
         torch.cuda.set_per_process_memory_fraction(args.memory_gb * 1e9 / torch.cuda.mem_get_info()[1])
     print(f"{'model':>6} {'weights':>8} {'step':>4} {'rollout s':>9} {'tok/s':>8} {'update s':>9} "
@@ -347,29 +355,31 @@ def step(args):
         model = random_model(shape, quant)
         model.gradient_checkpointing = True
         sampler = Sampler(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=DEVICE == "cuda")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=model.device.type == "cuda")
         config = train.Config(quant=quant, prompts=args.prompts, group_size=args.samples,
                               max_new_tokens=args.new, micro_tokens=max(args.micro_tokens, length))
         for number in range(args.steps):
+            train.all_sum(torch.zeros(1))                  # all begin together
             began = clock()
             if args.update_only:
                 sampled = made_up(prompts, args.samples, args.new, c.vocab_size)
             else:
-                sampled = sampler.generate(prompts, args.samples, args.new, 1.0, [], 0, number)
+                sampled = sampler.generate(prompts, args.samples, args.new, 1.0, [], 0, number, rank * B)
             middle = clock()
             train.update(config, model, optimizer, sampled, torch.randn(B, device=DEVICE))
             rollout_s, update_s = middle - began, clock() - middle
             slots = sampler.stats.get("slots", 0)
             planned = memory.plan(c, quant, config.rank, slots, length, config.micro_tokens).peak / 1e9
             records.append({
-                "shape": shape, "weights": quant, "prompts": args.prompts, "samples": args.samples,
-                "prompt_length": args.prompt_length, "new": args.new, "micro_tokens": config.micro_tokens,
-                "cap_gb": args.memory_gb, "update_only": args.update_only, "step": number, "slots": slots,
-                "rollout_s": rollout_s, "rollout_tok_s": B * args.new / rollout_s, "update_s": update_s,
-                "update_tok_s": B * length / update_s, "peak_gb": runs.peak_memory_gb(),
-                "planned_gb": planned})
-            print(f"{shape:>6} {quant:>8} {number:>4} {rollout_s:9.2f} {B * args.new / rollout_s:8.0f} "
-                  f"{update_s:9.2f} {B * length / update_s:8.0f} {records[-1]['peak_gb']:8.1f} "
+                "shape": shape, "weights": quant, "ranks": ranks, "prompts": args.prompts,
+                "samples": args.samples, "prompt_length": args.prompt_length, "new": args.new,
+                "micro_tokens": config.micro_tokens, "cap_gb": args.memory_gb,
+                "update_only": args.update_only, "step": number, "slots": slots, "rollout_s": rollout_s,
+                "rollout_tok_s": ranks * B * args.new / rollout_s, "update_s": update_s,
+                "update_tok_s": ranks * B * length / update_s, "step_s": rollout_s + update_s,
+                "peak_gb": runs.peak_memory_gb(), "planned_gb": planned})
+            print(f"{shape:>6} {quant:>8} {number:>4} {rollout_s:9.2f} {records[-1]['rollout_tok_s']:8.0f} "
+                  f"{update_s:9.2f} {records[-1]['update_tok_s']:8.0f} {records[-1]['peak_gb']:8.1f} "
                   f"{planned:8.1f}", flush=True)
     return records, {"seconds": {f"{shape} {r['weights']} step {r['step']}":
                                  [round(r["rollout_s"], 2), round(r["update_s"], 2)] for r in records}}

@@ -38,8 +38,6 @@ from safetensors.torch import save_file
 
 import lora
 
-# what a replayed step may write differently
-TIMINGS = ("rollout_s", "update_s", "rollout_tok_s", "update_tok_s", "memory_gb", "segment")
 PROBE = 32                          # prompts of a preflight
 
 
@@ -71,7 +69,6 @@ class Run:
         if not resume and self.metrics.seek(0, os.SEEK_END):
             raise ValueError(f"{self.folder} holds a run already: go on with --resume {self.folder}, "
                              "or take another --name")
-        end_line(self.metrics)
         self.segment = 1 + max((r["segment"] for r in read(self.folder).values()), default=-1)
 
     def banner(self, config, model, task, seconds):
@@ -102,7 +99,6 @@ class Run:
         order = sorted(range(len(rewards)), key=rewards.__getitem__)
         path = self.folder / "samples.jsonl"
         with self.writing(path.name), open(path, "ab+", buffering=0) as file:
-            end_line(file)
             for which, b in (("worst", order[0]), ("best", order[-1])):
                 prompt, answer = texts[b]
                 append(file, dict(step=step, which=which, prompt=prompt, answer=answer, reward=rewards[b],
@@ -147,19 +143,18 @@ class Run:
                     raise ValueError(f"{path} has no {name} of shape {tuple(p.shape)}: "
                                      "was it another --model or --rank?")
                 p.data.copy_(tensors[name])
-                state = {k: tensors[f"{name}/{k}"] for k in ("step", "exp_avg", "exp_avg_sq")
-                         if f"{name}/{k}" in tensors}
-                if state:
-                    optimizer.state[p] = {k: v.to(p.device) for k, v in state.items()}
+                if f"{name}/step" in tensors:
+                    optimizer.state[p] = {k: tensors[f"{name}/{k}"].to(p.device)
+                                          for k in ("step", "exp_avg", "exp_avg_sq")}
             lora.refresh(model)
             break
         else:
             if self.damaged:
                 raise ValueError(f"every checkpoint in {self.folder} is damaged: begin another run with "
                                  f"--adapter {self.folder}/adapter, or delete them to begin this one again")
-        saved = dataclasses.asdict(self.config) | {"resume": "", "name": self.folder.name}
         if not self.quiet:
-            text = json.dumps(saved, indent=2) + "\n"
+            flags = vars(self.config) | {"resume": "", "name": self.folder.name}
+            text = json.dumps(flags, indent=2) + "\n"
             with self.writing("config.json"):
                 _replace(self.folder / "config.json", lambda p: p.write_text(text))
         return self.done
@@ -210,7 +205,7 @@ class Run:
 
     def preflight(self, r):
         """Print what the record of a step without update says → exit code, 3: training would be pointless."""
-        found = diagnose([r], 1, f"{PROBE} prompts")
+        found = [*diagnose([r], 1, f"{PROBE} prompts")]
         pointless = any(name != "mismatch" or not r["mismatch"] <= 1.5 for name, _ in found)
         if 0 < r["signal"] < .25:
             found.append(("", "most groups have equal rewards: take an easier or a harder task, a larger "
@@ -247,25 +242,23 @@ class Run:
 
 
 def diagnose(records, needed=5, seen="five steps"):
-    """The last steps' records, oldest first → [(name, what is wrong and what to try)]."""
-    found = []
+    """The last steps' records, oldest first → what is wrong, as (name, what it is and what to try)."""
     recent = records[-needed:]
     if len(recent) == needed and all(r["signal"] == 0 for r in recent):
         always = recent[-1]["reward"] > 0.5
-        found.append(("flat", f"{seen} without one group of unequal rewards: nothing can be learnt. " + (
+        yield "flat", f"{seen} without one group of unequal rewards: nothing can be learnt. " + (
             "The task is solved; take a harder one." if always else
-            "Try an easier task (--operands 2-5), a larger --group-size or --max-new-tokens.")))
+            "Try an easier task (--operands 2-5), a larger --group-size or --max-new-tokens.")
     if len(recent) == needed and all(r["finished"] == 0 for r in recent):
-        found.append(("unfinished", f"{seen} in which no answer ended: raise --max-new-tokens, or check "
-                      "that the model's chat template and end token are the ones it was trained with."))
+        yield "unfinished", (f"{seen} in which no answer ended: raise --max-new-tokens, or check that the "
+                             "model's chat template and end token are the ones it was trained with.")
     if recent and recent[-1].get("skipped"):
-        found.append(("skipped", "the loss or gradient was NaN or infinite, and the step was skipped: "
-                      "if that comes again, try a lower --lr."))
+        yield "skipped", ("the loss or gradient was NaN or infinite, and the step was skipped: "
+                          "if that comes again, try a lower --lr.")
     if recent and not (recent[-1].get("mismatch") or 1) <= 1.05:                # NaN is not either
-        found.append(("mismatch", f"sampler and trainer disagree by a factor of {recent[-1]['mismatch']:.3f} "
-                      "a token on the same weights: the ratios are not to be trusted. "
-                      "Try --quant bf16 to find the side that is wrong, and report it."))
-    return found
+        yield "mismatch", (f"sampler and trainer disagree by a factor of {recent[-1]['mismatch']:.3f} "
+                           "a token on the same weights: the ratios are not to be trusted. "
+                           "Try --quant bf16 to find the side that is wrong, and report it.")
 
 
 def parse_cli(cls, arguments):
@@ -312,10 +305,7 @@ def deferred_signals():
 
 def read(folder):
     """(kind, step) → its last record, in the order of steps. A line that a crash cut off is passed over."""
-    path = Path(folder) / "metrics.jsonl"
-    if not path.is_file():
-        raise ValueError(f"{folder} holds no metrics.jsonl: name the folder of a run")
-    records = {(record["kind"], record["step"]): record for record in jsonl(path)}
+    records = {(r["kind"], r["step"]): r for r in jsonl(Path(folder) / "metrics.jsonl")}
     return dict(sorted(records.items(), key=lambda item: (item[0][1], item[0][0])))
 
 
@@ -339,9 +329,7 @@ def line(record):
 
 def plot(folders, path):
     """Draw accuracy, entropy, noise into one PNG: a colour for each run, a line style for each quantity."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
     curves = (  # axis, kind of record, key, label, style
         (0, "step", "reward", "training reward", dict(alpha=0.4)),
         (0, "eval", "eval_greedy", "held out: right and ended", dict(marker="o")),
@@ -350,7 +338,8 @@ def plot(folders, path):
         (1, "step", "entropy", "entropy", dict()),
         (2, "step", "kl_noise", "KL(noisy ‖ clean), nats a token", dict(marker=".")),
         (2, "step", "sigma", "σ of the noise", dict(linestyle=":")))
-    figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
+    figure = Figure(figsize=(13, 3.8), layout="constrained")
+    axes = figure.subplots(1, 3)
     for i, folder in enumerate(folders):
         records = read(folder).values()
         for axis, kind, key, label, style in curves:
@@ -358,53 +347,44 @@ def plot(folders, path):
             label = Path(folder).name if axis == 1 else label if i == 0 else None
             axes[axis].plot(*zip(*points, strict=True) if points else ([], []),
                             color=f"C{i}", label=label, **style)
-    titles = (("Accuracy", "share of answers"), ("Entropy of the policy", "nats a token"),
-              ("Adaptive noise", ""))
-    for axis, (title, unit) in zip(axes, titles, strict=True):
-        axis.set(title=title, xlabel="optimizer steps", ylabel=unit)
+    axes[0].set(title="Accuracy", ylabel="share of answers", ylim=(-0.03, 1.03))
+    axes[1].set(title="Entropy of the policy", ylabel="nats a token", ylim=(0, None))
+    axes[2].set_yscale("symlog", linthresh=1e-4)
+    axes[2].set(title="Adaptive noise", ylim=(0, None))
+    for axis in axes:
+        axis.set_xlabel("optimizer steps")
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8, loc="best")
-    axes[0].set_ylim(-0.03, 1.03)
-    axes[1].set_ylim(bottom=0)
-    axes[2].set_yscale("symlog", linthresh=1e-4)
-    axes[2].set_ylim(bottom=0)
     _replace(Path(path), lambda p: figure.savefig(p, format="png", dpi=120))
-    plt.close(figure)
 
 
 def show(folder):
     """Print the run's best and worst samples, the last record of each."""
-    path = Path(folder) / "samples.jsonl"
-    if not path.is_file():
-        raise ValueError(f"{folder} holds no samples.jsonl: name the folder of a run that has made a step")
-    for s in {(s["step"], s["which"]): s for s in jsonl(path)}.values():
+    for s in {(s["step"], s["which"]): s for s in jsonl(Path(folder) / "samples.jsonl")}.values():
         print(f"step {s['step']:4d} {s['which']:5} | reward {s['reward']:+.2f} | "
               f"advantage {s['advantage']:+.2f} | {s['prompt']!r} → {s['answer']!r}")
 
 
 def jsonl(path):
     """A JSONL file's records, without a line that a crash cut off, be it in the middle of a character."""
+    if not path.is_file():
+        raise ValueError(f"{path.parent} holds no {path.name}: name the folder of a run that has made a step")
     for text in path.read_bytes().split(b"\n"):
         with suppress(json.JSONDecodeError, UnicodeDecodeError):
             yield json.loads(text)
 
 
 def append(file, record):
-    """One line, on the disk before we go on. file: unbuffered, or closing would write again what failed."""
+    """A line of its own, on the disk before we go on. file: "ab+", unbuffered, or closing would write again
+    what failed."""
     text = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    if file.seek(0, os.SEEK_END):
+        file.seek(-1, os.SEEK_END)
+        text = text if file.read(1) == b"\n" else b"\n" + text        # a crash may have cut the last line off
     while text:                                     # a nearly full disk takes a part, then says so
         text = text[file.write(text):]
     os.fsync(file.fileno())
-
-
-def end_line(file):
-    """A crash may have cut the last line off: end it, so that the next record starts on its own."""
-    file.seek(0, os.SEEK_END)
-    if file.tell():
-        file.seek(-1, os.SEEK_END)
-        if file.read(1) != b"\n":
-            file.write(b"\n")
 
 
 def _replace(path, write, keep=None):

@@ -74,9 +74,8 @@ NUMBER = re.compile(r"""
     """, re.VERBOSE)
 FRAC = re.compile(r"(?:([0-9]) ?)?\\[dt]?frac\{ ?(-?[0-9]+) ?\}\{ ?([0-9]+) ?\}")
 MARK = re.compile(r"####[ \t=:*_`(<\\$]*")
-INSIDE = r"(?:[^{}]|\{@*\})"                                                  # braces in braces, five deep
-BOXED = re.compile(r"\\boxed *\{(@*)\}".replace("@", INSIDE).replace("@", INSIDE).replace("@", INSIDE)
-                   .replace("@", INSIDE).replace("@", "[^{}]"))
+# braces in braces, five deep
+BOXED = re.compile(r"\\boxed *\{(" + r"(?:[^{}]|\{" * 4 + "[^{}]*" + r"\})*" * 4 + r")\}")
 BINARY = re.compile(r"(?:[^\W_]|[)\]}%]|[0-9]\$|[0-9%][ \t]{1,8})\Z")        # a minus behind this takes away
 POWER = re.compile(r"(?:[0-9)]\*\*|[0-9)] \*\* |\^ ?[({]?)\Z")               # "is **bold**" is no power
 RAISED = re.compile(r"\^(?!\{?\\circ)|\*\*[0-9(]| \*\* [0-9(]")              # nor is 90^\circ
@@ -134,7 +133,7 @@ def _arithmetic(question, operation, data, operands, held_out):
     kept_apart = set(held)
     return Task(train=[{"a": a, "b": b} for a in values for b in values if (a, b) not in kept_apart],
                 held_out=[{"a": a, "b": b} for a, b in held],
-                prompt=lambda problem: question.format(**problem),
+                prompt=question.format_map,
                 reward=lambda problem, text, finished: float(
                     bool(finished) and last_number(text) == operation(problem["a"], problem["b"])))
 
@@ -150,11 +149,7 @@ def _bounds(operands):
 # --- tasks from files
 def gsm8k(data=None, operands=None, held_out=256):
     """Word problems. ValueError: no data, or a line of it that cannot be read; under 4 problems; operands."""
-    return _split(read(data, _word_problem), held_out, data, operands, gsm8k_reward, gsm8k_prompt)
-
-
-def gsm8k_prompt(problem):
-    return GSM8K.replace("{question}", problem["question"].strip())     # format would trip over a brace
+    return _split(read(data, _word_problem), held_out, data, operands, gsm8k_reward, GSM8K.format_map)
 
 
 def gsm8k_reward(problem, text, finished):
@@ -162,10 +157,10 @@ def gsm8k_reward(problem, text, finished):
 
 
 def _word_problem(record):
-    answer = _text(record, "question") and _text(record, "answer")
-    if not _marked(_tail(answer)) or final_answer(answer) is None:
+    problem = {key: _text(record, key) for key in ("question", "answer")}
+    if not _marked(_tail(problem["answer"])) or final_answer(problem["answer"]) is None:
         raise ValueError("its answer must end with '#### number'")
-    return record
+    return problem
 
 
 def countdown(data=None, operands=None, held_out=256):
@@ -186,7 +181,7 @@ def _made_up(low, high, count=4096):
 
 
 def _number_problem(record):
-    nums, target = (record.get("nums"), record.get("target")) if isinstance(record, dict) else (0, 0)
+    nums, target = record.get("nums"), record.get("target")
     if not isinstance(nums, list) or not 0 < len(nums) < 10 or {type(n) for n in (target, *nums)} != {int}:
         raise ValueError("it must be an object in which 'nums' is a list of 1 to 9 integers and 'target' one")
     return {"nums": nums, "target": target}
@@ -222,11 +217,10 @@ def math(data=None, operands=None, held_out=256):
     if not equal:
         print("note: math-verify is not installed: answers are compared as text and as numbers")
     return _split(problems, held_out, data, operands, lambda *answer: math_reward(*answer, equal),
-                  lambda problem: MATH.format(**problem))
+                  MATH.format_map)
 
 
 def _latex_problem(record):
-    record = record if isinstance(record, dict) else {}
     found = {k: str(v) if type(v) in (int, float) else v for k, v in record.items()}
     if isinstance(found.get("prompt"), list):                           # a chat
         found["prompt"] = found["prompt"][-1]["content"]
@@ -245,7 +239,7 @@ def math_reward(problem, text, finished, equal=None):
     if not finished or not pair[-1].strip() or len(pair) < 2:
         return 0.0
     one, other = map(_plain, pair)
-    numbers = [match and _value(match) for match in map(NUMBER.fullmatch, map(_fractions, (one, other)))]
+    numbers = [match and _value(match) for match in map(NUMBER.fullmatch, map(_tail, (one, other)))]
     if one == other or None not in numbers:
         return float(one == other or numbers[0] == numbers[1])
     return float(bool(equal) and equal(*pair))
@@ -298,7 +292,7 @@ def _split(problems, held_out, source, operands, reward, prompt):
 
 
 def read(source, check):
-    """check(record) of each line that is not blank. ValueError: names file, line and reason."""
+    """check(record) of each line that is not blank, an object or {}. ValueError: file, line and reason."""
     problems, number, hub = [], 0, HUB.fullmatch(str(source))
     give = "give --data FILE.jsonl, or, after pip install datasets, owner/name[/config][:split] of the hub"
     if not source:
@@ -307,12 +301,14 @@ def read(source, check):
         if hub and not os.path.exists(source):
             from datasets import load_dataset
             rows = load_dataset(hub[1], hub[2], split=hub[3] or "train")
-            lines = (json.dumps(row, default=str).encode() for row in rows)
+            lines = (json.dumps(row, default=str) for row in rows)
         else:
             lines = open(source, "rb")
         for line in lines:
             number += 1
-            problems += [check(json.loads(line.decode("utf-8-sig")))] if line.strip() else []
+            if line.strip():
+                record = json.loads(line)
+                problems.append(check(record if isinstance(record, dict) else {}))
     except Exception as error:                          # datasets has a dozen kinds
         if number:
             raise ValueError(f"{source}, line {number}: {error}") from None
@@ -322,7 +318,7 @@ def read(source, check):
 
 
 def _text(record, *keys):
-    for key in keys if isinstance(record, dict) else ():
+    for key in keys:
         if isinstance(record.get(key), str) and record[key].strip():
             return record[key].strip()
     raise ValueError(f"it must be an object in which {' or '.join(map(repr, keys))} is some text")
@@ -331,27 +327,25 @@ def _text(record, *keys):
 # --- numbers and boxes in text
 def last_number(text):
     """The last number in the text, a Fraction; None if there is none, or if it is a power or too long."""
-    return _last(_tail(text))
+    found = list(NUMBER.finditer(_tail(text)))
+    return _value(found[-1]) if found else None
 
 
 def final_answer(text):
     r"""The number behind the last ####, in the last \boxed{…}, or the last of all: Fraction or None."""
-    text = _tail(text)
-    if marked := _marked(text):
+    tail = _tail(text)
+    if marked := _marked(tail):
         return _value(marked)
-    boxed = BOXED.findall(text)
-    return _last(boxed[-1] if boxed and NUMBER.search(boxed[-1]) else text)
+    boxed = BOXED.findall(tail)
+    return last_number(boxed[-1] if boxed and NUMBER.search(boxed[-1]) else text)
 
 
 def _tail(text):
+    """What is read of a text: its end, LaTeX's fractions and thousands as numbers."""
     tail = text[-READ:]
     if len(text) > READ:
         tail = tail.lstrip("0123456789.,/")             # what is left of a number that the cut went through
-    return _fractions(tail)
-
-
-def _fractions(text):
-    return FRAC.sub(lambda m: f"{m[1] + ' ' if m[1] else ''}{m[2]}/{m[3]}", text.replace("{,}", ","))
+    return FRAC.sub(lambda m: f"{m[1] + ' ' if m[1] else ''}{m[2]}/{m[3]}", tail.replace("{,}", ","))
 
 
 def _marked(text):
@@ -359,21 +353,16 @@ def _marked(text):
     return next((number for number in reversed(found) if number), None)
 
 
-def _last(text):
-    found = list(NUMBER.finditer(text))
-    return _value(found[-1]) if found else None
-
-
 def _value(number):
     """The match as a Fraction; None for a power, a division by zero, too many digits."""
     before = number.string[max(0, number.start() - 9):number.start()]
-    exp = int((number["exp"] or "0")[:MAX_DIGITS])      # cut: int() refuses strings of thousands of digits
-    if sum(map(str.isdigit, number[0])) > MAX_DIGITS or abs(exp) > MAX_DIGITS:
+    exp = number["exp"] or "0"
+    if sum(map(str.isdigit, number[0])) > MAX_DIGITS or abs(int(exp)) > MAX_DIGITS:
         return None
     if POWER.search(before) or RAISED.match(number.string, number.end()):
         return None
     if number["decimal"]:
-        value = Fraction(number["decimal"].replace(",", "")) * Fraction(10) ** exp
+        value = Fraction(f"{number['decimal'].replace(',', '')}e{exp}")
     elif int(number["under"]) == 0:
         return None
     else:
@@ -393,8 +382,7 @@ def _plain(latex):
     return re.sub(r"\\(?:[dt]?(frac)|(sqrt))([0-9])([0-9]?)", r"\\\1\2{\3}{\4}", text).replace("{}", "")
 
 
-TASKS = {"multiplication": multiplication, "addition": addition, "countdown": countdown, "gsm8k": gsm8k,
-         "math": math}
+TASKS = {task.__name__: task for task in (multiplication, addition, countdown, gsm8k, math)}
 
 
 # --- checking a file
@@ -419,7 +407,7 @@ def demo():
     for task in (multiplication(), addition()):
         print(f"{len(task.train)} problems, {len(task.held_out)} held out: {task.prompt(task.held_out[0])}")
     problem = {"question": "A pen costs $3. What do 6 pens cost?", "answer": "6 * 3 = 18\n#### 18"}
-    print(gsm8k_prompt(problem))
+    print(GSM8K.format_map(problem))
     for text in ("#### 18", r"\boxed{18}", "It is $18.00.", "#### 17, or 18", "-18", "2 * 3**2", "18 or 20"):
         print(f"    {gsm8k_reward(problem, text, True)}  {text}")
 

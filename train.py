@@ -348,6 +348,16 @@ def learning_rate(config, step):
         config.schedule]
 
 
+def join_ranks(device):
+    """→ this process's device. One that torchrun started meets the others and takes the GPU of its number."""
+    if "RANK" in os.environ:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+        if device == "cuda":
+            device = f"cuda:{os.environ['LOCAL_RANK']}"
+            torch.cuda.set_device(device)                                   # where Triton launches
+    return device
+
+
 def rank_and_count():
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
@@ -361,12 +371,7 @@ def all_sum(tensor):
 
 def main(arguments):
     config = runs.parse_cli(Config, arguments)
-    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if "RANK" in os.environ:                                                # started by torchrun
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-        if device == "cuda":
-            device = f"cuda:{os.environ['LOCAL_RANK']}"
-            torch.cuda.set_device(device)                                   # where Triton launches
+    device = join_ranks(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if config.prompts % rank_and_count()[1]:
         raise ValueError(f"--prompts {config.prompts} must be a multiple of the {rank_and_count()[1]} ranks")
     task = own(config.task) if config.task.endswith(".py") else TASKS[config.task](

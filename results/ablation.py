@@ -122,7 +122,6 @@ def append(folder, record):
     Path(folder).mkdir(parents=True, exist_ok=True)
     with open(Path(folder) / "runs.jsonl", "ab+", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        runs.end_line(file)
         runs.append(file, record)
 
 
