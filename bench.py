@@ -369,7 +369,8 @@ def step(args):
             train.update(config, model, optimizer, sampled, torch.randn(B, device=DEVICE))
             rollout_s, update_s = middle - began, clock() - middle
             slots = sampler.stats.get("slots", 0)
-            planned = memory.plan(c, quant, config.rank, slots, length, config.micro_tokens).peak / 1e9
+            planned = memory.plan(c, quant, config.rank, slots, length, config.micro_tokens,
+                                  prefill=args.prompts * args.prompt_length).peak / 1e9
             records.append({
                 "shape": shape, "weights": quant, "ranks": ranks, "prompts": args.prompts,
                 "samples": args.samples, "prompt_length": args.prompt_length, "new": args.new,

@@ -3,12 +3,12 @@
     peak = weights + adapter and optimizer + the larger of rollout and update
 
     weights    0.5625 byte a quantised weight (4 bits, and 8 bits for each 16), 2 for embeddings and lm_head
-    adapter    16 bytes a parameter: itself, its gradient and AdamW's two moments in fp32; and a copy in bf16,
-               that of lora_B with the zeros of a block-diagonal matrix
+    adapter    12 bytes a parameter: itself and AdamW's two moments in fp32; and a copy in bf16, lora_B's
+               with the zeros of a block-diagonal matrix
     rollout    keys and values of every slot, logits twice, one weight in bf16, a prefill's activations
-    update     what backward keeps of a micro-batch: with gradient checkpointing the residual stream between
-               layers (fp32) and one layer's inside, without it every layer's; logits in chunks; one weight
-               in bf16
+    update     the gradient, and what backward keeps of a micro-batch: with gradient checkpointing the
+               residual stream between layers (fp32), without it all of every layer. On top the most of:
+               logits in chunks; one layer's inside in backward; that and one weight in bf16
 
 A GPU's context and the allocator's gaps come on top: about 1 GB. On a GPU only; on a CPU all is fp32, and the
 weights are kept in both forms.
@@ -25,7 +25,7 @@ import transformers
 import checkpoint
 from fp4_gemm import COLS, ROWS
 from model import LOGITS_AT_ONCE
-from rollout import Sampler, cached_bytes, prefill_bytes
+from rollout import PREFILL_TOKENS, Sampler, cached_bytes, prefill_bytes
 
 # hidden, layers, query heads, key heads, width of the MLP, vocabulary, lm_head tied to the embeddings
 MODELS = {
@@ -75,21 +75,28 @@ def cached(c):
     return cached_bytes(c, linears(c)[1][2] // c.num_attention_heads)
 
 
-def plan(c, quant="nvfp4", rank=32, slots=64, length=1152, micro_tokens=4096, checkpointing=True):
-    """→ Plan. c: a transformers config; slots: answers sampled at once; length: of prompt and answer."""
+def plan(c, quant="nvfp4", rank=32, slots=64, length=1152, micro_tokens=4096, checkpointing=True,
+         prefill=PREFILL_TOKENS):
+    """→ Plan. c: a transformers config; slots: answers sampled at once; length: of prompt and answer;
+    prefill: prompt tokens that go through the model at a time."""
     D, F, V, L = c.hidden_size, c.intermediate_size, c.vocab_size, c.num_hidden_layers
     qkv = linears(c)[0][1]
     padded = sum(-(-N // ROWS) * ROWS * (-(-K // COLS) * COLS) for _, N, K in linears(c))
     layer = 2 * sum(N * K for _, N, K in linears(c)) if quant == "bf16" else 0.5625 * padded
     weights = L * layer + 2 * V * D * (1 if c.tie_word_embeddings else 2)
-    adapter = L * rank * sum(16 * (S * K + N) + 2 * S * (K + N) for S, N, K in linears(c))
+    learned = L * rank * sum(S * K + N for S, N, K in linears(c))
+    adapter = 12 * learned + 2 * L * rank * sum(S * (K + N) for S, N, K in linears(c))
     scratch = 0 if quant == "bf16" else 2 * max(N * K for _, N, K in linears(c))
     # bytes a token that autograd keeps of a layer: two sums (fp32) and their norms, q, k and v, the rotated,
-    # what attention makes of them, gate and up, their product, x @ A.T; and what backward adds at its widest
-    kept, passing = 14 * D + 4 * qkv + 6 * F + 14 * rank, 8 * D + 6 * F
-    rollout = slots * (length * cached(c) + 8 * V) + scratch + prefill_bytes(c)
-    layers = 4 * D * L + kept if checkpointing else L * kept
-    update = micro_tokens * (layers + passing + 12 * D) + scratch + 4 * 4 * LOGITS_AT_ONCE
+    # what attention makes of them, gate and up, their product, x @ A.T
+    kept = 14 * D + 4 * qkv + 6 * F + 14 * rank
+    # what backward adds where it needs most: gradients of gate and up beside themselves, or in their place
+    # beside the decoded weight
+    widest = max(micro_tokens * (8 * D + 4 * F), micro_tokens * (8 * D - 2 * F) + scratch)
+    inside, stays = (kept, 4 * D * L) if checkpointing else (0, kept * L)
+    update = 4 * learned + micro_tokens * (stays + 12 * D) + max(
+        4 * 4 * LOGITS_AT_ONCE, micro_tokens * inside + widest)
+    rollout = slots * (length * cached(c) + 8 * V) + scratch + prefill_bytes(c, prefill)
     return Plan(weights, adapter, rollout, update)
 
 

@@ -118,7 +118,8 @@ class Sampler:
                           prompt_lengths=prompt_lengths.repeat_interleave(group_size))
         stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
         waiting = deque((row, prompts[row // group_size]) for row in range(B))
-        slots = min(self.slots, self._room(length), self.slots if self.deterministic else B)
+        at_once = max(max(map(len, prompts)), min(PREFILL_TOKENS, len(prompts) * max(map(len, prompts))))
+        slots = min(self.slots, self._room(length, at_once), self.slots if self.deterministic else B)
         self.stats = dict(prefill_s=0.0, capture_s=0.0, decode_s=0.0, steps=0, slots=slots)
         with tqdm(total=B, desc=progress, unit="seq", leave=False, disable=None if progress else True) as bar:
             while waiting:
@@ -143,13 +144,14 @@ class Sampler:
                     torch.cuda.empty_cache()     # what the update keeps must not settle where slots were
         return rollout.rows(range(B))
 
-    def _room(self, length):
-        """How many slots of `length` positions the free memory holds."""
+    def _room(self, length, prefill):
+        """How many slots of `length` positions the free memory holds beside a prefill of so many tokens."""
         model, c = self.model, self.model.config
         if model.device.type == "cpu":
             return self.slots
         # beside the slots: logits twice, a layer's largest weight in bf16, the activations of a prefill
-        beside = (8 * self.slots * c.vocab_size + 4 * c.hidden_size * c.intermediate_size + prefill_bytes(c))
+        beside = (8 * self.slots * c.vocab_size + 4 * c.hidden_size * c.intermediate_size
+                  + prefill_bytes(c, prefill))
         free, total = torch.cuda.mem_get_info()
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         allowed = total * torch.cuda.get_per_process_memory_fraction()
@@ -162,9 +164,9 @@ def cached_bytes(config, head_dim):
     return 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim
 
 
-def prefill_bytes(config):
-    """Of the activations of PREFILL_TOKENS, in bf16 and with a residual stream in fp32."""
-    return PREFILL_TOKENS * (16 * config.hidden_size + 8 * config.intermediate_size)
+def prefill_bytes(config, tokens):
+    """Of the activations of so many prompt tokens, in bf16 and with a residual stream in fp32."""
+    return tokens * (12 * config.hidden_size + 6 * config.intermediate_size)
 
 
 class _Batch:
