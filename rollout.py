@@ -149,13 +149,14 @@ class Sampler:
         model, c = self.model, self.model.config
         if model.device.type == "cpu":
             return self.slots
-        # beside the slots: logits twice, a layer's largest weight in bf16, the activations of a prefill
+        # beside the slots: logits twice, a layer's largest weight in bf16, the activations of a prefill, and
+        # half a GB in which the allocator may leave gaps
         beside = (8 * self.slots * c.vocab_size + 4 * c.hidden_size * c.intermediate_size
-                  + prefill_bytes(c, prefill))
+                  + prefill_bytes(c, prefill) + 5e8)
+        torch.cuda.empty_cache()             # what it still keeps after this is in pieces that hold no slots
         free, total = torch.cuda.mem_get_info()
-        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         allowed = total * torch.cuda.get_per_process_memory_fraction()
-        free = min(free + cached, allowed - torch.cuda.memory_allocated())
+        free = min(free, allowed - torch.cuda.memory_reserved())
         return max(1, int((free - beside) // (length * cached_bytes(c, model.head_dim))))
 
 

@@ -61,14 +61,15 @@ PAPER = dict(
 GSM8K = PAPER | dict(
     task="gsm8k", data="openai/gsm8k/main", loss="grpo", prompts=16, group_size=8, max_new_tokens=4096,
     steps=600, warmup=60, micro_tokens=8192)
-# It does not say how long it trained, but evaluates after 500 to 1000 steps. It takes the levels 3 to 5 (32B:
-# 4 and 5), which README tells how to get. micro_tokens: the longest row
+# It does not say how long it trained, but evaluates after 500 to 1000 steps. The data, that of its scripts,
+# has BigMath's levels 3 to 5, for the 32B 4 and 5. micro_tokens: the longest row
 BIGMATH = PAPER | dict(
-    task="math", data="SynthLabsAI/Big-Math-RL-Verified", loss="dapo", prompts=8, group_size=16,
-    max_new_tokens=8192, steps=1000, warmup=100, micro_tokens=9216)
+    task="math", data="open-r1/Big-Math-RL-Verified-Processed/level_3_4_5", loss="dapo", prompts=8,
+    group_size=16, max_new_tokens=8192, steps=1000, warmup=100, micro_tokens=9216)
 RECIPES = {name: dict(name=name, model=f"Qwen/Qwen2.5-{name.split('-')[0].upper()}-Instruct") | flags
            for name, flags in (("3b-gsm8k", GSM8K), ("7b-gsm8k", GSM8K), ("7b-bigmath", BIGMATH),
                                ("14b-bigmath", BIGMATH), ("32b-bigmath", BIGMATH))}
+RECIPES["32b-bigmath"]["data"] = "open-r1/Big-Math-RL-Verified-Processed/level_4_5"
 EVALUATION = dict(steps=0, eval_samples=8, temperature=0.6, max_new_tokens=4096)
 # what a task is tested on, and the tokens of its longest prompts in the scripts, which cut them; we do not
 TESTS = {"gsm8k": ("openai/gsm8k/main:test", 256), "math": ("HuggingFaceH4/MATH-500:test", 1024)}

@@ -77,18 +77,16 @@ def test_the_quickstart_table_is_what_its_script_makes_of_the_logs():
     assert table.count("\n") >= 4 and table in README
 
 
-def test_the_kernel_table_is_what_its_script_makes_of_the_log():
-    """The same for the kernel's speed."""
-    table = subprocess.run([sys.executable, "results/gemm_table.py"], cwd=ROOT, capture_output=True,
-                           text=True, check=True).stdout.strip()
-    assert table.count("\n") >= 20 and table in README
-
-
-def test_the_sampler_table_is_what_its_script_makes_of_the_log():
-    """And so are its conditions; the figures of the run on a GPU are those of its log."""
-    table = subprocess.run([sys.executable, "results/rollout_table.py"], cwd=ROOT, capture_output=True,
+@pytest.mark.parametrize("name, rows", [("gemm", 20), ("rollout", 7), ("step", 11)])
+def test_the_tables_of_speed_are_what_their_script_makes_of_the_logs(name, rows):
+    """And so are their conditions."""
+    table = subprocess.run([sys.executable, "results/tables.py", name], cwd=ROOT, capture_output=True,
                            text=True, check=True).stdout
-    assert table.count("\n") >= 7 and table in README
+    assert table.count("\n|") >= rows and table in README
+
+
+def test_the_figures_of_the_run_on_a_gpu_are_those_of_its_log():
+    """Reward and accuracy of results/addition."""
     log = [json.loads(line) for line in (ROOT / "results/addition/metrics.jsonl").read_text().splitlines()]
     late = [r["reward"] for r in log if r["kind"] == "step" and 100 <= r["step"] < 150]
     assert len(late) == 50 and f"mean reward {sum(late) / 50:.2f}".replace("0.", ".") in README

@@ -1,0 +1,102 @@
+"""README's tables of speed from the logs of bench.py: python results/tables.py gemm|rollout|step."""
+
+import json
+import statistics
+import sys
+import textwrap
+from pathlib import Path
+
+NAMES = {"135m": "SmolLM2-135M", "nvfp4": "NVFP4", "bf16": "bf16",
+         "hf": "Hugging Face generate, bf16, no LoRA", "hf-nf4": "transformers + bitsandbytes NF4 + PEFT"}
+
+
+def read(name):
+    lines = (Path(__file__).parent / f"{name}_bench.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def head(*columns):
+    print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
+
+
+def model(shape):
+    return NAMES.get(shape) or f"Qwen2.5-{shape.upper()}"
+
+
+def note(records, text):
+    """The conditions of the records that a table shows; they differ in nothing but the commit."""
+    shown = list(records)
+    (place,) = {f"{r['gpu']}, torch {r['torch']}, triton {r['triton']}" for r in shown}
+    commits = " and ".join(dict.fromkeys(r["commit"] for r in shown))
+    say(f"{place}, commit {commits}; {text}")
+
+
+def say(text):
+    print("\n" + textwrap.fill(text, 110))
+
+
+def gemm():
+    latest = {(r["shape"], r["M"]): r for r in read("gemm")}        # an appended run replaces the one before
+    rows = sorted({M for _, M in latest})
+    head("NVFP4 over bf16", "N × K", *(f"M={M}" for M in rows))
+    for shape in dict.fromkeys(shape for shape, _ in latest):
+        cells = [latest.get((shape, M)) for M in rows]
+        first = next(r for r in cells if r)
+        ratios = "".join(f" {r['speedup']:.2f} |" if r else " |" for r in cells)
+        print(f"| {shape} | {first['N']} × {first['K']} |{ratios}")
+    note(latest.values(), "time of cuBLAS bf16 over ours in the same run, without LoRA, median of CUDA-graph "
+         "replays over weights that do not fit into L2, each kernel checked against float64 first; by "
+         "`python bench.py gemm --out FILE.jsonl`, log in `results/gemm_bench.jsonl`.")
+
+
+def rollout():
+    records = {(r["shape"], r["weights"], r["batch"], r.get("whole", False)): r for r in read("rollout")}
+    latest = {key[:3]: r for key, r in records.items() if not key[3]}
+    batches = sorted({batch for _, _, batch in latest})
+    head("tokens/s (share of the bound)", *(f"B={b}" for b in batches))
+    for shape, weights in dict.fromkeys((s, w) for s, w, _ in latest):
+        row = [latest.get((shape, weights, b)) for b in batches]
+        cells = "".join(f" {r['tok_s']:,.0f} ({r['of_bound']:.2f}) |" if r else " |" for r in row)
+        print(f"| {model(shape)}, {NAMES[weights]} |{cells}")
+        plain = [latest.get((shape, "bf16", b)) for b in batches]
+        if weights == "nvfp4" and any(plain):
+            ratios = "".join(f" ×{r['tok_s'] / p['tok_s']:.2f} |" if r and p else " |"
+                             for r, p in zip(row, plain, strict=True))
+            print(f"| … over our own bf16 |{ratios}")
+    for (shape, weights, batch, whole), r in records.items():
+        if whole:
+            steady = latest[shape, weights, batch]["tok_s"]
+            say(f"A whole rollout of {model(shape)} in {NAMES[weights]}, 32 prompts × 16 samples in {batch} "
+                f"slots, mean length {r['mean_length']:.0f}, longest {r['longest']}, prefill, refill and "
+                f"tail included: {r['tok_s']:,.0f} tokens/s, {r['tok_s'] / steady:.2f} of the steady rate.")
+    note(records.values(), "random weights of each shape, LoRA of rank 32, temperature 1, mean context 1000, "
+         "without prefill and capture. By `python bench.py rollout --model-shape SHAPE`, log in "
+         "`results/rollout_bench.jsonl`.")
+
+
+def step():
+    groups = {}
+    for r in read("step"):
+        key = r["shape"], r["prompts"], r["samples"], r["new"], r["weights"], r.get("cap_gb"), r["commit"]
+        if r.get("step", 1):                                            # the first one compiles
+            groups.setdefault(key, []).append(r)
+    latest = {key[:6]: found for key, found in groups.items()}
+    head("model", "prompts × answers × tokens", "weights", "rollout s", "tokens/s", "update s", "tokens/s",
+         "peak GB", "planned")
+    for (shape, prompts, samples, new, weights, cap), found in latest.items():
+        middle = {k: statistics.median(r[k] for r in found)
+                  for k in ("rollout_s", "rollout_tok_s", "update_s", "update_tok_s", "peak_gb")}
+        only = found[0].get("update_only")
+        sampled = "– | –" if only else f"{middle['rollout_s']:.1f} | {middle['rollout_tok_s']:,.0f}"
+        planned = f"{found[-1]['planned_gb']:.1f}" if "planned_gb" in found[-1] else ""
+        print(f"| {model(shape)}{f', capped at {cap:g} GB' if cap else ''} | {prompts} × {samples} × {new} "
+              f"| {NAMES[weights]} | {sampled} | {middle['update_s']:.2f} | {middle['update_tok_s']:,.0f} "
+              f"| {middle['peak_gb']:.1f} | {planned} |")
+    note((r for found in latest.values() for r in found), "random weights of each shape, prompts of 128 "
+         "tokens, LoRA of rank 32, gradient checkpointing; the median of the steps after the first, which "
+         "compiles. By `python bench.py step` and `python results/qlora_step.py`, log in "
+         "`results/step_bench.jsonl`.")
+
+
+if __name__ == "__main__":
+    {"gemm": gemm, "rollout": rollout, "step": step}[sys.argv[1]]()
