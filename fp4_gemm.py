@@ -120,14 +120,15 @@ def unpack(packed):
 
 # --- what callers use
 
-def linear(x, packed, bias=None, lora=None, learn=(None, None), deterministic=False):
+def linear(x, packed, bias=None, lora=None, learn=(None, None), needed=True, deterministic=False):
     """x (..., K) → x @ W.T + bias + scale · (x @ A.T) @ B.T, (..., N); all bf16 on a GPU, fp32 on a CPU.
 
     packed: a PackedNVFP4, or a plain (N, K) matrix. lora = (A (R, K), B (N, R), splits, scale), where B is
     torch.block_diag of the parts' matrices: part s, the next splits[s] columns of y, meets only its own R / S
     columns of x @ A.T. learn = (lora_A (R, K), lora_B (N, R / S)): the parameters that A and B were rounded
-    from. Gradients flow to x, bias and learn, never to W. deterministic: the same K split for every M and no
-    cuBLAS, so that a row does not depend on its batch.
+    from. Gradients flow to x, bias and learn, never to W. needed=False: backward will be called and y read by
+    nobody, so its values may be left undefined. deterministic: the same K split for every M and no cuBLAS, so
+    that a row does not depend on its batch.
     """
     N, K = packed.shape
     A, B, splits, scale = lora or (None, None, (), 1.)
@@ -144,7 +145,7 @@ def linear(x, packed, bias=None, lora=None, learn=(None, None), deterministic=Fa
             f"A {shapes[:2]}, B {shapes[2:]} and splits {splits} do not fit a weight {packed.shape}"
     rows = x.reshape(-1, K).contiguous()
     fused = x.is_cuda and words is not packed and (deterministic or len(rows) <= FUSED_MAX)
-    y = _Linear.apply(rows, packed, bias, A, B, tuple(splits), scale, fused, deterministic, *learn)
+    y = _Linear.apply(rows, packed, bias, A, B, tuple(splits), scale, fused, needed, deterministic, *learn)
     return y.view(*x.shape[:-1], N)
 
 
@@ -167,15 +168,18 @@ class _Linear(torch.autograd.Function):
     """Backward finds x, xa = scale · x @ A.T and the packed bytes; a GPU never keeps a 16-bit weight."""
 
     @staticmethod
-    def forward(ctx, x, packed, bias, A, B, splits, scale, fused, deterministic, lora_A, lora_B):
+    def forward(ctx, x, packed, bias, A, B, splits, scale, fused, needed, deterministic, lora_A, lora_B):
         if fused:
             y, xa = _fused(x, packed, bias, A, B, splits, scale, deterministic)
         elif A is None:
             y, xa = F.linear(x, _weight(packed, x.dtype), bias), None
         else:      # the adapter first: the large product adds to it before its one rounding
             xa = x.new_empty(len(x), len(A)).addmm_(x, A.T, beta=0, alpha=scale)
-            y = xa @ B.T if bias is None else torch.addmm(bias, xa, B.T)
-            y.addmm_(x, _weight(packed, x.dtype).T)
+            if needed:
+                y = xa @ B.T if bias is None else torch.addmm(bias, xa, B.T)
+                y.addmm_(x, _weight(packed, x.dtype).T)
+            else:
+                y = x.new_empty(len(x), len(B))
         ctx.packed, ctx.splits, ctx.scale = packed, splits, scale
         ctx.save_for_backward(None if A is None else x, xa, A, B)
         return y
@@ -193,7 +197,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             W = _weight(ctx.packed, dy.dtype)
             dx = dy @ W if A is None else dx.addmm_(dy, W)
-        return dx, None, dy.sum(0) if ctx.needs_input_grad[2] else None, *[None] * 6, dA, dB
+        return dx, None, dy.sum(0) if ctx.needs_input_grad[2] else None, *[None] * 7, dA, dB
 
 
 def _weight(packed, dtype):

@@ -37,8 +37,8 @@ class LoRALinear(nn.Module):
     """A frozen base and its adapter: x (…, K) → (…, N) in the dtype of x.
 
     base: a module with in_features, out_features and forward(x). One that says `fuses_lora = True` adds the
-    adapter itself: base(x, (copy_A, copy_B, splits, scale), (lora_A, lora_B)) multiplies by the copies and
-    gives the parameters their gradients. splits: rows of each fused part, their sum is N.
+    adapter itself: base(x, (copy_A, copy_B, splits, scale), (lora_A, lora_B), needed) multiplies by the
+    copies and gives the parameters their gradients. splits: rows of each fused part, their sum is N.
     """
 
     def __init__(self, base, rank, alpha, splits=None, dtype=torch.float32, device=None, generator=None):
@@ -68,12 +68,13 @@ class LoRALinear(nn.Module):
             for s, (rows, B) in enumerate(blocks):
                 rows[:, s * self.rank:(s + 1) * self.rank].copy_(B)
 
-    def forward(self, x):
+    def forward(self, x, needed=True):
+        """needed=False: only the backward of the result will be used, its values by nobody."""
         if not self.enabled:
             return self.base(x)
         if getattr(self.base, "fuses_lora", False):
-            learn = self.lora_A, self.lora_B
-            return self.base(x, (self.copy_A, self.copy_B, self.splits, self.scale), learn)
+            lora, learn = (self.copy_A, self.copy_B, self.splits, self.scale), (self.lora_A, self.lora_B)
+            return self.base(x, lora, learn, needed)
         return self.base(x) + delta(x, self.lora_A, self.lora_B, self.splits, self.scale)
 
 

@@ -86,8 +86,9 @@ class FrozenLinear(nn.Module):
         self.quantized = method is not None
         self.out_features, self.in_features = (self.packed if self.quantized else self.weight).shape
 
-    def forward(self, x, lora=None, learn=(None, None)):
-        return fp4_gemm.linear(x, self.packed if self.quantized else self.weight, self.bias, lora, learn)
+    def forward(self, x, lora=None, learn=(None, None), needed=True):
+        W = self.packed if self.quantized else self.weight
+        return fp4_gemm.linear(x, W, self.bias, lora, learn, needed)
 
 
 class Attention(nn.Module):
@@ -124,8 +125,8 @@ class MLP(nn.Module):
         self.gate_up_proj = linear(("gate_proj", "up_proj"), (F_, F_), D, False)
         self.down_proj = linear(("down_proj",), (D,), F_, False)
 
-    def forward(self, x):
-        return self.down_proj(decode.swiglu(self.gate_up_proj(x)))
+    def forward(self, x, needed=True):
+        return self.down_proj(decode.swiglu(self.gate_up_proj(x)), needed)
 
 
 class Block(nn.Module):
@@ -134,15 +135,16 @@ class Block(nn.Module):
         self.self_attn, self.mlp = attention, mlp
         self.input_layernorm, self.post_attention_layernorm = input_norm, post_attention_norm
 
-    def forward(self, x, y, *where):
+    def forward(self, x, y, *where, needed=True):
         """x (B, T, D) without the last branch y → the same after this block."""
         x, h = self.input_layernorm(x, y)
         x, h = self.post_attention_layernorm(x, self.self_attn(h, *where))
-        return x, self.mlp(h)
+        return x, self.mlp(h, needed)
 
     def summed(self, x, *where):
-        """One tensor in, one out: all that gradient checkpointing keeps of a block."""
-        x, y = self(x, None, *where)
+        """One tensor in, one out: all that gradient checkpointing keeps of a block. With gradients on it is
+        being recomputed for its inside, so the last product is left out: nobody reads the sum again."""
+        x, y = self(x, None, *where, needed=not torch.is_grad_enabled())
         return x + y
 
 

@@ -181,6 +181,7 @@ class _Batch:
         # where its prompt's last token stands
         self.state = torch.zeros(5, slots, dtype=torch.long, device=self.model.device)
         self.cuda, self.graphs, self.pool = self.model.device.type == "cuda", {}, None
+        self.wanted = None                             # by the last chunk of steps: (rows, pieces)
 
     def run(self, waiting, running, wanted, bar):
         """Until all are over. waiting, running: (row, prompt), taken from the one and kept in the other.
@@ -200,7 +201,7 @@ class _Batch:
                 left = [len(p) - 1 + self.limit - at for (_, p), at in zip(running, positions, strict=True)]
                 steps = min(STEPS, max(left))
             size = slots if self.sampler.deterministic else size
-            self.state[3, len(running):size] = -1      # the rest of them is over
+            self.state[3, len(running):] = -1          # the rest of them is over
             positions = self.advance(size, max(positions) + steps, steps, bar)[:len(running)]
             going = [i for i, at in enumerate(positions) if at >= 0]
             if len(going) < len(running):
@@ -238,17 +239,17 @@ class _Batch:
     def advance(self, size, longest, steps, bar):
         """Some steps of the first `size` rows, none of which comes beyond `longest` positions → positions."""
         most = -(-self.rollout.tokens.shape[1] // decode.SPLIT)
-        key = size, min(most, 1 << (longest // decode.SPLIT).bit_length())
+        key = self.choose(size, min(most, 1 << (longest // decode.SPLIT).bit_length()))
         began = time.perf_counter()
         if self.cuda and key not in self.graphs:
-            kernels = size, self.draw[0] == 0
+            kernels = key[0], self.draw[0] == 0
             if kernels not in self.sampler.loaded:
                 # a step as it is called: it compiles and loads them, which cannot be done while capturing
                 self.step(*key)
                 self.sampler.loaded.add(kernels)
                 called, steps = self.clock("capture_s", began), steps - 1
                 if called - began > 1 and not bar.disable:
-                    tqdm.write(f"kernels for {size} rows compiled in {called - began:.1f} s")
+                    tqdm.write(f"kernels for {key[0]} rows compiled in {called - began:.1f} s")
                 began = called
             self.graphs[key] = graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.pool):
@@ -261,6 +262,13 @@ class _Batch:
         positions = self.state[3].tolist()
         self.clock("decode_s", began)
         return positions
+
+    def choose(self, size, pieces):
+        """The graph to replay: this one, or a larger one that is there until this was wanted twice in a row.
+        Capturing takes as long as many steps of a small model, and short answers end within them."""
+        larger = [key for key in self.graphs if key[0] >= size and key[1] >= pieces]
+        wanted, self.wanted = self.wanted, (size, pieces)
+        return min(larger) if larger and wanted != self.wanted else self.wanted
 
     def step(self, size, pieces):
         """One token more for each row that is not over."""

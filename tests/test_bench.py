@@ -1,5 +1,9 @@
 """python -m pytest tests/test_bench.py -q"""
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +57,23 @@ def test_step_times_rollout_and_update(tiny_shape, tmp_path, capsys):
     [only], _ = records(tmp_path / "..", capsys, "step", "--update-only", "--quant", "bf16", "--prompts", "1",
                         "--samples", "4", "--prompt-length", "5", "--new", "7", "--steps", "1")
     assert only["update_only"] and only["slots"] == 0
+
+
+def test_step_on_two_ranks_counts_the_tokens_of_both(tmp_path):
+    """One log, by the first of them."""
+    (tmp_path / "tiny.py").write_text("import bench, memory, sys\n"
+                                      "memory.MODELS['tiny'] = (64, 2, 4, 2, 96, 97, False)\n"
+                                      "bench.main(sys.argv[1:])\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               tmp_path / "tiny.py", "step", "--model-shape", "tiny", "--quant", "nvfp4", "--prompts", "2",
+               "--samples", "3", "--prompt-length", "5", "--new", "7", "--out", tmp_path / "log"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(bench.__file__).parent)}
+    ended = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert ended.returncode == 0, ended.stderr
+    found = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [(r["step"], r["ranks"]) for r in found] == [(0, 2), (1, 2)]
+    for r in found:
+        assert r["rollout_s"] * r["rollout_tok_s"] == pytest.approx(2 * 42)
 
 
 def test_the_bound_is_the_notes_table():

@@ -179,7 +179,7 @@ def interpreted():
 
         def linear(x, packed, bias, lora_A, lora_B, sizes=sizes):
             (A, B, *_), learn = adapter(lora_A, lora_B, sizes)
-            return fp4_gemm._Linear.apply(x, packed, bias, A, B, sizes, .5, True, False, *learn)
+            return fp4_gemm._Linear.apply(x, packed, bias, A, B, sizes, .5, True, True, False, *learn)
 
         check_forward_and_backward(watched(linear), layer, sizes, 2**-18)
         again = [linear(x, packed, bias, lora_A, lora_B) for _ in range(2)]

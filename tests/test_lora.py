@@ -90,7 +90,7 @@ class Told(nn.Linear):
 
     fuses_lora = True
 
-    def forward(self, x, lora, learn):
+    def forward(self, x, lora, learn, needed):
         A, B, _, scale = self.lora = lora
         return F.linear(x, self.weight) + scale * (x @ A.T) @ B.T
 

@@ -1,5 +1,6 @@
 """python -m pytest tests/test_rollout.py -q"""
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -267,6 +268,21 @@ def gpu_prompts(n):
     """Lengths at the edges of the attention's pieces, so that answers cross them."""
     return [[(7 * i + 3 * t) % 40_000 + 50 for t in range(length)]
             for i, length in enumerate((1, 2, 250, 254, 255, 256, 257, 40, 130, 300)[:n])]
+
+
+def test_a_smaller_graph_is_captured_when_it_is_wanted_twice():
+    """Until then a larger one serves; one with too few rows or pieces never does."""
+    batch = SimpleNamespace(graphs={}, wanted=None)
+
+    def chosen(*key):
+        found = rollout._Batch.choose(batch, *key)
+        batch.graphs[found] = None
+        return found
+
+    assert [chosen(256, 1), chosen(256, 1), chosen(64, 1), chosen(32, 1), chosen(32, 1)] == [
+        (256, 1), (256, 1), (256, 1), (256, 1), (32, 1)]
+    assert [chosen(32, 2), chosen(16, 1), chosen(16, 2), chosen(16, 2)] == [
+        (32, 2), (32, 1), (32, 2), (16, 2)]
 
 
 @pytest.mark.gpu

@@ -505,6 +505,29 @@ def test_two_ranks_train_as_one_process(whole, tiny_chat, tmp_path):
             want = one["step", step][key]
             assert two["step", step][key] == (want if want is None else pytest.approx(want, rel=1e-4)), key
     assert ended.stdout.count("run folder") == 1 and ended.stdout.count("step    0") == 1
+    steps = [r for (kind, _), r in two.items() if kind == "step"]
+    assert all(0 <= r["rollout_idle"] < 1 for r in steps) and "rollout_idle" not in one["step", 0]
+    more = [sys.executable, ROOT / "train.py", "--resume", tmp_path / "run", "--steps", str(len(steps) + 1)]
+    ended = subprocess.run(more, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "rollout_idle" not in runs.read(tmp_path / "run")["step", len(steps)]       # by one process
+
+
+def test_a_rank_that_fails_ends_the_job_with_its_error(tiny_chat, tmp_path):
+    """The other one does not wait for it for ever."""
+    (tmp_path / "mine.py").write_text("""
+import os
+def problems():
+    return [{"prompt": f"{n} - 1 =", "answer": n - 1} for n in range(10, 60)]
+def reward(problem, text):
+    assert os.environ["RANK"] == "0", "rank 1 fell over"
+    return 0.0
+""")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               ROOT / "train.py", "--task", tmp_path / "mine.py", "--model", tiny_chat, "--out", tmp_path]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120,
+                           env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert ended.returncode != 0 and "rank 1 fell over" in ended.stderr
 
 
 def test_a_folder_holds_one_run_and_one_writer(whole, start, tmp_path, capsys):
