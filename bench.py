@@ -256,6 +256,11 @@ def clock():
     return time.perf_counter()
 
 
+def forget_peak():
+    if DEVICE != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+
+
 def rollout_bound(c, quant, batch, context):
     """Tokens a second that bytes and FLOPs allow, with nothing lost between kernels."""
     D, L, V = c.hidden_size, c.num_hidden_layers, c.vocab_size
@@ -276,6 +281,7 @@ def rollout(args):
         model = None                                       # the last one's memory first
         model = hf_model(c) if quant == "hf" else random_model(shape, quant)
         for batch in map(int, args.batch.split(",")):
+            forget_peak()
             if args.whole:
                 tokens, seconds, steps, more = whole_rollout(model, batch)
             else:
@@ -307,8 +313,8 @@ def whole_rollout(model, slots, prompts=32, samples=16, mean=600, limit=2048):
     stops = torch.randperm(V)[:round(V / mu)].tolist()
     asked = [torch.randint(V, (50 + 300 * i // prompts,)).tolist() for i in range(prompts)]
     for rows in {slots, *(1 << i for i in range(slots.bit_length()))}:      # compiles what the refill needs
-        sampler.generate(asked[:1], rows, 2, 1.0, [], 0, 0)
-    sampler.generate(asked, samples, 2, 1.0, [], 0, 0)
+        sampler.generate(asked[:1], rows, 2, 1.0, stops, 0, 0)
+    sampler.generate(asked, samples, 2, 1.0, stops, 0, 0)
     began = clock()
     done = sampler.generate(asked, samples, limit, 1.0, stops, 0, 1)
     seconds, lengths = clock() - began, done.lengths.double()
@@ -352,6 +358,7 @@ def step(args):
     prompts = torch.randint(c.vocab_size, (args.prompts, args.prompt_length)).tolist()
     for quant in args.quant.split(","):
         model = sampler = optimizer = None                 # the last one's memory first
+        forget_peak()
         model = random_model(shape, quant)
         model.gradient_checkpointing = True
         sampler = Sampler(model)
@@ -368,9 +375,9 @@ def step(args):
             middle = clock()
             train.update(config, model, optimizer, sampled, torch.randn(B, device=DEVICE))
             rollout_s, update_s = middle - began, clock() - middle
-            slots = sampler.stats.get("slots", 0)
+            slots, prefill = (sampler.stats.get(name, 0) for name in ("slots", "at_once"))
             planned = memory.plan(c, quant, config.rank, slots, length, config.micro_tokens,
-                                  prefill=args.prompts * args.prompt_length).peak / 1e9
+                                  prefill=prefill).peak / 1e9
             records.append({
                 "shape": shape, "weights": quant, "ranks": ranks, "prompts": args.prompts,
                 "samples": args.samples, "prompt_length": args.prompt_length, "new": args.new,

@@ -1,7 +1,8 @@
 """The operations of a decoder block that are not matrix products: one function each.
 
-Every function has its plain torch lines: the meaning, with autograd. On a GPU it launches a Triton kernel
-instead, to the same result; what the trainer runs too (add_norm, swiglu, rope) has one for its gradient.
+Every function has its plain torch lines: the meaning, with autograd. On a GPU add_norm, swiglu, rope and
+cached_attention launch a Triton kernel instead, to the same result; the first three, which the trainer runs
+too, have one for the gradient. Attention over whole rows is torch's.
 
     add_norm → [q k v] → cached_attention → [o] → add_norm → [gate up] → swiglu → [down] → add_norm → …
     the norm of x + the       rope, cache write,      what stands in brackets is a matrix product
@@ -66,7 +67,7 @@ class AddNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, y, weight, eps, dtype):
-        x = x.contiguous()
+        x, y = x.contiguous(), y if y is None else y.contiguous()
         total, out = x if y is None else torch.empty_like(x), torch.empty_like(x, dtype=dtype)
         _add_norm_kernel[_rows(x)](x, y, weight, total, out, eps, **_row(x), **_flags(x))
         ctx.save_for_backward(total, weight)
@@ -86,6 +87,7 @@ class AddNorm(torch.autograd.Function):
 
 
 def _rows(x):
+    """A grid's first axis: the other two end at 65 535."""
     return x.numel() // x.shape[-1],
 
 
@@ -143,7 +145,7 @@ class SwiGLU(torch.autograd.Function):
         gate_up = gate_up.contiguous()
         F_ = gate_up.shape[-1] // 2
         out = gate_up.new_empty(*gate_up.shape[:-1], F_)
-        _swiglu_kernel[triton.cdiv(F_, 1024), *_rows(out)](gate_up, out, None, F_, TILE=1024, **_flags(out))
+        _swiglu_kernel[*_rows(out), triton.cdiv(F_, 1024)](gate_up, out, None, F_, TILE=1024, **_flags(out))
         ctx.save_for_backward(gate_up)
         return out
 
@@ -151,7 +153,7 @@ class SwiGLU(torch.autograd.Function):
     def backward(ctx, d):
         gate_up, = ctx.saved_tensors
         d, d_gate_up, F_ = d.contiguous(), torch.empty_like(gate_up), d.shape[-1]
-        _swiglu_kernel[triton.cdiv(F_, 1024), *_rows(d)](gate_up, d_gate_up, d, F_, TILE=1024, **_flags(d))
+        _swiglu_kernel[*_rows(d), triton.cdiv(F_, 1024)](gate_up, d_gate_up, d, F_, TILE=1024, **_flags(d))
         return d_gate_up
 
 
@@ -159,7 +161,7 @@ class SwiGLU(torch.autograd.Function):
 def _swiglu_kernel(gate_up, out, d_out, F_, TILE: constexpr, PDL: constexpr):
     """Forward without d_out; with it out is the gradient of gate_up."""
     _start(PDL)
-    row, cols = tl.program_id(1).to(tl.int64), tl.program_id(0) * TILE + tl.arange(0, TILE)
+    row, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     gate = tl.load(gate_up + row * 2 * F_ + cols, mask=cols < F_, other=0.).to(tl.float32)
     up = tl.load(gate_up + row * 2 * F_ + F_ + cols, mask=cols < F_, other=0.).to(tl.float32)
     sigmoid = 1 / (1 + tl.exp(-gate))
@@ -199,7 +201,8 @@ class Rope(torch.autograd.Function):
 
 
 def _rope(x, cos, sin, sign):
-    (B, T, H, Dh), x = x.shape, x if x.stride(-1) == 1 else x.contiguous()
+    B, T, H, Dh = x.shape
+    x = x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _rope_kernel[T, B](x, *x.stride()[:3], cos, sin, sign, out, H, DH=Dh, ROWS=triton.next_power_of_2(H),
                        HALF=triton.next_power_of_2(Dh // 2), **_flags(x), num_warps=8)

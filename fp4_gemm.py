@@ -127,8 +127,8 @@ def linear(x, packed, bias=None, lora=None, learn=(None, None), needed=True, det
     torch.block_diag of the parts' matrices: part s, the next splits[s] columns of y, meets only its own R / S
     columns of x @ A.T. learn = (lora_A (R, K), lora_B (N, R / S)): the parameters that A and B were rounded
     from. Gradients flow to x, bias and learn, never to W. needed=False: backward will be called and y read by
-    nobody, so its values may be left undefined. deterministic: the same K split for every M and no cuBLAS, so
-    that a row does not depend on its batch.
+    nobody, so its values may be left undefined. deterministic, of a packed weight: the same K split for every
+    M and no cuBLAS, so that a row does not depend on its batch.
     """
     N, K = packed.shape
     A, B, splits, scale = lora or (None, None, (), 1.)
@@ -143,6 +143,7 @@ def linear(x, packed, bias=None, lora=None, learn=(None, None), needed=True, det
         shapes = [*A.shape, *B.shape]
         assert shapes == [shapes[0], K, N, shapes[0]] and sum(splits) == N and shapes[0] % len(splits) == 0, \
             f"A {shapes[:2]}, B {shapes[2:]} and splits {splits} do not fit a weight {packed.shape}"
+        assert A.is_contiguous() and B.is_contiguous(), "A and B must be contiguous: call .contiguous()"
     rows = x.reshape(-1, K).contiguous()
     fused = x.is_cuda and words is not packed and (deterministic or len(rows) <= FUSED_MAX)
     y = _Linear.apply(rows, packed, bias, A, B, tuple(splits), scale, fused, needed, deterministic, *learn)
@@ -165,7 +166,7 @@ def dequantize(packed, dtype=torch.bfloat16):
 
 
 class _Linear(torch.autograd.Function):
-    """Backward finds x, xa = scale · x @ A.T and the packed bytes; a GPU never keeps a 16-bit weight."""
+    """Backward finds x, xa = scale · x @ A.T and the packed bytes, on a GPU no 16-bit copy of them."""
 
     @staticmethod
     def forward(ctx, x, packed, bias, A, B, splits, scale, fused, needed, deterministic, lora_A, lora_B):
@@ -190,7 +191,7 @@ class _Linear(torch.autograd.Function):
         if A is not None:
             dxa = torch.empty_like(xa).addmm_(dy, B, beta=0, alpha=ctx.scale)
             dx = dxa @ A
-            if ctx.needs_input_grad[-1]:
+            if any(ctx.needs_input_grad[-2:]):
                 dA, dB = dxa.T @ x, dy.T @ xa                      # of dB only the blocks: the rest stays 0
                 r = len(A) // len(ctx.splits)
                 dB = torch.cat([b[:, i * r:(i + 1) * r] for i, b in enumerate(dB.split(ctx.splits))])

@@ -13,7 +13,7 @@
 A GPU's context and the allocator's gaps come on top: about 1 GB. On a GPU only; on a CPU all is fp32, and the
 weights are kept in both forms.
 
-Needs: transformers; model.py, rollout.py, checkpoint.py for their constants.
+Needs: transformers; model.py, rollout.py, checkpoint.py, fp4_gemm.py for their constants.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import transformers
 import checkpoint
 from fp4_gemm import COLS, ROWS
 from model import LOGITS_AT_ONCE
-from rollout import PREFILL_TOKENS, Sampler, cached_bytes, prefill_bytes
+from rollout import PREFILL_TOKENS, SLOTS, cached_bytes, prefill_bytes
 
 # hidden, layers, query heads, key heads, width of the MLP, vocabulary, lm_head tied to the embeddings
 MODELS = {
@@ -126,7 +126,7 @@ def main(arguments):
         raise ValueError(f"--memory-gb {args.memory_gb:g} is too little: one answer of {length} tokens needs "
                          f"{(least.peak + 1e9) / 1e9:.1f} GB; lower --max-new-tokens or --rank, "
                          "or take a smaller model")
-    slots = max(s for s in range(1, Sampler(None).slots + 1) if bytes_of(s, length).peak <= room)
+    slots = max(s for s in range(1, SLOTS + 1) if bytes_of(s, length).peak <= room)
     micro = max(n for n in range(1, 129) if bytes_of(1, n * length).peak <= room) * length
     print(f"in {args.memory_gb:g} GB: {slots} answers of {length} tokens are sampled at a time (more go in "
           f"waves), and --micro-tokens {micro} with --gradient-checkpointing")

@@ -110,8 +110,8 @@ class Attention(nn.Module):
         H, Hkv = (n // self.head_dim for n in self.splits[:2])
         qk, v = qkv.unflatten(-1, (-1, self.head_dim)).split((H + Hkv, Hkv), 2)               # (B, T, …, Dh)
         if norms:
-            qk = torch.cat([decode.rms_norm(t, weight, norms[2])
-                            for t, weight in zip(qk.split((H, Hkv), 2), norms, strict=False)], 2)
+            (q, k), (q_weight, k_weight, eps) = qk.split((H, Hkv), 2), norms
+            qk = torch.cat([decode.rms_norm(q, q_weight, eps), decode.rms_norm(k, k_weight, eps)], 2)
         q, k = decode.rope(qk, cos, sin).split((H, Hkv), 2)
         if cache is not None:
             cache.fill(layer, k, v)
@@ -211,7 +211,8 @@ class Decoder(nn.Module):
             where = (positions, cos, sin, cache, i)
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 # the reentrant kind keeps the layer's input and has no hook on each tensor inside, which cost
-                # more time than the kernels of a small model; it wants an input that wants a gradient
+                # more time than the kernels of a small model; it wants an input that wants a gradient. The
+                # other kind runs its first forward with gradients on, where `summed` gives no result
                 x = recompute(layer.summed, x.requires_grad_(), *where, use_reentrant=True,
                               preserve_rng_state=False)
             else:

@@ -11,8 +11,9 @@ next one, so prefill needs no sampling of its own. The host does not see single 
 times, reads which rows are over, closes the ranks and fills them up. What a row needs (its slot, position and
 last token) is data on the GPU, so the graph depends on two numbers only, rounded up to powers of two: rows in
 the batch and pieces of 256 positions in the longest. The slots are sized by the memory that is free, a graph
-is captured when it is first needed, and both go when `generate` returns: the update can have the memory, and
-no graph outlives the tensors that it reads. On a CPU a step is called, not replayed, and nothing is rounded.
+is captured when it is needed (one smaller than what is there, when it is wanted twice), and both go when
+`generate` returns: the update can have the memory, and no graph outlives the tensors that it reads. On a CPU
+a step is called, not replayed, and nothing is rounded.
 
 It runs the model that trains, on the same tensors, so there are no weights to hand over, AQN's noise is in
 exactly the modules that sample, and the recorded log-probabilities are those of the policy that sampled.
@@ -34,6 +35,7 @@ import decode
 import gumbel
 from model import KVCache
 
+SLOTS = 256                        # sequences that run at once, at most
 STEPS = 8                          # between two looks of the host at which rows are over
 PREFILL_TOKENS = 8192              # prompt tokens, padding included, that go through the model at a time
 
@@ -86,10 +88,10 @@ class Sampler:
     rows, however many of them run, and prompts are prefilled one at a time.
     """
 
-    def __init__(self, model, slots=256, deterministic=False):
+    def __init__(self, model, slots=SLOTS, deterministic=False):
         self.model, self.slots, self.deterministic = model, slots, deterministic
-        self.stats = {}                # of the last generate: seconds, steps, slots
-        self.loaded = set()            # steps whose kernels are on the GPU: (rows, greedy)
+        self.stats = {}                # of the last generate: seconds, steps, slots, prompt tokens at once
+        self.loaded = set()            # steps whose kernels are on the GPU: (rows, greedy, stop tokens)
 
     @torch.no_grad()
     def generate(self, prompts, group_size, max_new_tokens, temperature, stop_ids, seed, step, first=0,
@@ -120,7 +122,7 @@ class Sampler:
         waiting = deque((row, prompts[row // group_size]) for row in range(B))
         at_once = max(max(map(len, prompts)), min(PREFILL_TOKENS, len(prompts) * max(map(len, prompts))))
         slots = min(self.slots, self._room(length, at_once), self.slots if self.deterministic else B)
-        self.stats = dict(prefill_s=0.0, capture_s=0.0, decode_s=0.0, steps=0, slots=slots)
+        self.stats = dict(prefill_s=0.0, capture_s=0.0, decode_s=0.0, steps=0, slots=slots, at_once=at_once)
         with tqdm(total=B, desc=progress, unit="seq", leave=False, disable=None if progress else True) as bar:
             while waiting:
                 running = []
@@ -179,14 +181,16 @@ class _Batch:
         self.cache = KVCache(self.model, slots, rollout.tokens.shape[1])
         # row i of the batch: its row in the rollout, its slot, the token that goes in next, its position, and
         # where its prompt's last token stands
-        self.state = torch.zeros(5, slots, dtype=torch.long, device=self.model.device)
+        # (one column more where slots are odd: rows that begin at multiples of 16 bytes have one kernel)
+        self.state = torch.zeros(5, slots + slots % 2, dtype=torch.long, device=self.model.device)
+        self.slots = slots
         self.cuda, self.graphs, self.pool = self.model.device.type == "cuda", {}, None
         self.wanted = None                             # by the last chunk of steps: (rows, pieces)
 
     def run(self, waiting, running, wanted, bar):
         """Until all are over. waiting, running: (row, prompt), taken from the one and kept in the other.
         wanted: so many free slots are worth a prefill."""
-        slots = self.state.shape[1]
+        slots = self.slots
         free, places, positions = list(range(slots)), [], []        # the last two: of each running row
         while waiting or running:
             if waiting and len(free) >= min(wanted, len(waiting)):
@@ -242,7 +246,7 @@ class _Batch:
         key = self.choose(size, min(most, 1 << (longest // decode.SPLIT).bit_length()))
         began = time.perf_counter()
         if self.cuda and key not in self.graphs:
-            kernels = key[0], self.draw[0] == 0
+            kernels = key[0], self.draw[0] == 0, len(self.stops)
             if kernels not in self.sampler.loaded:
                 # a step as it is called: it compiles and loads them, which cannot be done while capturing
                 self.step(*key)

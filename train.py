@@ -339,7 +339,8 @@ def planned_gb(config, sampler, sampled):
     """What memory.py says that such a step takes, on a GPU."""
     length = sampled.tokens.shape[1]
     return memory.plan(sampler.model.config, config.quant, config.rank, sampler.stats["slots"], length,
-                       max(config.micro_tokens, length), config.gradient_checkpointing).peak / 1e9
+                       max(config.micro_tokens, length), config.gradient_checkpointing,
+                       sampler.stats["at_once"]).peak / 1e9
 
 
 def learning_rate(config, step):

@@ -44,7 +44,7 @@ import memory  # noqa: E402
 import runs  # noqa: E402
 import train  # noqa: E402
 from model import load  # noqa: E402
-from rollout import Sampler  # noqa: E402
+from rollout import SLOTS, Sampler  # noqa: E402
 from tasks import TASKS  # noqa: E402
 
 PAPER = dict(
@@ -140,7 +140,7 @@ def attempt(name, data, steps, new, **changes):
     records.append(dict(kind="eval", step=steps) | measured)
     longest = max(len(checkpoint.encode(tokenizer, task.prompt(problem)))
                   for step in range(steps) for problem in train.batch(task.train, config, step))
-    slots = min(Sampler(None).slots, config.prompts * config.group_size)
+    slots = min(SLOTS, config.prompts * config.group_size)
     planned = plan(config, model.config, slots, longest + new).peak / 1e9
     info |= dict(recipe=name, weights="random", rewards="stand-in: a hash of the answer", flags=flags,
                  longest_prompt=longest, load_s=load_s, planned_gb=planned)

@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 NAMES = {"135m": "SmolLM2-135M", "nvfp4": "NVFP4", "bf16": "bf16",
-         "hf": "Hugging Face generate, bf16, no LoRA", "hf-nf4": "transformers + bitsandbytes NF4 + PEFT"}
+         "hf": "Hugging Face generate, bf16, no LoRA", "hf-nf4": "transformers + bitsandbytes NF4 + PEFT *"}
 
 
 def read(name):
@@ -65,10 +65,9 @@ def rollout():
             print(f"| … over our own bf16 |{ratios}")
     for (shape, weights, batch, whole), r in records.items():
         if whole:
-            steady = latest[shape, weights, batch]["tok_s"]
             say(f"A whole rollout of {model(shape)} in {NAMES[weights]}, 32 prompts × 16 samples in {batch} "
                 f"slots, mean length {r['mean_length']:.0f}, longest {r['longest']}, prefill, refill and "
-                f"tail included: {r['tok_s']:,.0f} tokens/s, {r['tok_s'] / steady:.2f} of the steady rate.")
+                f"tail included: {r['tok_s']:,.0f} tokens/s (commit {r['commit']}).")
     note(records.values(), "random weights of each shape, LoRA of rank 32, temperature 1, mean context 1000, "
          "without prefill and capture. By `python bench.py rollout --model-shape SHAPE`, log in "
          "`results/rollout_bench.jsonl`.")
@@ -77,24 +76,26 @@ def rollout():
 def step():
     groups = {}
     for r in read("step"):
-        key = r["shape"], r["prompts"], r["samples"], r["new"], r["weights"], r.get("cap_gb"), r["commit"]
+        key = (r["shape"], r["prompts"], r["samples"], r["new"], r["micro_tokens"], r["weights"],
+               r.get("cap_gb"), r["commit"])
         if r.get("step", 1):                                            # the first one compiles
             groups.setdefault(key, []).append(r)
-    latest = {key[:6]: found for key, found in groups.items()}
-    head("model", "prompts × answers × tokens", "weights", "rollout s", "tokens/s", "update s", "tokens/s",
-         "peak GB", "planned")
-    for (shape, prompts, samples, new, weights, cap), found in latest.items():
+    latest = {key[:-1]: found for key, found in groups.items()}
+    head("model", "prompts × answers × tokens", "micro-tokens", "weights", "rollout s", "tokens/s",
+         "update s", "tokens/s", "peak GB", "planned")
+    for (shape, prompts, samples, new, micro, weights, cap), found in latest.items():
         middle = {k: statistics.median(r[k] for r in found)
                   for k in ("rollout_s", "rollout_tok_s", "update_s", "update_tok_s", "peak_gb")}
         only = found[0].get("update_only")
         sampled = "– | –" if only else f"{middle['rollout_s']:.1f} | {middle['rollout_tok_s']:,.0f}"
         planned = f"{found[-1]['planned_gb']:.1f}" if "planned_gb" in found[-1] else ""
         print(f"| {model(shape)}{f', capped at {cap:g} GB' if cap else ''} | {prompts} × {samples} × {new} "
-              f"| {NAMES[weights]} | {sampled} | {middle['update_s']:.2f} | {middle['update_tok_s']:,.0f} "
-              f"| {middle['peak_gb']:.1f} | {planned} |")
+              f"| {micro} | {NAMES[weights]} | {sampled} | {middle['update_s']:.2f} "
+              f"| {middle['update_tok_s']:,.0f} | {middle['peak_gb']:.1f} | {planned} |")
     note((r for found in latest.values() for r in found), "random weights of each shape, prompts of 128 "
-         "tokens, LoRA of rank 32, gradient checkpointing; the median of the steps after the first, which "
-         "compiles. By `python bench.py step` and `python results/qlora_step.py`, log in "
+         "tokens, LoRA of rank 32, gradient checkpointing; the step after the first, which compiles (1 × 4 × "
+         "512: the median of five). * its sampling is extrapolated from 32 steps in the middle of the "
+         "answers. By `python bench.py step` and `python results/qlora_step.py`, log in "
          "`results/step_bench.jsonl`.")
 
 

@@ -182,6 +182,16 @@ def test_gpu_attention(H, Hkv, Dh, head_norms):
 
 
 @pytest.mark.gpu
+def test_gpu_an_update_may_have_more_rows_than_a_grid_is_high():
+    """70 000 tokens: only a grid's first axis goes beyond 65 535."""
+    x, y = torch.randn(2, 70_000, 32, device="cuda")
+    assert decode.swiglu(x.bfloat16())[-1].abs().sum() > 0
+    assert decode.add_norm(x, y, torch.ones(32, device="cuda"), 1e-5, torch.bfloat16)[1][-1].abs().sum() > 0
+    angle = torch.zeros(1, 70_000, 8, device="cuda")
+    assert torch.equal(decode.rope(x.view(1, -1, 2, 16), angle.cos(), angle.sin()), x.view(1, -1, 2, 16))
+
+
+@pytest.mark.gpu
 def test_gpu_norm_swiglu_and_rope():
     """bf16, forward and backward, against the plain lines in fp32 of the same numbers on a CPU."""
     x, y, w = torch.randn(3, 37, 3584)
