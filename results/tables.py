@@ -1,8 +1,8 @@
 """README's tables of speed from the logs of bench.py: python results/tables.py gemm|rollout|step."""
 
+import argparse
 import json
 import statistics
-import sys
 import textwrap
 from pathlib import Path
 
@@ -100,4 +100,7 @@ def step():
 
 
 if __name__ == "__main__":
-    {"gemm": gemm, "rollout": rollout, "step": step}[sys.argv[1]]()
+    tables = {"gemm": gemm, "rollout": rollout, "step": step}
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("table", choices=tables)
+    tables[parser.parse_args().table]()
