@@ -15,6 +15,7 @@ the update with random advantages and gradient checkpointing. --update-only take
 torchrun --nproc-per-node N bench.py step … gives each rank that many; tokens a second are those of all.
 """
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -25,9 +26,14 @@ import time
 from functools import partial
 
 import torch
+import transformers
 
+import fp4_gemm
+import lora
 import memory
 import runs
+import train
+from model import Decoder
 from rollout import Rollout, Sampler
 
 L2_BYTES, BYTES_PER_S, FLOP_PER_S = 60e6, 4.3e12, 790e12
@@ -142,7 +148,6 @@ def rel_err(y, ref):
 
 def random_packed(sizes, K):
     """A weight of random codes and of scales around 1; the global scale is a power of two, as ours are."""
-    import fp4_gemm
     qs = [(torch.randint(0, 256, (n, K // 2), dtype=torch.uint8, device="cuda"),
            torch.randint(48, 64, (n, K // 16), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn),
            torch.tensor(2.**-6, device="cuda")) for n in sizes]
@@ -157,13 +162,11 @@ def random_adapter(sizes, K, rank=32):
 
 
 def clone(packed):
-    import dataclasses
     return dataclasses.replace(packed, words=packed.words.clone(), scales=packed.scales.clone(),
                                counters=packed.counters.clone())
 
 
 def gemm(args):
-    import fp4_gemm
     print(f"{'shape':>14} {'M':>5} {'bf16 µs':>9} {'ours µs':>9} {'LoRA µs':>9} {'bound µs':>9} "
           f"{'speed-up':>8} {'of bound':>8} {'LoRA/ours':>9}")
     records = []
@@ -202,7 +205,6 @@ def gemm(args):
 
 def check_row(what, x, dy, packed, exact, lora):
     """Stop unless forward, forward with LoRA and dx agree with float64 to 2^-8; bf16 rounds to half."""
-    import fp4_gemm
     ref, (A, B, *_) = x.double() @ exact.T, lora
     adapted = ref + x.double() @ A.double().T @ B.double().T
     errors = {"forward": rel_err(fp4_gemm.linear(x, packed), ref),
@@ -214,7 +216,6 @@ def check_row(what, x, dy, packed, exact, lora):
 
 def dx(dy, packed):
     """The gradient of x as fp4_gemm's backward makes it."""
-    import fp4_gemm
     return dy @ fp4_gemm.dequantize(packed)
 
 
@@ -239,10 +240,7 @@ class RandomWeights:
 
 def random_model(shape, quant):
     """Random weights and an adapter that is not zero. NVFP4 by round-to-nearest, the sooner to be there."""
-    import lora
-    import model
-
-    decoder = model.Decoder(RandomWeights(shape), {"nvfp4": "rtn", "bf16": None}[quant], 32, 32,
+    decoder = Decoder(RandomWeights(shape), {"nvfp4": "rtn", "bf16": None}[quant], 32, 32,
                             torch.device(DEVICE), torch.Generator().manual_seed(0))
     for layer in lora.lora_layers(decoder).values():
         torch.nn.init.normal_(layer.lora_B, std=0.01)
@@ -251,7 +249,7 @@ def random_model(shape, quant):
 
 
 def clock():
-    if DEVICE == "cuda":
+    if DEVICE != "cpu":
         torch.cuda.synchronize()
     return time.perf_counter()
 
@@ -324,8 +322,6 @@ def whole_rollout(model, slots, prompts=32, samples=16, mean=600, limit=2048):
 
 
 def hf_model(c):
-    import transformers
-
     with torch.device(DEVICE):
         # unlike from_pretrained, from_config leaves the model in training mode
         return transformers.AutoModelForCausalLM.from_config(c, dtype=torch.bfloat16).eval()
@@ -344,8 +340,6 @@ def hf_decode(model, prompt, batch, new):
 # --- step
 
 def step(args):
-    import train
-
     global DEVICE
     DEVICE = train.join_ranks(DEVICE)
     rank, ranks = train.rank_and_count()
@@ -361,10 +355,10 @@ def step(args):
         forget_peak()
         model = random_model(shape, quant)
         model.gradient_checkpointing = True
-        sampler = Sampler(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=model.device.type == "cuda")
-        config = train.Config(quant=quant, prompts=args.prompts, group_size=args.samples,
-                              max_new_tokens=args.new, micro_tokens=max(args.micro_tokens, length))
+        config = train.Config(quant=quant, prompts=args.prompts, group_size=args.samples, lr=1e-6,
+                              max_new_tokens=args.new, micro_tokens=max(args.micro_tokens, length),
+                              gradient_checkpointing=True)
+        sampler, optimizer = Sampler(model), train.adamw(config, model)
         for number in range(args.steps):
             train.all_sum(torch.zeros(1))                  # all begin together
             began = clock()
@@ -375,9 +369,8 @@ def step(args):
             middle = clock()
             train.update(config, model, optimizer, sampled, torch.randn(B, device=DEVICE))
             rollout_s, update_s = middle - began, clock() - middle
-            slots, prefill = (sampler.stats.get(name, 0) for name in ("slots", "at_once"))
-            planned = memory.plan(c, quant, config.rank, slots, length, config.micro_tokens,
-                                  prefill=prefill).peak / 1e9
+            slots = sampler.stats["slots"]
+            planned = memory.plan_of(config, c, slots, length, sampler.stats["at_once"]).peak / 1e9
             records.append({
                 "shape": shape, "weights": quant, "ranks": ranks, "prompts": args.prompts,
                 "samples": args.samples, "prompt_length": args.prompt_length, "new": args.new,

@@ -100,6 +100,12 @@ def plan(c, quant="nvfp4", rank=32, slots=64, length=1152, micro_tokens=4096, ch
     return Plan(weights, adapter, rollout, update)
 
 
+def plan_of(config, c, slots, length, prefill=PREFILL_TOKENS):
+    """The plan of a run: config is a train.Config, the rest as above."""
+    return plan(c, config.quant, config.rank, slots, length, max(config.micro_tokens, length),
+                config.gradient_checkpointing, prefill)
+
+
 def main(arguments):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2", help=f"one of {', '.join(MODELS)}, or a model as for "

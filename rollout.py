@@ -90,7 +90,8 @@ class Sampler:
 
     def __init__(self, model, slots=SLOTS, deterministic=False):
         self.model, self.slots, self.deterministic = model, slots, deterministic
-        self.stats = {}                # of the last generate: seconds, steps, slots, prompt tokens at once
+        # of the last generate: seconds, steps, slots, prompt tokens at once
+        self.stats = dict(slots=0, at_once=0)
         self.loaded = set()            # steps whose kernels are on the GPU: (rows, greedy, stop tokens)
 
     @torch.no_grad()
@@ -110,7 +111,8 @@ class Sampler:
                                  f"must fit into the model's context of {context}: "
                                  "shorten it or lower --max-new-tokens")
         device, B = self.model.device, len(prompts) * group_size
-        length = max(map(len, prompts)) + max_new_tokens
+        longest = max(map(len, prompts))
+        length = longest + max_new_tokens
         ids = torch.tensor([p + [0] * (length - len(p)) for p in prompts], device=device)      # (P, T)
         prompt_lengths = torch.tensor([len(p) for p in prompts], device=device)                # (P,)
         rollout = Rollout(tokens=ids.repeat_interleave(group_size, 0),
@@ -120,7 +122,7 @@ class Sampler:
                           prompt_lengths=prompt_lengths.repeat_interleave(group_size))
         stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
         waiting = deque((row, prompts[row // group_size]) for row in range(B))
-        at_once = max(max(map(len, prompts)), min(PREFILL_TOKENS, len(prompts) * max(map(len, prompts))))
+        at_once = max(longest, min(PREFILL_TOKENS, len(prompts) * longest))
         slots = min(self.slots, self._room(length, at_once), self.slots if self.deterministic else B)
         self.stats = dict(prefill_s=0.0, capture_s=0.0, decode_s=0.0, steps=0, slots=slots, at_once=at_once)
         with tqdm(total=B, desc=progress, unit="seq", leave=False, disable=None if progress else True) as bar:

@@ -122,8 +122,7 @@ class Config:
 def train(config, model, task, tokenizer, stop_ids, run):
     """The algorithm. Every random choice is a function of (seed, step)."""
     sampler, history, planned = Sampler(model), [], 0.0
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.99),
-                                  weight_decay=config.weight_decay, fused=model.device.type == "cuda")
+    optimizer = adamw(config, model)
     first = run.load(model, optimizer)              # outside: a stop in here must not save what is half read
     optimizer.register_step_pre_hook(lambda *_: setattr(run, "whole", False))
     phase = "sampling"
@@ -143,7 +142,9 @@ def train(config, model, task, tokenizer, stop_ids, run):
                 stats |= update(config, model, optimizer, sampled, advantages.to(model.device))
                 stats |= dict(sigma=sigma, lr=lr, memory_gb=runs.peak_memory_gb())
                 if model.device.type == "cuda":
-                    stats["planned_gb"] = planned = max(planned, planned_gb(config, sampler, sampled))
+                    plan = memory.plan_of(config, model.config, sampler.stats["slots"],
+                                          sampled.tokens.shape[1], sampler.stats["at_once"])
+                    stats["planned_gb"] = planned = max(planned, plan.peak / 1e9)
                 history.append(stats)
                 run.done, run.whole, phase = step + config.updates_per_rollout, True, "sampling"
                 run.log("step", step, history[-1])
@@ -160,6 +161,11 @@ def train(config, model, task, tokenizer, stop_ids, run):
         if isinstance(stop, torch.OutOfMemoryError):
             raise ValueError(run.out_of_memory(phase)) from stop
         raise
+
+
+def adamw(config, model):
+    return torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.99),
+                             weight_decay=config.weight_decay, fused=model.device.type == "cuda")
 
 
 def due(config, every, step):
@@ -333,14 +339,6 @@ def batch(problems, config, step, attempt=0):
         epoch, at = divmod(i, len(problems))
         chosen.append(random.Random(f"{config.seed} {epoch}").sample(problems, len(problems))[at])
     return chosen
-
-
-def planned_gb(config, sampler, sampled):
-    """What memory.py says that such a step takes, on a GPU."""
-    length = sampled.tokens.shape[1]
-    return memory.plan(sampler.model.config, config.quant, config.rank, sampler.stats["slots"], length,
-                       max(config.micro_tokens, length), config.gradient_checkpointing,
-                       sampler.stats["at_once"]).peak / 1e9
 
 
 def learning_rate(config, step):

@@ -87,16 +87,12 @@ def command(flags):
                                        for key, value in flags.items())
 
 
-def plan(config, c, slots, length):
-    return memory.plan(c, config.quant, config.rank, slots, length, max(config.micro_tokens, length),
-                       config.gradient_checkpointing)
-
-
 def show(name, card_gb=80):                             # the paper's H100
     config, c = train.Config(**RECIPES[name]), memory.config(name.split("-")[0])
     answers, length = config.prompts * config.group_size, TESTS[config.task][1] + config.max_new_tokens
-    slots = max(n for n in range(1, answers + 1) if plan(config, c, n, length).peak <= (card_gb - 1) * 1e9)
-    p = plan(config, c, slots, length)
+    slots = max(n for n in range(1, answers + 1)
+                if memory.plan_of(config, c, n, length).peak <= (card_gb - 1) * 1e9)
+    p = memory.plan_of(config, c, slots, length)
     print(f"{name}\n    {command(RECIPES[name])}\n    {command(evaluation(name))}\n"
           f"    planned on {card_gb} GB: weights {p.weights / 1e9:.1f} GB, peak {p.peak / 1e9:.1f} GB with "
           f"{slots} of {answers} answers of {length} tokens at once, with checkpointing the update of "
@@ -109,7 +105,7 @@ class StandIn(bench.RandomWeights, checkpoint.Source):
     def tokenizer(self):
         return checkpoint.open("smollm2").tokenizer()
 
-    def stop_ids(self, new):
+    def ends(self, new):
         return list(range(0, self.config.vocab_size, new))
 
 
@@ -120,7 +116,7 @@ def attempt(name, data, steps, new, **changes):
     flags |= {k: v for k, v in changes.items() if v}
     with tempfile.TemporaryDirectory() as folder:
         config, source = train.Config(**flags, out=folder), StandIn(name.split("-")[0])
-        task, tokenizer, stop_ids = TASKS[config.task](data), source.tokenizer(), source.stop_ids(new)
+        task, tokenizer, stop_ids = TASKS[config.task](data), source.tokenizer(), source.ends(new)
 
         def reward(problem, text, finished):
             task.reward(problem, text, finished)
@@ -141,7 +137,7 @@ def attempt(name, data, steps, new, **changes):
     longest = max(len(checkpoint.encode(tokenizer, task.prompt(problem)))
                   for step in range(steps) for problem in train.batch(task.train, config, step))
     slots = min(SLOTS, config.prompts * config.group_size)
-    planned = plan(config, model.config, slots, longest + new).peak / 1e9
+    planned = memory.plan_of(config, model.config, slots, longest + new).peak / 1e9
     info |= dict(recipe=name, weights="random", rewards="stand-in: a hash of the answer", flags=flags,
                  longest_prompt=longest, load_s=load_s, planned_gb=planned)
     return [info | record for record in records]
