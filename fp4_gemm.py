@@ -127,8 +127,8 @@ def linear(x, packed, bias=None, lora=None, learn=(None, None), needed=True, det
     torch.block_diag of the parts' matrices: part s, the next splits[s] columns of y, meets only its own R / S
     columns of x @ A.T. learn = (lora_A (R, K), lora_B (N, R / S)): the parameters that A and B were rounded
     from. Gradients flow to x, bias and learn, never to W. needed=False: backward will be called and y read by
-    nobody, so its values may be left undefined. deterministic, of a packed weight: the same K split for every
-    M and no cuBLAS, so that a row does not depend on its batch.
+    nobody, so the large product may be left out. deterministic, of a packed weight: one K split for every M
+    and no cuBLAS, so that a row does not depend on its batch.
     """
     N, K = packed.shape
     A, B, splits, scale = lora or (None, None, (), 1.)
@@ -176,11 +176,9 @@ class _Linear(torch.autograd.Function):
             y, xa = F.linear(x, _weight(packed, x.dtype), bias), None
         else:      # the adapter first: the large product adds to it before its one rounding
             xa = x.new_empty(len(x), len(A)).addmm_(x, A.T, beta=0, alpha=scale)
+            y = xa @ B.T if bias is None else torch.addmm(bias, xa, B.T)
             if needed:
-                y = xa @ B.T if bias is None else torch.addmm(bias, xa, B.T)
                 y.addmm_(x, _weight(packed, x.dtype).T)
-            else:
-                y = x.new_empty(len(x), len(B))
         ctx.packed, ctx.splits, ctx.scale = packed, splits, scale
         ctx.save_for_backward(None if A is None else x, xa, A, B)
         return y

@@ -95,8 +95,9 @@ class Attention(nn.Module):
     def __init__(self, linear, norm, config, head_dim, qkv_bias, o_bias, head_norm):
         super().__init__()
         H, Hkv, D = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
-        self.head_dim, self.splits = head_dim, (H * head_dim, Hkv * head_dim, Hkv * head_dim)
-        self.qkv_proj = linear(("q_proj", "k_proj", "v_proj"), self.splits, D, qkv_bias)
+        self.head_dim, self.heads = head_dim, (H, Hkv)
+        rows = [n * head_dim for n in (H, Hkv, Hkv)]
+        self.qkv_proj = linear(("q_proj", "k_proj", "v_proj"), rows, D, qkv_bias)
         self.o_proj = linear(("o_proj",), (D,), H * head_dim, o_bias)
         self.q_norm, self.k_norm = (norm(n, head_dim) if head_norm else None for n in ("q_norm", "k_norm"))
 
@@ -107,7 +108,7 @@ class Attention(nn.Module):
             out = decode.cached_attention(qkv[:, 0], norms, cos[:, 0], sin[:, 0], cache, layer,
                                           positions[:, 0])
             return self.o_proj(out[:, None])
-        H, Hkv = (n // self.head_dim for n in self.splits[:2])
+        H, Hkv = self.heads
         qk, v = qkv.unflatten(-1, (-1, self.head_dim)).split((H + Hkv, Hkv), 2)               # (B, T, …, Dh)
         if norms:
             (q, k), (q_weight, k_weight, eps) = qk.split((H, Hkv), 2), norms
