@@ -27,6 +27,7 @@ import argparse
 import fcntl
 import functools
 import gc
+import itertools
 import math
 import multiprocessing
 import os
@@ -281,11 +282,12 @@ def rounded(value):
 
 
 # --- many runs
-def worker(connection, folder, share, options):
+def worker(connection, folder, gpu, share, options):
     """Runs what it is sent, one after another; answers with the record, or with what went wrong."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)                        # Ctrl-C is the parent's
     torch.set_num_threads(1)
     if torch.cuda.is_available() and not options.get("device", "").startswith("cpu"):
+        torch.cuda.set_device(gpu)
         torch.cuda.set_per_process_memory_fraction(share)
     for job in iter(connection.recv, None):
         try:
@@ -302,7 +304,7 @@ def worker(connection, folder, share, options):
 
 
 def run_all(folder, phases=PHASES[:4], arms=(), workers=12, minutes=25.0, **options):
-    """Run what is in the plan and not in the folder → the jobs that failed, of which ten are too many.
+    """Run what is in the plan and not in the folder, on every GPU → the jobs that failed; ten are too many.
 
     Nothing is begun that would not end in time, judged by the slowest run so far; what still runs when the
     time is up is given up, and leaves no line.
@@ -311,6 +313,8 @@ def run_all(folder, phases=PHASES[:4], arms=(), workers=12, minutes=25.0, **opti
     records = [r for r in read(folder) if r["steps"] in (0, options.get("steps", COMMON["steps"]))]
     failed, slowest = {}, max((r["seconds"] for r in records), default=0.0)
     crew, busy = [], {}                                                 # (process, connection), its job
+    gpus = itertools.cycle(range(max(1, torch.cuda.device_count())))
+    share = 0.9 / math.ceil(workers / max(1, torch.cuda.device_count()))   # a tenth for contexts and kernels
 
     def todo():
         done = {key(r) for r in records} | set(busy.values())
@@ -326,9 +330,8 @@ def run_all(folder, phases=PHASES[:4], arms=(), workers=12, minutes=25.0, **opti
                 idle = next((one for one in crew if one not in busy), None)
                 if idle is None:
                     ours, theirs = context.Pipe()
-                    # a tenth of the GPU is left to contexts and kernels
                     process = context.Process(target=worker, daemon=True,
-                                              args=(theirs, folder, 0.9 / workers, options))
+                                              args=(theirs, folder, next(gpus), share, options))
                     process.start()
                     theirs.close()                                      # so that its death ends the pipe
                     crew.append(idle := (process, ours))
