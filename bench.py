@@ -107,7 +107,7 @@ def main(arguments):
 
 def conditions():
     import triton
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--id=0", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     gpu = "cpu" if DEVICE == "cpu" else subprocess.run(query, capture_output=True, text=True).stdout.strip()
     git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
     # a machine without the repository is told by COMMIT which state it runs
