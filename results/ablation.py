@@ -6,6 +6,8 @@
     main      11 × 1 × 5   seeds 2 … 6, which chose nothing: these are reported                           55
     extras    noise schedules 3 × 2, sigma ranges 2 × 2, LoRA ranks 3 × 1, losses 2 × 3, all beside main's
               sweep+aqn (exponential, 1e-2 to 1e-4, rank 32, dapo), which is not run again                19
+    follow-up noise without correction on two more bases, and six more seeds of sweep with and without:
+              what main's results asked for, so decided after they were seen                              22
 
 An arm is a base {bf16, rtn, sweep, nf4, full} and flags of train.py. rtn and sweep are NVFP4; nf4 and mxfp4
 are rounded and multiplied out when the checkpoint is read, as QLoRA computes; full trains every block weight,
@@ -76,10 +78,15 @@ VARIANTS = {  # name: flags beside those of sweep+aqn, seeds
     "grpo": (dict(loss="grpo"), (2, 3, 4)),
     "dr_grpo": (dict(loss="dr_grpo", scale="none"), (2, 3, 4))}
 ARMS |= {name: ARMS["sweep+aqn"] | flags for name, (flags, _) in VARIANTS.items()}
+# arm: whose rate it takes, seeds. A ratio of 1, as in the paper: sweep+aqn+none did well in main
+FOLLOW_UP = {"sweep": ("sweep", (7, 8, 9, 10, 11, 12)),
+             "sweep+aqn+none": ("sweep+aqn+none", (7, 8, 9, 10, 11, 12)),
+             "rtn+aqn+none": ("rtn", (2, 3, 4, 5, 6)), "bf16+aqn+none": ("bf16", (2, 3, 4, 5, 6))}
+ARMS |= {f"{base}+aqn+none": dict(base=base, aqn=True, correction="none") for base in ("rtn", "bf16")}
 RATES, FULL_RATES = (5e-4, 2.5e-4, 1e-3), (5e-5, 2.5e-5, 1e-4)         # the middle first
 GRID_SEEDS, MAIN_SEEDS = (0, 1), (2, 3, 4, 5, 6)
 FORMATS = ("bf16", "rtn", "sweep", "nf4", "mxfp4")
-PHASES = ("entropy", "grid", "main", "extras", "smoke")
+PHASES = ("entropy", "grid", "main", "extras", "follow-up", "smoke")
 
 
 def rates(arm):
@@ -94,6 +101,8 @@ def plan(records, given_up=()):
             + [("grid", arm, rates(arm)[i], seed) for seed in GRID_SEEDS for i in range(3) for arm in MAIN]
             + [("main", arm, best[arm], seed) for seed in MAIN_SEEDS for arm in MAIN]
             + [("extras", arm, best["sweep+aqn"], seed) for arm, (_, seeds) in VARIANTS.items()
+               for seed in seeds]
+            + [("follow-up", arm, best[twin], seed) for arm, (twin, seeds) in FOLLOW_UP.items()
                for seed in seeds]
             + [("smoke", arm, rates(arm)[0], 0) for arm in MAIN])       # only when asked for: it is no result
 
@@ -303,7 +312,7 @@ def worker(connection, folder, gpu, share, options):
             torch.cuda.empty_cache()
 
 
-def run_all(folder, phases=PHASES[:4], arms=(), workers=12, minutes=25.0, **options):
+def run_all(folder, phases=PHASES[:5], arms=(), workers=12, minutes=25.0, **options):
     """Run what is in the plan and not in the folder, on every GPU → the jobs that failed; ten are too many.
 
     Nothing is begun that would not end in time, judged by the slowest run so far; what still runs when the
@@ -374,7 +383,7 @@ def main(arguments):
     one.add_argument("arm", choices=ARMS)
     one.add_argument("seed", type=int)
     one.add_argument("--lr", type=float, help="default: the grid's choice; before the grid, its middle")
-    many.add_argument("--phase", nargs="+", choices=PHASES, default=PHASES[:4])
+    many.add_argument("--phase", nargs="+", choices=PHASES, default=PHASES[:5])
     many.add_argument("--arms", nargs="+", choices=sorted({*ARMS, *FORMATS}), default=())
     many.add_argument("--workers", type=int, default=12)
     many.add_argument("--minutes", type=float, default=25.0)
