@@ -52,7 +52,7 @@ class Config:
     max_new_tokens: int = 16            # longest answer
     temperature: float = 1.0            # of sampling; divides the logits of sampler and trainer alike
     loss: str = "dapo"                  # dapo, grpo, dr_grpo, gspo, cispo: see grpo.py
-    correction: str = "bypass"          # what "old" is: bypass (as sampled), none (the trainer's own), tis
+    correction: str = "none"            # what "old" is: none (the trainer's own), bypass (as sampled), tis
     updates_per_rollout: int = 1        # optimizer steps on each batch of answers
     scale: str = "group"                # advantages: group (divide by the std) or none (Dr. GRPO)
     clip_low: float = None              # ε_low; empty: the loss's own (0.2; gspo 3e-4)

@@ -60,7 +60,7 @@ from rollout import Sampler  # noqa: E402
 from tasks import TASKS  # noqa: E402
 
 COMMON = dict(task="addition", operands="0-99", prompts=16, group_size=16, max_new_tokens=16, steps=100,
-              eval_every=10, eval_samples=4, micro_tokens=8192, mismatch_every=50)
+              eval_every=10, eval_samples=4, micro_tokens=8192, mismatch_every=50, correction="bypass")
 CURVE, FINAL = 64, 256                              # held-out problems during a run and after it
 
 # --- the runs
