@@ -1,11 +1,10 @@
 """Figures and tables of the ablation, from results/ablation/runs.jsonl alone, which ablation.py wrote.
 
-    python results/plot.py          reward.png, entropy.png, final.png, sigma.png beside the log
-    python results/plot.py table    claims with verdicts, arms, variants
+    python results/plot.py      reward.png, entropy.png, final.png, sigma.png and table.md beside the log
 
 Test: at one seed two arms share prompts, their order, random bits and the start of the adapter, so they are
 compared seed by seed: a paired t test on the differences (Welch's would take for independent what is not).
-p values are Holm-adjusted within each of the two groups of claims. From the 95 % interval of the mean
+p values are Holm-adjusted within each group of claims. From the 95 % interval of the mean
 difference A − B and MARGIN, .02 (two points of accuracy, .02 nats), the verdict on "A is above B" is
 
     holds         p < .05 and A above B
@@ -31,9 +30,12 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 LOGS = Path(__file__).parent / "ablation"
 BASE = "Base: SmolLM2-135M-Instruct, dequantised from Q4_1"
+NAMES = ("aqn: with noise, the ratio taken to the policy that sampled; … none: to the trainer's own, "
+         "so 1; … tis: 1, and weighted")
 MARGIN, LEVEL = 0.02, 0.05
-ARMS = ("bf16", "bf16+aqn", "rtn", "rtn+aqn", "sweep", "sweep+aqn", "nf4", "nf4+aqn", "sweep+aqn+tis",
-        "sweep+aqn+none", "full")
+PLANNED, ALL = ("main", "extras"), ("main", "extras", "follow-up")
+ARMS = ("bf16", "bf16+aqn", "bf16+aqn+none", "rtn", "rtn+aqn", "rtn+aqn+none", "sweep", "sweep+aqn",
+        "sweep+aqn+tis", "sweep+aqn+none", "nf4", "nf4+aqn", "full")
 DEFAULT = "sweep+aqn"                   # what the variants vary
 VARIANTS = {"noise schedule (default exponential)": ("linear", "cosine", "logarithmic"),
             "sigma range (default 1e-2 to 1e-4)": ("sigma-table4", "sigma-text"),
@@ -42,6 +44,8 @@ VARIANTS = {"noise schedule (default exponential)": ("linear", "cosine", "logari
 # what a run is measured by, and what is compared: (claim, the paper's evidence, measure, A, B, "above" or
 # "not below"). The paper's NVFP4 is rtn
 MEASURES = {"final": ("accuracy after training", lambda r: r["final"]["sampled"]),
+            "start": ("mean reward of the first tenth, before any noise",
+                      lambda r: np.mean(r["reward"][:len(r["reward"]) // 10])),
             "speed": ("mean accuracy during training", lambda r: np.mean(r["eval"]["sampled"][1:])),
             "entropy": ("mean entropy of the sampler, nats",
                         lambda r: np.nanmean(np.array(r["surprise"], float)))}
@@ -67,6 +71,19 @@ OWN = (
     ("the same with AQN", "not tried", "final", "sweep+aqn", "rtn+aqn", "above"),
     ("bypass ends above no correction", "no correction", "final", "sweep+aqn", "sweep+aqn+none", "above"),
     ("bypass is not below tis", "not tried", "final", "sweep+aqn", "sweep+aqn+tis", "not below"))
+# asked when those were known: + none has a ratio of 1, as in the paper, but its twin without noise has not,
+# so that these rows measure both; "start" tells how much is the ratio's own
+SWEEP = (
+    ("a ratio of 1 learns faster before any noise", "not tried", "start", "sweep+aqn+none", "sweep", "above"),
+    ("AQN, ratio 1, speeds NVFP4 (sweep) up", "not tried", "speed", "sweep+aqn+none", "sweep", "above"),
+    ("AQN, ratio 1, lifts NVFP4 (sweep) LoRA", "not tried", "final", "sweep+aqn+none", "sweep", "above"))
+AFTER = (
+    *SWEEP, ("tis learns faster too", "not tried", "start", "sweep+aqn+tis", "sweep+aqn", "above"),
+    ("AQN, ratio 1, lifts NVFP4 LoRA", "83.7 / 83.3", "final", "rtn+aqn+none", "rtn", "above"),
+    ("AQN, ratio 1, speeds NVFP4 LoRA up", "Fig. 8", "speed", "rtn+aqn+none", "rtn", "above"),
+    ("AQN, ratio 1, ends above bf16 LoRA", "83.7 / 76.1", "final", "rtn+aqn+none", "bf16", "above"),
+    ("… is not below full fine-tuning", "83.7 / 84.4", "final", "rtn+aqn+none", "full", "not below"),
+    ("AQN, ratio 1, lifts bf16 LoRA", "not tried", "final", "bf16+aqn+none", "bf16", "above"))
 
 
 def read(folder=LOGS):
@@ -79,7 +96,7 @@ def read(folder=LOGS):
     return list(records)
 
 
-def of(records, arm, phases=("main", "extras")):
+def of(records, arm, phases=ALL):
     """seed → record of an arm."""
     return {r["seed"]: r for r in sorted(records, key=lambda r: r["seed"])
             if r["arm"] == arm and r["phase"] in phases}
@@ -133,19 +150,19 @@ def verdict(kind, mean, half, p):
     return "holds" if holds else "does not" if fails else "cannot tell"
 
 
-def compare(records, measure, a, b):
+def compare(records, measure, a, b, phases=PLANNED):
     """The values of arms A and B, pair by pair: seeds, or prompts for the entropy before training."""
     if measure == ENTROPY:
         one, other = (of(records, arm, ("entropy",)).get(0, {}).get("entropy", []) for arm in (a, b))
         return (one, other) if len(one) == len(other) else ([], [])
-    one, other = of(records, a), of(records, b)
+    one, other = of(records, a, phases), of(records, b, phases)
     seeds, value = sorted(one.keys() & other.keys()), MEASURES[measure][1]
     return [value(one[s]) for s in seeds], [value(other[s]) for s in seeds]
 
 
-def claims(records, rows):
+def claims(records, rows, phases=PLANNED):
     """→ for each row: (row, n, (mean, sd) of A, of B, difference, half interval, adjusted p, verdict)."""
-    pairs = [compare(records, *row[2:5]) for row in rows]
+    pairs = [compare(records, *row[2:5], phases) for row in rows]
     tests = [paired(*pair) for pair in pairs]
     adjusted = holm([p for *_, p in tests])
     return [(row, len(pair[0]), *map(spread, pair), mean, half, p, verdict(row[5], mean, half, p))
@@ -164,18 +181,24 @@ def text(mean_sd):
 
 
 def table(records):
-    """Markdown: claims, arms, variants, the grid."""
+    """Markdown: claims with verdicts, the entropy before training, arms, variants, the grid."""
     chosen = sum(r["phase"] == "grid" for r in records)
     lines = [f"{BASE}. Mean ± standard deviation over seeds (n), or over prompts for the {ENTROPY}; "
              f"learning rates chosen from {chosen} other runs. Paired t test, Holm-adjusted within a table."]
-    for title, rows in (("claim of the paper", PAPER), ("our question", OWN)):
+    for title, rows, phases in (
+            ("claim of the paper", PAPER, PLANNED), ("our question", OWN, PLANNED),
+            ("asked after these", AFTER, ALL),
+            ("the same, of the six seeds alone that ran after it was asked", SWEEP, ("follow-up",))):
         lines += ["", f"| {title} | paper | measure | A | B | n | A − B, 95 % | p | verdict |",
                   "|---|---|---|---|---|---|---|---|---|"]
-        for row, n, a, b, mean, half, p, says in claims(records, rows):
+        for row, n, a, b, mean, half, p, says in claims(records, rows, phases):
             what = MEASURES.get(row[2], (row[2],))[0]
             lines.append(f"| {row[0]} | {row[1]} | {what} | {row[3]} {text(a)} | {row[4]} {text(b)} | {n} | "
                          f"{mean:+.3f} ± {half:.3f} | {'<.001' if p < 0.001 else f'{p:.3f}'} | {says} |"
                          .replace("nan", "–"))
+    lines += ["", f"| format | {ENTROPY}, nats a token | n |", "|---|---|---|"]
+    lines += [f"| {r['arm']} | {text(spread(r['entropy']))} | {len(r['entropy'])} |"
+              for r in records if r["phase"] == "entropy"]
     head = ["| arm | learning rate | n | accuracy: sampled | greedy | during training | entropy |",
             "|---|---|---|---|---|---|---|"]
     lines += ["", *head, *(arm_row(arm, of(records, arm)) for arm in ARMS)]
@@ -187,7 +210,8 @@ def table(records):
                   *(arm_row(name, found) for name, found in {DEFAULT: default, **runs}.items())]
     lines += ["", "The grid: learning rate: accuracy after training, mean of n runs. (The paper's App. I: at",
               "a high rate bf16 LoRA fails and QeRL does not. Two seeds are no test of it.)", "",
-              "| arm | low | middle | high |", "|---|---|---|---|", *(grid_row(records, arm) for arm in ARMS)]
+              "| arm | low | middle | high |", "|---|---|---|---|",
+              *(grid_row(records, arm) for arm in ARMS if of(records, arm, ("grid",)))]
     return "\n".join(lines)
 
 
@@ -209,7 +233,8 @@ def arm_row(arm, found):
 
 
 # --- figures
-PANELS = (("bf16", "bf16+aqn"), ("rtn", "rtn+aqn"), ("sweep", "sweep+aqn"), ("nf4", "nf4+aqn"),
+PANELS = (("bf16", "bf16+aqn", "bf16+aqn+none"), ("rtn", "rtn+aqn", "rtn+aqn+none"),
+          ("sweep", "sweep+aqn", "sweep+aqn+none"), ("nf4", "nf4+aqn"),
           ("sweep+aqn", "sweep+aqn+tis", "sweep+aqn+none"), ("bf16", "full"))
 STYLES = (dict(color="0.45", linestyle="-", marker="o"), dict(color="black", linestyle="--", marker="s"),
           dict(color="0.2", linestyle=":", marker="^"))
@@ -221,8 +246,8 @@ def smooth(values, width=5):
     return np.array([np.nanmean(values[max(0, i - half):i + half + 1]) for i in range(len(values))])
 
 
-def curves(records, key, label, title, path):
-    """Six panels of a quantity against the step: mean and ± 1 sd over seeds; bf16 in each, to compare."""
+def curves(records, key, label, scale, title, path):
+    """Six panels of a quantity against the step: mean, least and most of the seeds; bf16 to compare."""
     figure, axes = plt.subplots(2, 3, figsize=(11, 6.4), sharex=True, sharey=True, layout="constrained")
     for axis, arms in zip(axes.flat, PANELS, strict=True):
         reference = of(records, "bf16")
@@ -233,17 +258,18 @@ def curves(records, key, label, title, path):
             found = [smooth(r[key]) for r in of(records, arm).values()]
             if not found:
                 continue
-            mean, sd, steps = np.mean(found, 0), np.std(found, 0, ddof=len(found) > 1), range(len(found[0]))
-            axis.fill_between(steps, mean - sd, mean + sd, color=STYLES[i]["color"], alpha=0.18, linewidth=0)
-            axis.plot(steps, mean, **STYLES[i], markevery=(6 * i, 20), markersize=4, markerfacecolor="white",
-                      label=f"{arm} (n={len(found)})")
-        axis.set_title(" / ".join(arms), fontsize=9)
+            steps = range(len(found[0]))
+            axis.fill_between(steps, np.min(found, 0), np.max(found, 0), color=STYLES[i]["color"], alpha=0.13,
+                              linewidth=0)
+            axis.plot(steps, np.mean(found, 0), **STYLES[i], markevery=(6 * i, 20), markersize=4,
+                      markerfacecolor="white", label=f"{arm} (n={len(found)})")
+        axis.set(yscale=scale)
         axis.legend(fontsize=7, loc="best")
         axis.grid(alpha=0.3)
     figure.supxlabel("optimizer step", fontsize=9)
     figure.supylabel(label, fontsize=9)
-    figure.suptitle(f"{title}\n{BASE}. Mean and ± 1 standard deviation over seeds, moving mean of 5 steps.",
-                    fontsize=9)
+    figure.suptitle(f"{title}\n{BASE}. Lines: mean over seeds, bands: least to most, moving mean of 5 "
+                    f"steps.\n{NAMES}", fontsize=9)
     save(figure, path)
 
 
@@ -261,7 +287,8 @@ def finals(records, path):
                           xycoords=("axes fraction", "data"))
     axis.set_yticks(range(len(ARMS)), reversed(ARMS))
     axis.set_xlabel("held-out accuracy after training, sampled, share of 256 problems (filled: with AQN)")
-    axis.set_title(f"Accuracy after training\n{BASE}. Bars: ± 1 standard deviation over seeds.", fontsize=9)
+    axis.set_title(f"Accuracy after training\n{BASE}. Bars: ± 1 standard deviation over seeds.\n{NAMES}",
+                   fontsize=9)
     axis.grid(alpha=0.3, axis="x")
     save(figure, path)
 
@@ -296,15 +323,17 @@ def save(figure, path):
 
 
 def plot(records, folder=LOGS):
-    curves(records, "reward", "training reward, share of answers (noise on)", "Reward", folder / "reward.png")
-    curves(records, "surprise", "entropy of the policy that samples, nats a token (noise on)", "Entropy",
-           folder / "entropy.png")
+    curves(records, "reward", "training reward, share of answers (noise on)", "linear", "Reward",
+           folder / "reward.png")
+    curves(records, "surprise", "entropy of the policy that samples, nats a token (noise on)", "log",
+           "Entropy", folder / "entropy.png")
     finals(records, folder / "final.png")
     sigmas(records, folder / "sigma.png")
+    (folder / "table.md").write_text(table(records) + "\n")
 
 
 if __name__ == "__main__":
     try:
-        print(table(read())) if sys.argv[1:] == ["table"] else plot(read())
+        plot(read())
     except ValueError as problem:
         sys.exit(str(problem))

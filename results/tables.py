@@ -1,4 +1,4 @@
-"""README's tables of speed from the logs of bench.py: python results/tables.py gemm|rollout|step."""
+"""README's tables of speed, from their logs: python results/tables.py gemm|rollout|step|recipes."""
 
 import argparse
 import json
@@ -77,30 +77,41 @@ def step():
     groups = {}
     for r in read("step"):
         key = (r["shape"], r["prompts"], r["samples"], r["new"], r["micro_tokens"], r["weights"],
-               r.get("cap_gb"), r["commit"])
+               r.get("cap_gb"), r.get("ranks", 1), r["commit"])
         if r.get("step", 1):                                            # the first one compiles
             groups.setdefault(key, []).append(r)
     latest = {key[:-1]: found for key, found in groups.items()}
     head("model", "prompts × answers × tokens", "micro-tokens", "weights", "rollout s", "tokens/s",
          "update s", "tokens/s", "peak GB", "planned")
-    for (shape, prompts, samples, new, micro, weights, cap), found in latest.items():
+    for (shape, prompts, samples, new, micro, weights, cap, ranks), found in latest.items():
         middle = {k: statistics.median(r[k] for r in found)
                   for k in ("rollout_s", "rollout_tok_s", "update_s", "update_tok_s", "peak_gb")}
         only = found[0].get("update_only")
         sampled = "– | –" if only else f"{middle['rollout_s']:.1f} | {middle['rollout_tok_s']:,.0f}"
         planned = f"{found[-1]['planned_gb']:.1f}" if "planned_gb" in found[-1] else ""
-        print(f"| {model(shape)}{f', capped at {cap:g} GB' if cap else ''} | {prompts} × {samples} × {new} "
-              f"| {micro} | {NAMES[weights]} | {sampled} | {middle['update_s']:.2f} "
-              f"| {middle['update_tok_s']:,.0f} | {middle['peak_gb']:.1f} | {planned} |")
+        where = f", capped at {cap:g} GB" if cap else f", {ranks} GPUs" if ranks > 1 else ""
+        print(f"| {model(shape)}{where} | {ranks * prompts} × {samples} × {new} | {micro} | {NAMES[weights]} "
+              f"| {sampled} | {middle['update_s']:.2f} | {middle['update_tok_s']:,.0f} "
+              f"| {middle['peak_gb']:.1f} | {planned} |")
     note((r for found in latest.values() for r in found), "random weights of each shape, prompts of 128 "
-         "tokens, LoRA of rank 32, gradient checkpointing; the step after the first, which compiles (1 × 4 × "
-         "512: the median of five). * its sampling is extrapolated from 32 steps in the middle of the "
-         "answers. By `python bench.py step` and `python results/qlora_step.py`, log in "
-         "`results/step_bench.jsonl`.")
+         "tokens, LoRA of rank 32, gradient checkpointing; the median of the steps after the first, which "
+         "compiles. * its sampling is extrapolated from 32 steps in the middle of the answers. By `python "
+         "bench.py step` and `python results/qlora_step.py`, log in `results/step_bench.jsonl`.")
+
+
+def recipes():
+    records = {r["recipe"]: r for r in read("recipes") if r["kind"] == "step" and r["step"]}
+    head("recipe", "answers a step", "mean length", "rollout s", "update s", "peak GB", "planned")
+    for name, r in records.items():
+        print(f"| `{name}` | {r['flags']['prompts']} × {r['flags']['group_size']} | {r['length']:.0f} "
+              f"| {r['rollout_s']:.1f} | {r['update_s']:.1f} | {r['peak_gb']:.1f} | {r['planned_gb']:.1f} |")
+    note(records.values(), "the second of two steps of at most 256 new tokens, on random weights. By `python "
+         "results/recipes.py try NAME --data train.jsonl --out FILE.jsonl`, log in "
+         "`results/recipes_bench.jsonl`.")
 
 
 if __name__ == "__main__":
-    tables = {"gemm": gemm, "rollout": rollout, "step": step}
+    tables = {"gemm": gemm, "rollout": rollout, "step": step, "recipes": recipes}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("table", choices=tables)
     tables[parser.parse_args().table]()

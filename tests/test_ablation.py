@@ -169,12 +169,15 @@ def grid():
 
 
 def test_the_run_list_is_what_the_issue_asks_for():
-    """8 arms and 3 more, three rates and two seeds each; then 5 fresh seeds; variants with seeds of those."""
+    """8 arms and 3 more, three rates and two seeds each; then 5 fresh seeds; variants with seeds of those;
+    then noise with a ratio of 1, on the seeds of its twin without noise."""
     jobs = ablation.plan([])
     runs = [job for job in jobs if job[0] != "smoke"]
-    assert len(set(ablation.plan(grid()))) == len(set(jobs)) == len(jobs) == 5 + 66 + 55 + 19 + 11
-    assert Counter(phase for phase, *_ in runs) == dict(entropy=5, grid=66, main=55, extras=19)
-    assert set(ablation.MAIN) == set(plot.ARMS) == {"sweep+aqn+tis", "sweep+aqn+none", "full"} | {
+    assert len(set(ablation.plan(grid()))) == len(set(jobs)) == len(jobs) == 5 + 66 + 55 + 19 + 22 + 11
+    assert Counter(phase for phase, *_ in runs) == {
+        "entropy": 5, "grid": 66, "main": 55, "extras": 19, "follow-up": 22}
+    assert set(plot.ARMS) == {*ablation.MAIN, *ablation.FOLLOW_UP}
+    assert set(ablation.MAIN) == {"sweep+aqn+tis", "sweep+aqn+none", "full"} | {
         f"{base}{noise}" for base in ("bf16", "rtn", "sweep", "nf4") for noise in ("", "+aqn")}
     for arm in ablation.MAIN:
         tried = {job[2:] for job in runs if job[:2] == ("grid", arm)}
@@ -188,6 +191,10 @@ def test_the_run_list_is_what_the_issue_asks_for():
     assert all(len(extras[name]) == 2 for name in (*aqn.SCHEDULES, "sigma-table4", "sigma-text")
                if name != "exponential") and {ablation.ARMS[f"rank{r}"]["rank"] for r in (16, 64, 128)} == {
                    16, 64, 128}
+    seeds = {arm: {job[3] for job in runs if job[1] == arm and job[0] in ("main", "follow-up")}
+             for arm in plot.ARMS}
+    assert all(seeds[f"{base}+aqn+none"] == seeds[base] for base in ("bf16", "rtn", "sweep"))
+    assert len(seeds["sweep"]) == 11 and len(seeds["rtn"]) == 5
 
 
 def test_the_grid_chooses_each_arms_rate_when_it_is_complete():
@@ -245,9 +252,8 @@ def synthetic(folder):
     """Logs in which AQN lifts rtn by .1, rtn is above bf16 by nothing, and nf4 is noise."""
     rng, level = np.random.default_rng(0), dict.fromkeys(ablation.MAIN, .6) | {"rtn+aqn": .7}
     records = grid()
-    for _, arm, lr, seed in (j for j in ablation.plan(records) if j[0] in ("main", "extras")):
+    for phase, arm, lr, seed in (j for j in ablation.plan(records) if j[0] in plot.ALL):
         wide = .15 if arm == "nf4" else .004
-        phase = "main" if arm in ablation.MAIN else "extras"
         records.append(fake(phase, arm, lr, seed, level.get(arm, .6) + rng.normal(0, wide),
                             shift=.1 * (arm == "rtn")))
     prompts = rng.normal(1.7, .1, 256)
@@ -272,6 +278,9 @@ def test_known_effects_get_the_right_verdicts_and_noise_cannot_tell(tmp_path):
     assert says["NVFP4 + AQN is not below full fine-tuning"] == (5, "holds")
     assert says["bypass is not below tis"] == (5, "holds")
     assert says["the same with AQN"] == (5, "does not")
+    pairs = {row[0]: n for row, n, *_ in plot.claims(records, plot.AFTER, plot.ALL)}
+    assert sorted(set(pairs.values())) == [5, 11] and all(pairs[row[0]] == 11 for row in plot.SWEEP)
+    assert {n for _, n, *_ in plot.claims(records, plot.SWEEP, ("follow-up",))} == {6}
     few = [r for r in records if r["phase"] != "main" or r["seed"] < 4]
     assert {v for *_, v in plot.claims(few, plot.PAPER[4:])} == {"cannot tell"}        # 2 pairs
 
@@ -302,7 +311,8 @@ def test_figures_are_a_function_of_the_log_alone_with_units_and_the_base(tmp_pat
     for text, units in zip(seen, units_of, strict=False):
         assert units in text and ("optimizer step" in text or "256 problems" in text)
     assert all(name in seen[3] for name in (*aqn.SCHEDULES, "1e-2 to 5e-4", "5e-2 to 5e-4"))
-    assert all(f"{arm} (n=5)" in seen[0] for arm in plot.ARMS)
+    assert all(f"{arm} (n={11 if arm in ('sweep', 'sweep+aqn+none') else 5})" in seen[0] for arm in plot.ARMS)
+    assert (tmp_path / "table.md").read_text() == plot.table(records) + "\n"
 
 
 def test_a_log_of_unlike_runs_or_none_is_refused(tmp_path):
@@ -312,3 +322,15 @@ def test_a_log_of_unlike_runs_or_none_is_refused(tmp_path):
         ablation.append(tmp_path, fake("main", "bf16", 1e-3, steps, steps=steps))
     with pytest.raises(ValueError, match="different --steps"):
         plot.read(tmp_path)
+
+
+def test_the_evidence_in_readme_is_what_plot_makes_of_the_log():
+    """Every row of a table under "What we found" stands in results/ablation/table.md, and that in the log."""
+    records = plot.read()
+    table = (plot.LOGS / "table.md").read_text()
+    assert len(records) == 167 and table == plot.table(records) + "\n"
+    section = (plot.LOGS.parents[1] / "README.md").read_text().split("## What we found")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    assert len(rows) > 45 and set(rows) <= set(table.splitlines())
+    planned = {job for job in ablation.plan(records) if job[0] != "smoke"}
+    assert {ablation.key(r) for r in records} == planned                 # nothing is missing

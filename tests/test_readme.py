@@ -77,7 +77,7 @@ def test_the_quickstart_table_is_what_its_script_makes_of_the_logs():
     assert table.count("\n") >= 4 and table in README
 
 
-@pytest.mark.parametrize("name, rows", [("gemm", 20), ("rollout", 7), ("step", 11)])
+@pytest.mark.parametrize("name, rows", [("gemm", 20), ("rollout", 7), ("step", 13), ("recipes", 6)])
 def test_the_tables_of_speed_are_what_their_script_makes_of_the_logs(name, rows):
     """And so are their conditions."""
     table = subprocess.run([sys.executable, "results/tables.py", name], cwd=ROOT, capture_output=True,
