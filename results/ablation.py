@@ -6,8 +6,11 @@
     main      11 × 1 × 5   seeds 2 … 6, which chose nothing: these are reported                           55
     extras    noise schedules 3 × 2, sigma ranges 2 × 2, LoRA ranks 3 × 1, losses 2 × 3, all beside main's
               sweep+aqn (exponential, 1e-2 to 1e-4, rank 32, dapo), which is not run again                19
-    follow-up noise without correction on two more bases, and six more seeds of sweep with and without:
+    follow-up of bypass alone: a ratio of 1 on two more bases, and six more seeds of sweep with and without:
               what main's results asked for, so decided after they were seen                              22
+
+All of it for one --correction, what the ratio is taken to: "none", the trainer's own policy, as in the paper,
+or "bypass", the policy that sampled; an arm named after another one has that.
 
 An arm is a base {bf16, rtn, sweep, nf4, full} and flags of train.py. rtn and sweep are NVFP4; nf4 and mxfp4
 are rounded and multiplied out when the checkpoint is read, as QLoRA computes; full trains every block weight,
@@ -16,7 +19,7 @@ see the same prompts in the same order, random bits and noise, and all LoRA arms
 
 Sums of 0-99, 100 steps of 16 prompts × 16 answers. Every 10 steps 64 held-out problems, greedy and 4 samples
 each; after the last step 256 problems: a standard error of at most .063 and .032, on the same problems in
-every run, so that it mostly cancels between arms. One line a run in FOLDER/runs.jsonl.
+every run, so that it mostly cancels between arms. One line a run in results/ablation/CORRECTION/runs.jsonl.
 
     python results/ablation.py run sweep+aqn 2                  one run again, on a CPU or a GPU
     python results/ablation.py all --workers 12 --minutes 25    what is not in FOLDER yet, in that order
@@ -60,15 +63,15 @@ from rollout import Sampler  # noqa: E402
 from tasks import TASKS  # noqa: E402
 
 COMMON = dict(task="addition", operands="0-99", prompts=16, group_size=16, max_new_tokens=16, steps=100,
-              eval_every=10, eval_samples=4, micro_tokens=8192, mismatch_every=50, correction="bypass")
+              eval_every=10, eval_samples=4, micro_tokens=8192, mismatch_every=50)
 CURVE, FINAL = 64, 256                              # held-out problems during a run and after it
 
 # --- the runs
 ARMS = {f"{base}{'+aqn' * aqn}": dict(base=base, aqn=aqn)
         for base in ("bf16", "rtn", "sweep", "nf4") for aqn in (False, True)}
-ARMS |= {f"sweep+aqn+{c}": dict(base="sweep", aqn=True, correction=c) for c in ("tis", "none")}
+PAIRS, CORRECTIONS = tuple(ARMS), ("none", "bypass", "tis")
+ARMS |= {f"sweep+aqn+{c}": dict(base="sweep", aqn=True, correction=c) for c in CORRECTIONS}
 ARMS["full"] = dict(base="full", aqn=False)
-MAIN = tuple(ARMS)
 VARIANTS = {  # name: flags beside those of sweep+aqn, seeds
     **{name: (dict(sigma_schedule=name), (2, 3)) for name in ("linear", "cosine", "logarithmic")},
     # the paper's Table 4 and its §4.1; 1e-2 to 1e-4, main's, is its scripts'
@@ -78,7 +81,7 @@ VARIANTS = {  # name: flags beside those of sweep+aqn, seeds
     "grpo": (dict(loss="grpo"), (2, 3, 4)),
     "dr_grpo": (dict(loss="dr_grpo", scale="none"), (2, 3, 4))}
 ARMS |= {name: ARMS["sweep+aqn"] | flags for name, (flags, _) in VARIANTS.items()}
-# arm: whose rate it takes, seeds. A ratio of 1, as in the paper: sweep+aqn+none did well in main
+# arm: whose rate it takes, seeds
 FOLLOW_UP = {"sweep": ("sweep", (7, 8, 9, 10, 11, 12)),
              "sweep+aqn+none": ("sweep+aqn+none", (7, 8, 9, 10, 11, 12)),
              "rtn+aqn+none": ("rtn", (2, 3, 4, 5, 6)), "bf16+aqn+none": ("bf16", (2, 3, 4, 5, 6))}
@@ -93,18 +96,23 @@ def rates(arm):
     return FULL_RATES if arm == "full" else RATES
 
 
-def plan(records, given_up=()):
+def main_arms(correction):
+    return *PAIRS, *(f"sweep+aqn+{c}" for c in CORRECTIONS if c != correction), "full"
+
+
+def plan(records, given_up=(), correction="none"):
     """Every run as (phase, arm, learning rate, seed), in the order in which they are worth their time. The
     rate is None where the grid has yet to choose it; given_up: jobs that it will not wait for."""
-    best = {arm: best_rate(records, arm, given_up) for arm in MAIN}
+    arms = main_arms(correction)
+    best = {arm: best_rate(records, arm, given_up) for arm in arms}
     return ([("entropy", name, 0.0, 0) for name in FORMATS]
-            + [("grid", arm, rates(arm)[i], seed) for seed in GRID_SEEDS for i in range(3) for arm in MAIN]
-            + [("main", arm, best[arm], seed) for seed in MAIN_SEEDS for arm in MAIN]
+            + [("grid", arm, rates(arm)[i], seed) for seed in GRID_SEEDS for i in range(3) for arm in arms]
+            + [("main", arm, best[arm], seed) for seed in MAIN_SEEDS for arm in arms]
             + [("extras", arm, best["sweep+aqn"], seed) for arm, (_, seeds) in VARIANTS.items()
                for seed in seeds]
             + [("follow-up", arm, best[twin], seed) for arm, (twin, seeds) in FOLLOW_UP.items()
-               for seed in seeds]
-            + [("smoke", arm, rates(arm)[0], 0) for arm in MAIN])       # only when asked for: it is no result
+               for seed in seeds if correction == "bypass"]
+            + [("smoke", arm, rates(arm)[0], 0) for arm in arms])       # only when asked for: it is no result
 
 
 def best_rate(records, arm, given_up=()):
@@ -240,11 +248,12 @@ class Record(runs.Run):
         self.records["step"][-1]["surprise"] = -nats.item()
 
 
-def measure(job, loud=False, device="", problems=(CURVE, FINAL), **changes):
+def measure(job, loud=False, device="", problems=(CURVE, FINAL), correction="none", **changes):
     """The record of a job (phase, arm, rate, seed). changes: flags of train.py, for a shorter run."""
     phase, arm, rate, seed = job
     began, device = time.perf_counter(), device or ("cuda" if torch.cuda.is_available() else "cpu")
-    flags = COMMON | (ARMS[arm] if phase != "entropy" else dict(base=arm)) | changes
+    arm_flags = ARMS[arm] if phase != "entropy" else dict(base=arm)
+    flags = COMMON | dict(correction=correction) | arm_flags | changes
     base = flags.pop("base")
     config = train.Config(**flags | dict(lr=rate or 1.0, seed=seed))
     _, tokenizer, stop_ids = opened(config.model)
@@ -327,8 +336,8 @@ def run_all(folder, phases=PHASES[:5], arms=(), workers=12, minutes=25.0, **opti
 
     def todo():
         done = {key(r) for r in records} | set(busy.values())
-        return [job for job in plan(records, failed) if job[0] in phases and (not arms or job[1] in arms)
-                and job not in done and job not in failed]
+        return [job for job in plan(records, failed, options.get("correction", "none")) if job[0] in phases
+                and (not arms or job[1] in arms) and job not in done and job not in failed]
 
     print(f"{len(todo())} runs to make, {len(records)} made, {workers} at a time", flush=True)
     try:
@@ -388,27 +397,30 @@ def main(arguments):
     many.add_argument("--workers", type=int, default=12)
     many.add_argument("--minutes", type=float, default=25.0)
     for command in (one, many, left):
-        command.add_argument("--out", default=str(ROOT / "results" / "ablation"))
+        command.add_argument("--correction", choices=("none", "bypass"), default="none")
+        command.add_argument("--out", help="default: results/ablation/CORRECTION")
     for command in (one, many):
         command.add_argument("--steps", type=int, default=COMMON["steps"])
         command.add_argument("--device", default="")
         command.add_argument("--model", default="smollm2")
     a = parser.parse_args(arguments)
-    records = read(a.out)
+    folder = a.out or ROOT / "results" / "ablation" / a.correction
+    records = read(folder)
     if a.command == "all":
-        return bool(run_all(a.out, a.phase, a.arms, a.workers, a.minutes, steps=a.steps, device=a.device,
-                            model=a.model))
+        return bool(run_all(folder, a.phase, a.arms, a.workers, a.minutes, steps=a.steps, device=a.device,
+                            model=a.model, correction=a.correction))
     if a.command == "list":
         made = Counter(r["phase"] for r in records)
-        for phase, count in Counter(job[0] for job in plan(records)).items():
-            print(f"{phase:8} {made[phase]:3} of {count:3}")
-        for arm in MAIN:
+        for phase, count in Counter(job[0] for job in plan(records, (), a.correction)).items():
+            print(f"{phase:9} {made[phase]:3} of {count:3}")
+        for arm in main_arms(a.correction):
             print(f"{arm:16} learning rate {best_rate(records, arm)}")
         return 0
-    grid_arm = "sweep+aqn" if a.arm in VARIANTS else a.arm
+    grid_arm = "sweep+aqn" if a.arm in VARIANTS else FOLLOW_UP.get(a.arm, (a.arm,))[0]
     rate = a.lr or best_rate(records, grid_arm) or rates(grid_arm)[0]
     print(f"{a.arm}, seed {a.seed}, learning rate {rate}, {a.steps} steps", flush=True)
-    record = measure(("main", a.arm, rate, a.seed), loud=True, device=a.device, steps=a.steps, model=a.model)
+    record = measure(("main", a.arm, rate, a.seed), loud=True, device=a.device, steps=a.steps, model=a.model,
+                     correction=a.correction)
     print(f"final  {record['final']}")
     for r in records:
         if (r["arm"], r["lr"], r["seed"], r["steps"]) == (a.arm, rate, a.seed, a.steps):

@@ -1,6 +1,6 @@
-"""Figures and tables of the ablation, from results/ablation/runs.jsonl alone, which ablation.py wrote.
+"""Figures and tables of the ablation, from results/ablation/*/runs.jsonl alone, which ablation.py wrote.
 
-    python results/plot.py      reward.png, entropy.png, final.png, sigma.png and table.md beside the log
+    python results/plot.py      reward.png, entropy.png, final.png, sigma.png and table.md beside each log
 
 Test: at one seed two arms share prompts, their order, random bits and the start of the adapter, so they are
 compared seed by seed: a paired t test on the differences (Welch's would take for independent what is not).
@@ -30,12 +30,12 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 LOGS = Path(__file__).parent / "ablation"
 BASE = "Base: SmolLM2-135M-Instruct, dequantised from Q4_1"
-NAMES = ("aqn: with noise, the ratio taken to the policy that sampled; … none: to the trainer's own, "
-         "so 1; … tis: 1, and weighted")
+RATIOS = {"bypass": "the policy that sampled", "none": "the trainer's own, so 1",
+          "tis": "the trainer's own, and weighted"}
 MARGIN, LEVEL = 0.02, 0.05
 PLANNED, ALL = ("main", "extras"), ("main", "extras", "follow-up")
 ARMS = ("bf16", "bf16+aqn", "bf16+aqn+none", "rtn", "rtn+aqn", "rtn+aqn+none", "sweep", "sweep+aqn",
-        "sweep+aqn+tis", "sweep+aqn+none", "nf4", "nf4+aqn", "full")
+        "sweep+aqn+tis", "sweep+aqn+none", "sweep+aqn+bypass", "nf4", "nf4+aqn", "full")
 DEFAULT = "sweep+aqn"                   # what the variants vary
 VARIANTS = {"noise schedule (default exponential)": ("linear", "cosine", "logarithmic"),
             "sigma range (default 1e-2 to 1e-4)": ("sigma-table4", "sigma-text"),
@@ -70,7 +70,8 @@ OWN = (
     ("the sweep's smaller error ends above rtn", "not tried", "final", "sweep", "rtn", "above"),
     ("the same with AQN", "not tried", "final", "sweep+aqn", "rtn+aqn", "above"),
     ("bypass ends above no correction", "no correction", "final", "sweep+aqn", "sweep+aqn+none", "above"),
-    ("bypass is not below tis", "not tried", "final", "sweep+aqn", "sweep+aqn+tis", "not below"))
+    ("a ratio of 1 ends above bypass", "not tried", "final", "sweep+aqn", "sweep+aqn+bypass", "above"),
+    ("the ratio is not below tis", "not tried", "final", "sweep+aqn", "sweep+aqn+tis", "not below"))
 # asked when those were known: + none has a ratio of 1, as in the paper, but its twin without noise has not,
 # so that these rows measure both; "start" tells how much is the ratio's own
 SWEEP = (
@@ -86,7 +87,13 @@ AFTER = (
     ("AQN, ratio 1, lifts bf16 LoRA", "not tried", "final", "bf16+aqn+none", "bf16", "above"))
 
 
-def read(folder=LOGS):
+def names(correction):
+    """What the arms' names mean, in a log of this correction."""
+    others = "; ".join(f"… {c}: {to}" for c, to in RATIOS.items() if c != correction)
+    return f"aqn: with noise. The ratio is taken to {RATIOS[correction]}; {others}"
+
+
+def read(folder):
     """The records of a log, the last of each run; ValueError: there is none, or of unlike lengths."""
     path = Path(folder) / "runs.jsonl"
     found = runs.jsonl(path) if path.is_file() else ()
@@ -180,15 +187,18 @@ def text(mean_sd):
     return "±".join("–" if math.isnan(v) else f"{v:.3f}" for v in mean_sd)
 
 
-def table(records):
+def table(records, correction):
     """Markdown: claims with verdicts, the entropy before training, arms, variants, the grid."""
     chosen = sum(r["phase"] == "grid" for r in records)
     lines = [f"{BASE}. Mean ± standard deviation over seeds (n), or over prompts for the {ENTROPY}; "
-             f"learning rates chosen from {chosen} other runs. Paired t test, Holm-adjusted within a table."]
-    for title, rows, phases in (
-            ("claim of the paper", PAPER, PLANNED), ("our question", OWN, PLANNED),
-            ("asked after these", AFTER, ALL),
-            ("the same, of the six seeds alone that ran after it was asked", SWEEP, ("follow-up",))):
+             f"learning rates chosen from {chosen} other runs. Paired t test, Holm-adjusted within a table. "
+             f"{names(correction)}."]
+    own = [row for row in OWN if of(records, row[3]) and of(records, row[4])]
+    groups = [("claim of the paper", PAPER, PLANNED), ("our question", own, PLANNED)]
+    if any(r["phase"] == "follow-up" for r in records):
+        groups += [("asked after these", AFTER, ALL),
+                   ("the same, of the six seeds alone that ran after it was asked", SWEEP, ("follow-up",))]
+    for title, rows, phases in groups:
         lines += ["", f"| {title} | paper | measure | A | B | n | A − B, 95 % | p | verdict |",
                   "|---|---|---|---|---|---|---|---|---|"]
         for row, n, a, b, mean, half, p, says in claims(records, rows, phases):
@@ -201,9 +211,9 @@ def table(records):
               for r in records if r["phase"] == "entropy"]
     head = ["| arm | learning rate | n | accuracy: sampled | greedy | during training | entropy |",
             "|---|---|---|---|---|---|---|"]
-    lines += ["", *head, *(arm_row(arm, of(records, arm)) for arm in ARMS)]
-    for title, names in VARIANTS.items():
-        runs = {name: of(records, name) for name in names}
+    lines += ["", *head, *(arm_row(arm, of(records, arm)) for arm in ARMS if of(records, arm))]
+    for title, variants in VARIANTS.items():
+        runs = {name: of(records, name) for name in variants}
         seeds = {s for found in runs.values() for s in found}
         default = {s: r for s, r in of(records, DEFAULT).items() if s in seeds}
         lines += ["", f"{title}, the same seeds in each row:", "", *head,
@@ -269,26 +279,26 @@ def curves(records, key, label, scale, title, path):
     figure.supxlabel("optimizer step", fontsize=9)
     figure.supylabel(label, fontsize=9)
     figure.suptitle(f"{title}\n{BASE}. Lines: mean over seeds, bands: least to most, moving mean of 5 "
-                    f"steps.\n{NAMES}", fontsize=9)
+                    f"steps.\n{names(path.parent.name)}", fontsize=9)
     save(figure, path)
 
 
 def finals(records, path):
     """Accuracy after training: each seed, mean and ± 1 sd, arm by arm."""
     figure, axis = plt.subplots(figsize=(8, 4.6), layout="constrained")
-    for y, arm in enumerate(reversed(ARMS)):
+    arms = [arm for arm in reversed(ARMS) if of(records, arm)]
+    for y, arm in enumerate(arms):
         values = [r["final"]["sampled"] for r in of(records, arm).values()]
-        if values:
-            mean, sd = spread(values)
-            axis.plot(values, [y] * len(values), "|", color="0.5", markersize=9)
-            axis.errorbar(mean, y, xerr=np.nan_to_num(sd), color="black", capsize=4, marker="o",
-                          markerfacecolor="black" if "aqn" in arm else "white")
-            axis.annotate(f"{mean:.3f} ± {sd:.3f}, n={len(values)}", (1.01, y), va="center", fontsize=8,
-                          xycoords=("axes fraction", "data"))
-    axis.set_yticks(range(len(ARMS)), reversed(ARMS))
+        mean, sd = spread(values)
+        axis.plot(values, [y] * len(values), "|", color="0.5", markersize=9)
+        axis.errorbar(mean, y, xerr=np.nan_to_num(sd), color="black", capsize=4, marker="o",
+                      markerfacecolor="black" if "aqn" in arm else "white")
+        axis.annotate(f"{mean:.3f} ± {sd:.3f}, n={len(values)}", (1.01, y), va="center", fontsize=8,
+                      xycoords=("axes fraction", "data"))
+    axis.set_yticks(range(len(arms)), arms)
     axis.set_xlabel("held-out accuracy after training, sampled, share of 256 problems (filled: with AQN)")
-    axis.set_title(f"Accuracy after training\n{BASE}. Bars: ± 1 standard deviation over seeds.\n{NAMES}",
-                   fontsize=9)
+    axis.set_title(f"Accuracy after training\n{BASE}. Bars: ± 1 standard deviation over seeds.\n"
+                   f"{names(path.parent.name)}", fontsize=9)
     axis.grid(alpha=0.3, axis="x")
     save(figure, path)
 
@@ -322,18 +332,20 @@ def save(figure, path):
     plt.close(figure)
 
 
-def plot(records, folder=LOGS):
+def plot(folder):
+    records = read(folder)
     curves(records, "reward", "training reward, share of answers (noise on)", "linear", "Reward",
            folder / "reward.png")
     curves(records, "surprise", "entropy of the policy that samples, nats a token (noise on)", "log",
            "Entropy", folder / "entropy.png")
     finals(records, folder / "final.png")
     sigmas(records, folder / "sigma.png")
-    (folder / "table.md").write_text(table(records) + "\n")
+    (folder / "table.md").write_text(table(records, folder.name) + "\n")
 
 
 if __name__ == "__main__":
     try:
-        plot(read())
+        for log in sorted(LOGS.glob("*/runs.jsonl")) or [LOGS / "none" / "runs.jsonl"]:
+            plot(log.parent)
     except ValueError as problem:
         sys.exit(str(problem))

@@ -119,7 +119,7 @@ def test_every_arm_is_a_valid_config_and_differs_from_main_only_in_what_it_names
         config = train.Config(**ablation.COMMON | flags)
         assert {k for k in vars(config) if getattr(config, k) != getattr(common, k)} <= set(flags)
     assert (common.aqn, common.sigma_schedule, common.rank, common.loss, common.correction) == (
-        True, "exponential", 32, "dapo", "bypass")                     # what the variants vary
+        True, "exponential", 32, "dapo", "none")                     # what the variants vary
 
 
 def test_full_fine_tuning_trains_every_block_weight_and_the_sampler_reads_it(tiny_chat, toy, monkeypatch):
@@ -165,21 +165,25 @@ def fake(phase, arm, lr, seed, sampled=.5, steps=20, shift=0.0):
 def grid():
     """The grid's records: the accuracy rises with the rate, but for arm `bf16`, where it falls."""
     return [fake("grid", arm, lr, seed, .3 + 100 * lr * (-1 if arm == "bf16" else 1))
-            for _, arm, lr, seed in (j for j in ablation.plan([]) if j[0] == "grid")]
+            for _, arm, lr, seed in (j for j in ablation.plan([], (), "bypass") if j[0] == "grid")]
 
 
 def test_the_run_list_is_what_the_issue_asks_for():
     """8 arms and 3 more, three rates and two seeds each; then 5 fresh seeds; variants with seeds of those;
     then noise with a ratio of 1, on the seeds of its twin without noise."""
-    jobs = ablation.plan([])
+    jobs = ablation.plan([], (), "bypass")
     runs = [job for job in jobs if job[0] != "smoke"]
-    assert len(set(ablation.plan(grid()))) == len(set(jobs)) == len(jobs) == 5 + 66 + 55 + 19 + 22 + 11
+    assert len(set(ablation.plan(grid(), (), "bypass"))) == len(set(jobs)) == len(jobs)
+    assert len(jobs) == 5 + 66 + 55 + 19 + 22 + 11
+    assert len(ablation.plan([])) == len(jobs) - 22                    # a ratio of 1 needs no follow-up
     assert Counter(phase for phase, *_ in runs) == {
         "entropy": 5, "grid": 66, "main": 55, "extras": 19, "follow-up": 22}
-    assert set(plot.ARMS) == {*ablation.MAIN, *ablation.FOLLOW_UP}
-    assert set(ablation.MAIN) == {"sweep+aqn+tis", "sweep+aqn+none", "full"} | {
+    arms = {*ablation.main_arms("bypass")}
+    assert set(plot.ARMS) == {*arms, *ablation.main_arms("none"), *ablation.FOLLOW_UP}
+    assert arms ^ {*ablation.main_arms("none")} == {"sweep+aqn+none", "sweep+aqn+bypass"}
+    assert arms == {"sweep+aqn+tis", "sweep+aqn+none", "full"} | {
         f"{base}{noise}" for base in ("bf16", "rtn", "sweep", "nf4") for noise in ("", "+aqn")}
-    for arm in ablation.MAIN:
+    for arm in arms:
         tried = {job[2:] for job in runs if job[:2] == ("grid", arm)}
         low, middle, high = sorted({rate for rate, _ in tried})
         assert len(tried) == 6 and high / middle == pytest.approx(2) == pytest.approx(middle / low)
@@ -200,7 +204,7 @@ def test_the_run_list_is_what_the_issue_asks_for():
 def test_the_grid_chooses_each_arms_rate_when_it_is_complete():
     records = grid()
     assert {job[2] for job in ablation.plan([]) if job[0] in ("main", "extras")} == {None}
-    chosen = {job[1]: job[2] for job in ablation.plan(records) if job[0] in ("main", "extras")}
+    chosen = {job[1]: job[2] for job in ablation.plan(records, (), "bypass") if job[0] in ("main", "extras")}
     assert chosen["bf16"] == 2.5e-4 and chosen["nf4"] == chosen["rank64"] == 1e-3 and chosen["full"] == 1e-4
     short = [r for r in records if ablation.key(r) != ("grid", "nf4", 1e-3, 1)]
     assert ablation.best_rate(short, "nf4") is None != ablation.best_rate(short, "rtn")
@@ -250,9 +254,9 @@ def test_the_verdict_follows_its_rule(kind, mean, half, p, says):
 
 def synthetic(folder):
     """Logs in which AQN lifts rtn by .1, rtn is above bf16 by nothing, and nf4 is noise."""
-    rng, level = np.random.default_rng(0), dict.fromkeys(ablation.MAIN, .6) | {"rtn+aqn": .7}
+    rng, level = np.random.default_rng(0), dict.fromkeys(ablation.main_arms("bypass"), .6) | {"rtn+aqn": .7}
     records = grid()
-    for phase, arm, lr, seed in (j for j in ablation.plan(records) if j[0] in plot.ALL):
+    for phase, arm, lr, seed in (j for j in ablation.plan(records, (), "bypass") if j[0] in plot.ALL):
         wide = .15 if arm == "nf4" else .004
         records.append(fake(phase, arm, lr, seed, level.get(arm, .6) + rng.normal(0, wide),
                             shift=.1 * (arm == "rtn")))
@@ -276,7 +280,7 @@ def test_known_effects_get_the_right_verdicts_and_noise_cannot_tell(tmp_path):
     assert says["AQN lifts NVFP4 LoRA"] == says["AQN speeds NVFP4 LoRA up"] == (5, "holds")
     assert says["NVFP4 LoRA ends above NF4 LoRA"] == (5, "cannot tell") == says["AQN lifts NF4 LoRA too"]
     assert says["NVFP4 + AQN is not below full fine-tuning"] == (5, "holds")
-    assert says["bypass is not below tis"] == (5, "holds")
+    assert says["the ratio is not below tis"] == (5, "holds")
     assert says["the same with AQN"] == (5, "does not")
     pairs = {row[0]: n for row, n, *_ in plot.claims(records, plot.AFTER, plot.ALL)}
     assert sorted(set(pairs.values())) == [5, 11] and all(pairs[row[0]] == 11 for row in plot.SWEEP)
@@ -287,11 +291,11 @@ def test_known_effects_get_the_right_verdicts_and_noise_cannot_tell(tmp_path):
 
 def test_the_table_prints_numbers_that_were_put_in_and_names_the_base(tmp_path):
     records = synthetic(tmp_path)
-    shown = plot.table(records)
+    shown = plot.table(records, "bypass")
     values = [r["final"]["sampled"] for r in records if (r["phase"], r["arm"]) == ("main", "rtn+aqn")]
     assert f"| rtn+aqn | 0.001 | 5 | {np.mean(values):.3f}±{np.std(values, ddof=1):.3f} |" in shown
     assert "SmolLM2-135M-Instruct, dequantised from Q4_1" in shown and "chosen from 66 other runs" in shown
-    assert all(f"| {name} |" in shown for name in (*plot.ARMS, *ablation.VARIANTS))
+    assert all(f"| {name} |" in shown for name in (*ablation.main_arms("bypass"), *ablation.VARIANTS))
     losses = [line.split(" | ") for line in shown.split("loss (default DAPO)")[1].splitlines()[4:7]]
     assert [row[2] for row in losses] == ["3", "3", "3"]               # the same three seeds in each row
     assert "| bf16 | 0.00025: 0.275 (n=2) | 0.0005: 0.250 (n=2) | 0.001: 0.200 (n=2) |" in shown
@@ -299,20 +303,23 @@ def test_the_table_prints_numbers_that_were_put_in_and_names_the_base(tmp_path):
 
 
 def test_figures_are_a_function_of_the_log_alone_with_units_and_the_base(tmp_path, monkeypatch):
-    records, seen, save = synthetic(tmp_path), [], plot.save
+    folder, seen, save = tmp_path / "bypass", [], plot.save
+    records = synthetic(folder)
     monkeypatch.setattr(plot, "save", lambda figure, path: seen.append(
         " ".join(t.get_text() for t in figure.findobj(plot.plt.Text))) or save(figure, path))
-    plot.plot(records, tmp_path)
-    first = {path.name: path.read_bytes() for path in tmp_path.glob("*.png")}
-    plot.plot(plot.read(tmp_path), tmp_path)
-    assert first == {path.name: path.read_bytes() for path in tmp_path.glob("*.png")} and len(first) == 4
+    plot.plot(folder)
+    first = {path.name: path.read_bytes() for path in folder.glob("*.png")}
+    plot.plot(folder)
+    assert first == {path.name: path.read_bytes() for path in folder.glob("*.png")} and len(first) == 4
     assert all("SmolLM2-135M-Instruct, dequantised from Q4_1" in text for text in seen) and len(seen) == 8
     units_of = ("share of answers", "nats a token", "share of 256 problems", "σ")
     for text, units in zip(seen, units_of, strict=False):
         assert units in text and ("optimizer step" in text or "256 problems" in text)
     assert all(name in seen[3] for name in (*aqn.SCHEDULES, "1e-2 to 5e-4", "5e-2 to 5e-4"))
-    assert all(f"{arm} (n={11 if arm in ('sweep', 'sweep+aqn+none') else 5})" in seen[0] for arm in plot.ARMS)
-    assert (tmp_path / "table.md").read_text() == plot.table(records) + "\n"
+    assert all(f"{arm} (n={11 if arm in ('sweep', 'sweep+aqn+none') else 5})" in seen[0]
+               for arm in plot.ARMS if arm != "sweep+aqn+bypass")
+    assert (folder / "table.md").read_text() == plot.table(records, "bypass") + "\n"
+    assert "The ratio is taken to the policy that sampled" in seen[0]
 
 
 def test_a_log_of_unlike_runs_or_none_is_refused(tmp_path):
@@ -325,12 +332,12 @@ def test_a_log_of_unlike_runs_or_none_is_refused(tmp_path):
 
 
 def test_the_evidence_in_readme_is_what_plot_makes_of_the_log():
-    """Every row of a table under "What we found" stands in results/ablation/table.md, and that in the log."""
-    records = plot.read()
-    table = (plot.LOGS / "table.md").read_text()
-    assert len(records) == 167 and table == plot.table(records) + "\n"
+    """Every row of a table under "What we found" stands in table.md, and that is the log's."""
+    records = plot.read(plot.LOGS / "bypass")
+    table = (plot.LOGS / "bypass" / "table.md").read_text()
+    assert len(records) == 167 and table == plot.table(records, "bypass") + "\n"
     section = (plot.LOGS.parents[1] / "README.md").read_text().split("## What we found")[1].split("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("|")]
     assert len(rows) > 45 and set(rows) <= set(table.splitlines())
-    planned = {job for job in ablation.plan(records) if job[0] != "smoke"}
+    planned = {job for job in ablation.plan(records, (), "bypass") if job[0] != "smoke"}
     assert {ablation.key(r) for r in records} == planned                 # nothing is missing
