@@ -30,8 +30,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 LOGS = Path(__file__).parent / "ablation"
 BASE = "Base: SmolLM2-135M-Instruct, dequantised from Q4_1"
-RATIOS = {"bypass": "the policy that sampled", "none": "the trainer's own, so 1",
-          "tis": "the trainer's own, and weighted"}
+RATIOS = {"bypass": "ratio to the policy that sampled", "none": "ratio of 1", "tis": "ratio of 1, weighted"}
 MARGIN, LEVEL = 0.02, 0.05
 PLANNED, ALL = ("main", "extras"), ("main", "extras", "follow-up")
 ARMS = ("bf16", "bf16+aqn", "bf16+aqn+none", "rtn", "rtn+aqn", "rtn+aqn+none", "sweep", "sweep+aqn",
@@ -89,8 +88,8 @@ AFTER = (
 
 def names(correction):
     """What the arms' names mean, in a log of this correction."""
-    others = "; ".join(f"… {c}: {to}" for c, to in RATIOS.items() if c != correction)
-    return f"aqn: with noise. The ratio is taken to {RATIOS[correction]}; {others}"
+    others = "; ".join(f"{c}: {ratio}" for c, ratio in RATIOS.items() if c != correction)
+    return f"aqn: noise, {RATIOS[correction]}; {others}"
 
 
 def read(folder):

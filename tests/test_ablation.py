@@ -319,7 +319,7 @@ def test_figures_are_a_function_of_the_log_alone_with_units_and_the_base(tmp_pat
     assert all(f"{arm} (n={11 if arm in ('sweep', 'sweep+aqn+none') else 5})" in seen[0]
                for arm in plot.ARMS if arm != "sweep+aqn+bypass")
     assert (folder / "table.md").read_text() == plot.table(records, "bypass") + "\n"
-    assert "The ratio is taken to the policy that sampled" in seen[0]
+    assert "aqn: noise, ratio to the policy that sampled; none: ratio of 1" in seen[0]
 
 
 def test_a_log_of_unlike_runs_or_none_is_refused(tmp_path):
