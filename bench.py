@@ -241,7 +241,7 @@ class RandomWeights:
 def random_model(shape, quant):
     """Random weights and an adapter that is not zero. NVFP4 by round-to-nearest, the sooner to be there."""
     decoder = Decoder(RandomWeights(shape), {"nvfp4": "rtn", "bf16": None}[quant], 32, 32,
-                            torch.device(DEVICE), torch.Generator().manual_seed(0))
+                      torch.device(DEVICE), torch.Generator().manual_seed(0))
     for layer in lora.lora_layers(decoder).values():
         torch.nn.init.normal_(layer.lora_B, std=0.01)
     lora.refresh(decoder)

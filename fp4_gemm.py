@@ -174,7 +174,7 @@ class _Linear(torch.autograd.Function):
             y, xa = _fused(x, packed, bias, A, B, splits, scale, deterministic)
         elif A is None:
             y, xa = F.linear(x, _weight(packed, x.dtype), bias), None
-        else:      # the adapter first: the large product adds to it before its one rounding
+        else:      # the adapter first: the large product adds to it, and should round their sum once
             xa = x.new_empty(len(x), len(A)).addmm_(x, A.T, beta=0, alpha=scale)
             y = xa @ B.T if bias is None else torch.addmm(bias, xa, B.T)
             if needed:

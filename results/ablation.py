@@ -22,7 +22,7 @@ each; after the last step 256 problems: a standard error of at most .063 and .03
 every run, so that it mostly cancels between arms. One line a run in results/ablation/CORRECTION/runs.jsonl.
 
     python results/ablation.py run sweep+aqn 2                  one run again, on a CPU or a GPU
-    python results/ablation.py all --workers 12 --minutes 25    what is not in FOLDER yet, in that order
+    python results/ablation.py all --workers 12 --minutes 25    what its log has not yet, in that order
     python results/ablation.py list                             what is left
 
 Needs: train.py and what it needs.
@@ -321,7 +321,7 @@ def worker(connection, folder, gpu, share, options):
             torch.cuda.empty_cache()
 
 
-def run_all(folder, phases=PHASES[:5], arms=(), workers=12, minutes=25.0, **options):
+def run_all(folder, phases=PHASES[:-1], arms=(), workers=12, minutes=25.0, **options):
     """Run what is in the plan and not in the folder, on every GPU → the jobs that failed; ten are too many.
 
     Nothing is begun that would not end in time, judged by the slowest run so far; what still runs when the
@@ -331,8 +331,8 @@ def run_all(folder, phases=PHASES[:5], arms=(), workers=12, minutes=25.0, **opti
     records = [r for r in read(folder) if r["steps"] in (0, options.get("steps", COMMON["steps"]))]
     failed, slowest = {}, max((r["seconds"] for r in records), default=0.0)
     crew, busy = [], {}                                                 # (process, connection), its job
-    gpus = itertools.cycle(range(max(1, torch.cuda.device_count())))
-    share = 0.9 / math.ceil(workers / max(1, torch.cuda.device_count()))   # a tenth for contexts and kernels
+    count = max(1, torch.cuda.device_count())
+    gpus, share = itertools.cycle(range(count)), 0.9 / math.ceil(workers / count)   # a tenth for contexts
 
     def todo():
         done = {key(r) for r in records} | set(busy.values())
@@ -392,7 +392,7 @@ def main(arguments):
     one.add_argument("arm", choices=ARMS)
     one.add_argument("seed", type=int)
     one.add_argument("--lr", type=float, help="default: the grid's choice; before the grid, its middle")
-    many.add_argument("--phase", nargs="+", choices=PHASES, default=PHASES[:5])
+    many.add_argument("--phase", nargs="+", choices=PHASES, default=PHASES[:-1])
     many.add_argument("--arms", nargs="+", choices=sorted({*ARMS, *FORMATS}), default=())
     many.add_argument("--workers", type=int, default=12)
     many.add_argument("--minutes", type=float, default=25.0)
