@@ -288,7 +288,6 @@ def test_gpu_forward_and_backward(M, sizes, K):
 
 
 @pytest.mark.gpu
-@pytest.mark.xfail(reason="never run on a GPU; why it is here: README, What we found, 4")
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("M", [64, 256, 2048])
 def test_gpu_an_adapter_below_the_last_bit_is_not_lost(M, plain):

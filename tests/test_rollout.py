@@ -300,7 +300,6 @@ def test_gpu_graph_equals_eager(real, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.xfail(reason="never run on a GPU; why it is here: README, What we found, 4")
 def test_gpu_recorded_logprobs_are_the_trainers_when_the_adapter_is_small():
     """256 rows, B = ±5e-4 as a step of AdamW leaves it. Roundings alone give a KL of 5e-4 nats a token (made
     by hand on a CPU; an H200 3e-4 where B = 0); the runs of results/ablation had 2e-3 to 8e-3 on NVFP4."""
