@@ -382,6 +382,7 @@ def step(args):
             print(f"{shape:>6} {quant:>8} {number:>4} {rollout_s:9.2f} {records[-1]['rollout_tok_s']:8.0f} "
                   f"{update_s:9.2f} {records[-1]['update_tok_s']:8.0f} {records[-1]['peak_gb']:8.1f} "
                   f"{planned:8.1f}", flush=True)
+    train.leave_ranks()
     return records, {"seconds": {f"{shape} {r['weights']} step {r['step']}":
                                  [round(r["rollout_s"], 2), round(r["update_s"], 2)] for r in records}}
 

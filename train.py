@@ -357,6 +357,13 @@ def join_ranks(device):
     return device
 
 
+def leave_ranks():
+    """At a good end: else a thread of gloo may abort the process as it exits, and torchrun ends the others.
+    Not after an error: it would wait for them."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def rank_and_count():
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
@@ -385,7 +392,9 @@ def main(arguments):
         lora.load_adapter(model, config.adapter)
     run.banner(config, model, task, time.perf_counter() - began)
     if config.preflight:
-        sys.exit(preflight(config, model, task, tokenizer, stop_ids, run))
+        code = preflight(config, model, task, tokenizer, stop_ids, run)
+        leave_ranks()
+        sys.exit(code)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         train(config, model, task, tokenizer, stop_ids, run)
@@ -394,6 +403,7 @@ def main(arguments):
               flush=True)
         sys.exit(130 if isinstance(stop, KeyboardInterrupt) else stop.code)
     run.finish()
+    leave_ranks()
 
 
 if __name__ == "__main__":
