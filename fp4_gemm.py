@@ -150,19 +150,20 @@ def linear(x, packed, bias=None, lora=None, learn=(None, None), needed=True, det
     return y.view(*x.shape[:-1], N)
 
 
-def dequantize(packed, dtype=torch.bfloat16):
-    """(N, K) weights; exact in bf16 if global_scale is a power of two, else rounded once."""
+def dequantize(packed, dtype=torch.bfloat16, out=None):
+    """(N, K) weights; exact in bf16 if global_scale is a power of two, else rounded once. They are written
+    into out where given: the columns of a wider matrix, for one."""
     (N, K), (n, k) = packed.shape, packed.words.shape[:2]
     if packed.words.is_cuda:
-        out = torch.empty(N, K, dtype=dtype, device=packed.words.device)
-        _dequantize_kernel[n * k,](packed.words, packed.scales, packed.global_scales, out, N, K, k,
-                                   EXPONENT, False)
+        out = torch.empty(N, K, dtype=dtype, device=packed.words.device) if out is None else out
+        _dequantize_kernel[n * k,](packed.words, packed.scales, packed.global_scales, out, N, K,
+                                   out.stride(0), k, EXPONENT, False)
         return out
     e2m1, rows = torch.tensor([0., .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6]), []
     for byte, scale, global_scale in unpack(packed):
         code = torch.stack((byte & 15, byte >> 4), -1).view(*scale.shape, BLOCK)
         rows.append((e2m1[code.int()] * scale.float()[..., None] * global_scale).flatten(1).to(dtype))
-    return torch.cat(rows)
+    return torch.cat(rows, out=out)
 
 
 class _Linear(torch.autograd.Function):
@@ -174,11 +175,19 @@ class _Linear(torch.autograd.Function):
             y, xa = _fused(x, packed, bias, A, B, splits, scale, deterministic)
         elif A is None:
             y, xa = F.linear(x, _weight(packed, x.dtype), bias), None
-        else:      # the adapter first: the large product adds to it, and should round their sum once
+        else:
             xa = x.new_empty(len(x), len(A)).addmm_(x, A.T, beta=0, alpha=scale)
-            y = xa @ B.T if bias is None else torch.addmm(bias, xa, B.T)
-            if needed:
-                y.addmm_(x, _weight(packed, x.dtype).T)
+            if needed and x.is_cuda and not torch.is_tensor(packed):
+                # [x, xa] @ [W, B].T is rounded once, like the sampler's sum. An H200's cuBLAS rounds x @ W.T
+                # before it adds to it, and what a young adapter adds is less than the last bit of that
+                W = x.new_empty(len(B), x.shape[1] + len(A))
+                dequantize(packed, out=W[:, :-len(A)])
+                W[:, -len(A):] = B
+                y = F.linear(torch.cat([x, xa], 1), W, bias)
+            else:
+                y = xa @ B.T if bias is None else torch.addmm(bias, xa, B.T)
+                if needed:
+                    y.addmm_(x, _weight(packed, x.dtype).T)
         ctx.packed, ctx.splits, ctx.scale = packed, splits, scale
         ctx.save_for_backward(None if A is None else x, xa, A, B)
         return y
@@ -383,8 +392,8 @@ def _shrink_kernel(x, lora_A, xa, sums, counters, M, R, K, scale, TILE_M: conste
 
 
 @jit
-def _dequantize_kernel(words, scales, global_scales, out, N, K, tiles_k, exponent, F32: constexpr):
-    """One tile, (64, 128), a CTA."""
+def _dequantize_kernel(words, scales, global_scales, out, N, K, stride, tiles_k, exponent, F32: constexpr):
+    """One tile, (64, 128), a CTA. stride: from one row of out to the next."""
     tile = tl.program_id(0).to(tl.int64)
     row, col = tl.arange(0, 64), tl.arange(0, 128)
     w = tl.load(words + tile * 1024 + row[:, None] * 16 + tl.arange(0, 16)[None, :])
@@ -392,7 +401,7 @@ def _dequantize_kernel(words, scales, global_scales, out, N, K, tiles_k, exponen
     offs_n, offs_k = tile // tiles_k * 64 + row, tile % tiles_k * 128 + col
     scale = tl.load(global_scales + offs_n, mask=offs_n < N, other=0.) * 1048576.            # 2^20
     out_tile = _decode(w, s, exponent, F32).to(tl.float32) * scale[:, None]
-    tl.store(out + offs_n[:, None] * K + offs_k[None, :], out_tile.to(out.dtype.element_ty),
+    tl.store(out + offs_n[:, None] * stride + offs_k[None, :], out_tile.to(out.dtype.element_ty),
              mask=(offs_n < N)[:, None] & (offs_k < K)[None, :])
 
 

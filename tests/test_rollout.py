@@ -308,7 +308,8 @@ def test_gpu_recorded_logprobs_are_the_trainers_when_the_adapter_is_small():
     for layer in lora.lora_layers(m).values():
         layer.lora_B.data.sign_().mul_(5e-4)
     lora.refresh(m)
-    prompts = [checkpoint.encode(source.tokenizer(), f"What is {i} + {3 * i}?") for i in range(16)]
+    tokenizer = source.tokenizer()
+    prompts = [checkpoint.encode(tokenizer, f"What is {i} + {3 * i}?") for i in range(16)]
     r = Sampler(m).generate(prompts, 16, 16, 1.0, source.stop_ids(), 0, 1)
     with torch.no_grad():
         d = (rescored(m, r) - r.logprobs)[model.answer_mask(r.tokens, r.prompt_lengths, r.lengths)]
