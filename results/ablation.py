@@ -6,6 +6,7 @@
     main      11 × 1 × 5   seeds 2 … 6, which chose nothing: these are reported                           55
     extras    noise schedules 3 × 2, sigma ranges 2 × 2, LoRA ranks 3 × 1, losses 2 × 3, all beside main's
               sweep+aqn (exponential, 1e-2 to 1e-4, rank 32, dapo), which is not run again                19
+    more      of none alone, planned with it: seeds 7 … 12 of bf16, rtn, sweep, each with noise and without 36
     follow-up of bypass alone: a ratio of 1 on two more bases, and six more seeds of sweep with and without:
               what main's results asked for, so decided after they were seen                              22
 
@@ -81,15 +82,14 @@ VARIANTS = {  # name: flags beside those of sweep+aqn, seeds
     "grpo": (dict(loss="grpo"), (2, 3, 4)),
     "dr_grpo": (dict(loss="dr_grpo", scale="none"), (2, 3, 4))}
 ARMS |= {name: ARMS["sweep+aqn"] | flags for name, (flags, _) in VARIANTS.items()}
+RATES, FULL_RATES = (5e-4, 2.5e-4, 1e-3), (5e-5, 2.5e-5, 1e-4)         # the middle first
+GRID_SEEDS, MAIN_SEEDS, MORE_SEEDS = (0, 1), (2, 3, 4, 5, 6), (7, 8, 9, 10, 11, 12)
 # arm: whose rate it takes, seeds
-FOLLOW_UP = {"sweep": ("sweep", (7, 8, 9, 10, 11, 12)),
-             "sweep+aqn+none": ("sweep+aqn+none", (7, 8, 9, 10, 11, 12)),
+FOLLOW_UP = {"sweep": ("sweep", MORE_SEEDS), "sweep+aqn+none": ("sweep+aqn+none", MORE_SEEDS),
              "rtn+aqn+none": ("rtn", (2, 3, 4, 5, 6)), "bf16+aqn+none": ("bf16", (2, 3, 4, 5, 6))}
 ARMS |= {f"{base}+aqn+none": dict(base=base, aqn=True, correction="none") for base in ("rtn", "bf16")}
-RATES, FULL_RATES = (5e-4, 2.5e-4, 1e-3), (5e-5, 2.5e-5, 1e-4)         # the middle first
-GRID_SEEDS, MAIN_SEEDS = (0, 1), (2, 3, 4, 5, 6)
 FORMATS = ("bf16", "rtn", "sweep", "nf4", "mxfp4")
-PHASES = ("entropy", "grid", "main", "extras", "follow-up", "smoke")
+PHASES = ("entropy", "grid", "main", "extras", "more", "follow-up", "smoke")
 
 
 def rates(arm):
@@ -110,6 +110,8 @@ def plan(records, given_up=(), correction="none"):
             + [("main", arm, best[arm], seed) for seed in MAIN_SEEDS for arm in arms]
             + [("extras", arm, best["sweep+aqn"], seed) for arm, (_, seeds) in VARIANTS.items()
                for seed in seeds]
+            + [("more", arm, best[arm], seed) for seed in MORE_SEEDS for arm in PAIRS[:6]
+               if correction == "none"]
             + [("follow-up", arm, best[twin], seed) for arm, (twin, seeds) in FOLLOW_UP.items()
                for seed in seeds if correction == "bypass"]
             + [("smoke", arm, rates(arm)[0], 0) for arm in arms])       # only when asked for: it is no result

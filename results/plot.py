@@ -32,7 +32,8 @@ LOGS = Path(__file__).parent / "ablation"
 BASE = "Base: SmolLM2-135M-Instruct, dequantised from Q4_1"
 RATIOS = {"bypass": "ratio to the policy that sampled", "none": "ratio of 1", "tis": "ratio of 1, weighted"}
 MARGIN, LEVEL = 0.02, 0.05
-PLANNED, ALL = ("main", "extras"), ("main", "extras", "follow-up")
+PLANNED = ("main", "extras", "more")
+ALL = (*PLANNED, "follow-up")
 ARMS = ("bf16", "bf16+aqn", "bf16+aqn+none", "rtn", "rtn+aqn", "rtn+aqn+none", "sweep", "sweep+aqn",
         "sweep+aqn+tis", "sweep+aqn+none", "sweep+aqn+bypass", "nf4", "nf4+aqn", "full")
 DEFAULT = "sweep+aqn"                   # what the variants vary

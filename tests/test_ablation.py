@@ -175,7 +175,10 @@ def test_the_run_list_is_what_the_issue_asks_for():
     runs = [job for job in jobs if job[0] != "smoke"]
     assert len(set(ablation.plan(grid(), (), "bypass"))) == len(set(jobs)) == len(jobs)
     assert len(jobs) == 5 + 66 + 55 + 19 + 22 + 11
-    assert len(ablation.plan([])) == len(jobs) - 22                    # a ratio of 1 needs no follow-up
+    more = {arm: {job[3] for job in ablation.plan([]) if job[:2] == ("more", arm)} for arm in plot.ARMS}
+    assert len(ablation.plan([])) == len(jobs) - 22 + 36 == len(set(ablation.plan(grid()))) and {
+        arm for arm, seeds in more.items() if seeds == {7, 8, 9, 10, 11, 12}} == {
+            f"{base}{noise}" for base in ("bf16", "rtn", "sweep") for noise in ("", "+aqn")}
     assert Counter(phase for phase, *_ in runs) == {
         "entropy": 5, "grid": 66, "main": 55, "extras": 19, "follow-up": 22}
     arms = {*ablation.main_arms("bypass")}
