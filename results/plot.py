@@ -72,8 +72,24 @@ OWN = (
     ("bypass ends above no correction", "no correction", "final", "sweep+aqn", "sweep+aqn+none", "above"),
     ("a ratio of 1 ends above bypass", "not tried", "final", "sweep+aqn", "sweep+aqn+bypass", "above"),
     ("the ratio is not below tis", "not tried", "final", "sweep+aqn", "sweep+aqn+tis", "not below"))
-# asked when those were known: + none has a ratio of 1, as in the paper, but its twin without noise has not,
-# so that these rows measure both; "start" tells how much is the ratio's own
+# those have the rate that suited each arm on two seeds; where two arms' rates differ, so do they from the
+# first step on. The grid has every arm at the same rates: here one thing alone differs
+EQUAL = (
+    ("AQN lifts NVFP4 LoRA", "83.7 / 83.3", "final", "rtn+aqn", "rtn", "above"),
+    ("AQN lifts NVFP4 (sweep) LoRA", "not tried", "final", "sweep+aqn", "sweep", "above"),
+    ("AQN lifts NF4 LoRA", "not tried", "final", "nf4+aqn", "nf4", "above"),
+    ("AQN lifts bf16 LoRA", "not tried", "final", "bf16+aqn", "bf16", "above"),
+    ("AQN speeds NVFP4 LoRA up", "Fig. 8", "speed", "rtn+aqn", "rtn", "above"),
+    ("AQN speeds NVFP4 (sweep) up", "not tried", "speed", "sweep+aqn", "sweep", "above"),
+    ("the sweep learns faster than rtn", "not tried", "speed", "sweep", "rtn", "above"),
+    ("bf16 learns faster than the sweep", "slower", "speed", "bf16", "sweep", "above"))
+# asked of none when those were known
+LATER = (
+    ("rtn with AQN is ahead before any noise: its rate is higher", "not tried", "start", "rtn+aqn", "rtn",
+     "above"),
+    ("the sweep learns faster than rtn, both at one rate", "not tried", "speed", "sweep", "rtn", "above"))
+# asked of bypass when those were known: + none has a ratio of 1, as in the paper, but its twin without noise
+# has not, so that these rows measure both; "start" tells how much is the ratio's own
 SWEEP = (
     ("a ratio of 1 learns faster before any noise", "not tried", "start", "sweep+aqn+none", "sweep", "above"),
     ("AQN, ratio 1, speeds NVFP4 (sweep) up", "not tried", "speed", "sweep+aqn+none", "sweep", "above"),
@@ -104,9 +120,9 @@ def read(folder):
 
 
 def of(records, arm, phases=ALL):
-    """seed → record of an arm."""
-    return {r["seed"]: r for r in sorted(records, key=lambda r: r["seed"])
-            if r["arm"] == arm and r["phase"] in phases}
+    """seed → record of an arm; (seed, learning rate) → record of a run of the grid."""
+    return {(r["seed"], r["lr"]) if r["phase"] == "grid" else r["seed"]: r
+            for r in sorted(records, key=lambda r: r["seed"]) if r["arm"] == arm and r["phase"] in phases}
 
 
 # --- statistics
@@ -194,7 +210,10 @@ def table(records, correction):
              f"learning rates chosen from {chosen} other runs. Paired t test, Holm-adjusted within a table. "
              f"{names(correction)}."]
     own = [row for row in OWN if of(records, row[3]) and of(records, row[4])]
-    groups = [("claim of the paper", PAPER, PLANNED), ("our question", own, PLANNED)]
+    groups = [("claim of the paper", PAPER, PLANNED), ("our question", own, PLANNED),
+              ("at equal rates: the grid's runs, three rates by two seeds", EQUAL, ("grid",))]
+    if any(r["phase"] == "more" for r in records):
+        groups += [("asked after these", LATER, PLANNED)]
     if any(r["phase"] == "follow-up" for r in records):
         groups += [("asked after these", AFTER, ALL),
                    ("the same, of the six seeds alone that ran after it was asked", SWEEP, ("follow-up",))]
@@ -221,31 +240,36 @@ def table(records, correction):
     lines += ["", "The grid: learning rate: accuracy after training, mean of n runs. (The paper's App. I: at",
               "a high rate bf16 LoRA fails and QeRL does not. Two seeds are no test of it.)", "",
               "| arm | low | middle | high |", "|---|---|---|---|",
-              *(grid_row(records, arm) for arm in ARMS if of(records, arm, ("grid",)))]
+              *(grid_row(records, arm, [arm]) for arm in ARMS if of(records, arm, ("grid",))),
+              grid_row(records, "all with LoRA", [arm for arm in ARMS if arm != "full"])]
     return "\n".join(lines)
 
 
-def grid_row(records, arm):
+def grid_row(records, name, arms):
     found = {}
     for r in records:
-        if r["phase"] == "grid" and r["arm"] == arm:
+        if r["phase"] == "grid" and r["arm"] in arms:
             found.setdefault(r["lr"], []).append(r["final"]["sampled"])
-    return f"| {arm} | " + " | ".join(f"{lr:g}: {np.mean(v):.3f} (n={len(v)})"
+    return f"| {name} | " + " | ".join(f"{lr:g}: {np.mean(v):.3f} (n={len(v)})"
                                        for lr, v in sorted(found.items())) + " |"
+
+
+def rates(runs):
+    """Their learning rates: one, unless a follow-up had another."""
+    return ", ".join(f"{v:g}" for v in sorted({r["lr"] for r in runs}))
 
 
 def arm_row(arm, found):
     runs = list(found.values())
     values = [[r["final"]["sampled"] for r in runs], [r["final"]["greedy"] for r in runs],
               *([MEASURES[m][1](r) for r in runs] for m in ("speed", "entropy"))]
-    rate = ", ".join(f"{v:g}" for v in sorted({r["lr"] for r in runs}))
-    return f"| {arm} | {rate} | {len(runs)} | " + " | ".join(text(spread(v)) for v in values) + " |"
+    return f"| {arm} | {rates(runs)} | {len(runs)} | " + " | ".join(text(spread(v)) for v in values) + " |"
 
 
 # --- figures
 PANELS = (("bf16", "bf16+aqn", "bf16+aqn+none"), ("rtn", "rtn+aqn", "rtn+aqn+none"),
           ("sweep", "sweep+aqn", "sweep+aqn+none"), ("nf4", "nf4+aqn"),
-          ("sweep+aqn", "sweep+aqn+tis", "sweep+aqn+none"), ("bf16", "full"))
+          ("sweep+aqn", "sweep+aqn+tis", "sweep+aqn+none", "sweep+aqn+bypass"), ("bf16", "full"))
 STYLES = (dict(color="0.45", linestyle="-", marker="o"), dict(color="black", linestyle="--", marker="s"),
           dict(color="0.2", linestyle=":", marker="^"))
 
@@ -264,22 +288,20 @@ def curves(records, key, label, scale, title, path):
         if reference and arms[0] != "bf16":
             axis.plot(np.mean([smooth(r[key]) for r in reference.values()], 0), color="0.7", linewidth=0.8,
                       label="bf16, no AQN")
-        for i, arm in enumerate(arms):
-            found = [smooth(r[key]) for r in of(records, arm).values()]
-            if not found:
-                continue
-            steps = range(len(found[0]))
+        for i, arm in enumerate(arm for arm in arms if of(records, arm)):
+            runs = of(records, arm).values()
+            found, steps = [smooth(r[key]) for r in runs], range(len(next(iter(runs))[key]))
             axis.fill_between(steps, np.min(found, 0), np.max(found, 0), color=STYLES[i]["color"], alpha=0.13,
                               linewidth=0)
             axis.plot(steps, np.mean(found, 0), **STYLES[i], markevery=(6 * i, 20), markersize=4,
-                      markerfacecolor="white", label=f"{arm} (n={len(found)})")
+                      markerfacecolor="white", label=f"{arm}, {rates(runs)} (n={len(runs)})")
         axis.set(yscale=scale)
         axis.legend(fontsize=7, loc="best")
         axis.grid(alpha=0.3)
     figure.supxlabel("optimizer step", fontsize=9)
     figure.supylabel(label, fontsize=9)
     figure.suptitle(f"{title}\n{BASE}. Lines: mean over seeds, bands: least to most, moving mean of 5 "
-                    f"steps.\n{names(path.parent.name)}", fontsize=9)
+                    f"steps.\nArm, learning rate (seeds). {names(path.parent.name)}", fontsize=9)
     save(figure, path)
 
 

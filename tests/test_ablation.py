@@ -288,6 +288,8 @@ def test_known_effects_get_the_right_verdicts_and_noise_cannot_tell(tmp_path):
     pairs = {row[0]: n for row, n, *_ in plot.claims(records, plot.AFTER, plot.ALL)}
     assert sorted(set(pairs.values())) == [5, 11] and all(pairs[row[0]] == 11 for row in plot.SWEEP)
     assert {n for _, n, *_ in plot.claims(records, plot.SWEEP, ("follow-up",))} == {6}
+    equal = {row[0]: (n, v) for row, n, *_, v in plot.claims(records, plot.EQUAL, ("grid",))}
+    assert equal["the sweep learns faster than rtn"] == (6, "does not")      # grid(): alike at equal rates
     few = [r for r in records if r["phase"] != "main" or r["seed"] < 4]
     assert {v for *_, v in plot.claims(few, plot.PAPER[4:])} == {"cannot tell"}        # 2 pairs
 
@@ -319,7 +321,9 @@ def test_figures_are_a_function_of_the_log_alone_with_units_and_the_base(tmp_pat
     for text, units in zip(seen, units_of, strict=False):
         assert units in text and ("optimizer step" in text or "256 problems" in text)
     assert all(name in seen[3] for name in (*aqn.SCHEDULES, "1e-2 to 5e-4", "5e-2 to 5e-4"))
-    assert all(f"{arm} (n={11 if arm in ('sweep', 'sweep+aqn+none') else 5})" in seen[0]
+    chosen = {"bf16": 2.5e-4, "bf16+aqn+none": 2.5e-4, "full": 1e-4}
+    assert all(f"{arm}, {chosen.get(arm, 1e-3):g} "
+               f"(n={11 if arm in ('sweep', 'sweep+aqn+none') else 5})" in seen[0]
                for arm in plot.ARMS if arm != "sweep+aqn+bypass")
     assert (folder / "table.md").read_text() == plot.table(records, "bypass") + "\n"
     assert "aqn: noise, ratio to the policy that sampled; none: ratio of 1" in seen[0]
@@ -334,13 +338,18 @@ def test_a_log_of_unlike_runs_or_none_is_refused(tmp_path):
         plot.read(tmp_path)
 
 
+@pytest.mark.parametrize("correction, left", [("none", {"more": 14}), ("bypass", {})])
+def test_the_logs_hold_what_was_planned_and_their_tables(correction, left):
+    records = plot.read(plot.LOGS / correction)
+    planned, made = {*ablation.plan(records, (), correction)}, {ablation.key(r) for r in records}
+    assert Counter(job[0] for job in planned - made if job[0] != "smoke") == left
+    assert made < planned and len(made) == len(records) == 167
+    assert (plot.LOGS / correction / "table.md").read_text() == plot.table(records, correction) + "\n"
+
+
 def test_the_evidence_in_readme_is_what_plot_makes_of_the_log():
-    """Every row of a table under "What we found" stands in table.md, and that is the log's."""
-    records = plot.read(plot.LOGS / "bypass")
-    table = (plot.LOGS / "bypass" / "table.md").read_text()
-    assert len(records) == 167 and table == plot.table(records, "bypass") + "\n"
+    """Every row of a table under "What we found" stands in table.md."""
+    table = (plot.LOGS / "none" / "table.md").read_text()
     section = (plot.LOGS.parents[1] / "README.md").read_text().split("## What we found")[1].split("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("|")]
     assert len(rows) > 45 and set(rows) <= set(table.splitlines())
-    planned = {job for job in ablation.plan(records, (), "bypass") if job[0] != "smoke"}
-    assert {ablation.key(r) for r in records} == planned                 # nothing is missing
