@@ -272,7 +272,8 @@ def rollout_bound(c, quant, batch, context):
 
 
 def rollout(args):
-    print(f"{'model':>6} {'weights':>8} {'B':>4} {'tok/s':>8} {'ms/step':>8} {'of bound':>8} {'peak GB':>8}")
+    print(f"{'model':>6} {'weights':>8} {'B':>4} {'tok/s':>8} {'ms/step':>8} {'of bound':>8} {'peak GB':>8} "
+          f"{'slots':>5}")
     shape, c, records = args.model_shape, memory.config(args.model_shape), []
     prompt = torch.randint(c.vocab_size, (args.context - args.new // 2,)).tolist()
     for quant in args.quant.split(","):
@@ -283,23 +284,25 @@ def rollout(args):
             if args.whole:
                 tokens, seconds, steps, more = whole_rollout(model, batch)
             else:
-                seconds, steps = (hf_decode if quant == "hf" else our_decode)(model, prompt, batch, args.new)
-                tokens, more = batch * steps, {"context": args.context}
-            rate, bound = tokens / seconds, rollout_bound(c, quant, batch, args.context)
-            records.append({"shape": shape, "weights": quant, "batch": batch, "tok_s": rate,
-                            "ms_step": 1e3 * seconds / steps, "of_bound": rate / bound,
-                            "peak_gb": runs.peak_memory_gb(), **more})
-            print(f"{shape:>6} {quant:>8} {batch:4} {rate:8.0f} {1e3 * seconds / steps:8.2f} "
-                  f"{rate / bound:8.2f} {records[-1]['peak_gb']:8.1f}", flush=True)
+                decode = hf_decode if quant == "hf" else our_decode
+                tokens, seconds, steps, slots = decode(model, prompt, batch, args.new)
+                bound = rollout_bound(c, quant, batch, args.context)
+                more = {"context": args.context, "slots": slots, "of_bound": tokens / seconds / bound}
+            records.append({"shape": shape, "weights": quant, "batch": batch, "tok_s": tokens / seconds,
+                            "ms_step": 1e3 * seconds / steps, "peak_gb": runs.peak_memory_gb(), **more})
+            print(f"{shape:>6} {quant:>8} {batch:4} {tokens / seconds:8.0f} {1e3 * seconds / steps:8.2f} "
+                  f"{more.get('of_bound', math.nan):8.2f} {records[-1]['peak_gb']:8.1f} {more['slots']:5}",
+                  flush=True)
     return records, {"tok_s": {f"{shape} {r['weights']} B={r['batch']}": round(r["tok_s"]) for r in records}}
 
 
 def our_decode(model, prompt, batch, new):
-    """Seconds and steps of decoding, without prefill, capture and compilation."""
+    """Tokens, seconds and steps of decoding, without prefill, capture and compilation, and the slots that
+    memory gave: with fewer than the batch it goes in waves."""
     sampler = Sampler(model, slots=batch)
     for _ in range(2):                                     # the first time the kernels are compiled
-        sampler.generate([prompt], batch, new, 1.0, [], 0, 0)
-    return sampler.stats["decode_s"], sampler.stats["steps"]
+        tokens = sampler.generate([prompt], batch, new, 1.0, [], 0, 0).lengths.sum().item()
+    return tokens, *(sampler.stats[name] for name in ("decode_s", "steps", "slots"))
 
 
 def whole_rollout(model, slots, prompts=32, samples=16, mean=600, limit=2048):
@@ -334,7 +337,7 @@ def hf_decode(model, prompt, batch, new):
         began = clock()
         model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=True, pad_token_id=0)
         seconds.append(clock() - began)
-    return seconds[2] - seconds[1], tokens
+    return batch * tokens, seconds[2] - seconds[1], tokens, batch
 
 
 # --- step
