@@ -86,7 +86,7 @@ def _tile_kernel(logits, temperature, seed, step, sequence, position, found, win
         bits = bits.to(tl.uint32, bitcast=True) >> 9
         uniform = (bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07                # 2^-23: see noise
         noisy = z - tl.log(-tl.log(uniform))
-    best = tl.argmax(noisy, 0)
+    best = tl.minimum(tl.argmax(noisy, 0), V - 1 - tile * TILE)        # NaN, of a dead row, is no maximum
     top = tl.max(z, 0)
     found += b * 4 * tl.num_programs(0) + tile
     tl.store(found, top)
@@ -104,7 +104,7 @@ def _merge_kernel(found, winner, token, logprob, tiles, TILES: constexpr, PDL: c
     top = tl.load(found, mask=i < tiles, other=float("-inf"))
     total = tl.load(found + tiles, mask=i < tiles, other=0.)
     noisy = tl.load(found + 2 * tiles, mask=i < tiles, other=float("-inf"))
-    best = tl.argmax(noisy, 0)
+    best = tl.minimum(tl.argmax(noisy, 0), tiles - 1)
     largest = tl.max(top, 0)
     lse = largest + tl.log(tl.sum(total * tl.exp(top - largest), 0))
     z = tl.load(found + 3 * tiles, mask=i < tiles, other=0.)
