@@ -102,7 +102,7 @@ class Sampler:
         stop_ids: tokens that end an answer. temperature 0 is greedy. first: the global number of the first
         sequence: ranks that share a step draw different bits. progress: a progress bar's label, "" for none.
         ValueError: an empty prompt, a prompt that leaves no room in the model's context.
-        torch.OutOfMemoryError: not even one sequence fits.
+        torch.OutOfMemoryError: not even one sequence fits; deterministic: the slots do not.
         """
         context = self.model.config.max_position_embeddings
         for i, prompt in enumerate(prompts):
@@ -123,7 +123,7 @@ class Sampler:
         stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
         waiting = deque((row, prompts[row // group_size]) for row in range(B))
         at_once = max(longest, min(PREFILL_TOKENS, len(prompts) * longest))
-        slots = min(self.slots, self._room(length, at_once), self.slots if self.deterministic else B)
+        slots = self.slots if self.deterministic else min(self.slots, self._room(length, at_once), B)
         self.stats = dict(prefill_s=0.0, capture_s=0.0, decode_s=0.0, steps=0, slots=slots, at_once=at_once)
         with tqdm(total=B, desc=progress, unit="seq", leave=False, disable=None if progress else True) as bar:
             while waiting:
@@ -133,7 +133,7 @@ class Sampler:
                     batch = _Batch(self, slots, rollout, stops, max_new_tokens, draw)
                     batch.run(waiting, running, min(group_size, -(-slots // 4)), bar)
                 except torch.OutOfMemoryError:
-                    if slots == 1:
+                    if slots == 1 or self.deterministic:
                         raise
                     slots = self.stats["slots"] = -(-slots // 2)
                     tqdm.write(f"out of memory while sampling: going on with {slots} sequences at a time")
@@ -153,15 +153,14 @@ class Sampler:
         model, c = self.model, self.model.config
         if model.device.type == "cpu":
             return self.slots
-        # beside the slots: logits twice, a layer's largest weight in bf16, the activations of a prefill, and
-        # half a GB in which the allocator may leave gaps
-        beside = (8 * self.slots * c.vocab_size + 4 * c.hidden_size * c.intermediate_size
-                  + prefill_bytes(c, prefill) + 5e8)
+        # beside the slots: a layer's largest weight in bf16, the activations of a prefill, and half a GB in
+        # which the allocator may leave gaps. A slot has its keys and values, and its logits twice
+        beside = 4 * c.hidden_size * c.intermediate_size + prefill_bytes(c, prefill) + 5e8
         torch.cuda.empty_cache()             # what it still keeps after this is in pieces that hold no slots
         free, total = torch.cuda.mem_get_info()
         allowed = total * torch.cuda.get_per_process_memory_fraction()
         free = min(free, allowed - torch.cuda.memory_reserved())
-        return max(1, int((free - beside) // (length * cached_bytes(c, model.head_dim))))
+        return max(1, int((free - beside) // (length * cached_bytes(c, model.head_dim) + 8 * c.vocab_size)))
 
 
 def cached_bytes(config, head_dim):

@@ -161,7 +161,10 @@ def test_out_of_memory_halves_the_slots_and_loses_nothing(m, monkeypatch, capsys
 
     def short(batch, size, pieces):
         calls.append(size)
-        if len(calls) in (6, 11):
+        if len(calls) in (6, 11):       # on a GPU an answer drawn again may end sooner, so nothing may stay
+            rows = batch.state[0, :size][batch.state[3, :size] >= 0]
+            batch.rollout.tokens[rows, 17:] = 99
+            batch.rollout.logprobs[rows] = 99.
             raise torch.OutOfMemoryError("CUDA out of memory")
         step(batch, size, pieces)
 
@@ -173,9 +176,10 @@ def test_out_of_memory_halves_the_slots_and_loses_nothing(m, monkeypatch, capsys
     assert sampler.stats["slots"] == 10 and max(calls) == 40 and max(calls[11:]) == 10
     said = capsys.readouterr()
     assert "going on with 20 sequences" in said.out + said.err and "with 10 sequences" in said.out + said.err
-    calls.clear()
-    with pytest.raises(torch.OutOfMemoryError):
-        Sampler(m, slots=1).generate(PROMPTS, 8, 20, 1.0, STOPS, 5, 2)
+    for sampler in (Sampler(m, slots=1), Sampler(m, slots=40, deterministic=True)):
+        calls.clear()
+        with pytest.raises(torch.OutOfMemoryError):
+            sampler.generate(PROMPTS, 8, 20, 1.0, STOPS, 5, 2)
 
 
 def test_rows_are_prompt_major_and_hold_the_sampled_ids(m, monkeypatch):
