@@ -76,10 +76,20 @@ def pack(*qs):
         if found != (torch.uint8, torch.float8_e4m3fn, {device}, (len(c), K // 2, len(c), K // BLOCK)):
             raise ValueError(f"codes and scales {found} do not make (N, {K}) on {device}")
     pad_k, pad_n = -K % COLS, -sum(sizes) % ROWS
-    byte = F.pad(torch.cat(codes), (0, pad_k // 2, 0, pad_n)).int()                           # (N, K/2)
+    byte = F.pad(torch.cat(codes), (0, pad_k // 2, 0, pad_n))                                 # (N, K/2)
     scale = torch.cat([s.view(torch.uint8) for s in block_scales])                            # (N, K/16)
-    scale = F.pad(scale, (0, pad_k // BLOCK, 0, pad_n)).int()
+    scale = F.pad(scale, (0, pad_k // BLOCK, 0, pad_n))
     assert not (scale > 0x7E).any(), "a block scale is negative or NaN"
+    # some rows at a time: on the way a code takes 20 bytes, for a layer of a 72B 10 GB
+    parts = zip(byte.split(64 * ROWS), scale.split(64 * ROWS), strict=True)
+    words, scales = map(torch.cat, zip(*(_words(b.int(), s.int()) for b, s in parts), strict=True))
+    rows = torch.cat([g.reshape(1).float().expand(n_i) for g, n_i in zip(global_scales, sizes, strict=True)])
+    counters = torch.zeros(2048 + 64 * len(words), dtype=torch.int32, device=device)
+    return PackedNVFP4(words, scales, rows, sizes, (sum(sizes), K), counters)
+
+
+def _words(byte, scale):
+    """Whole tiles, as (64 n, K/2) two codes a byte and (64 n, K/16) e4m3 bytes, int32 → words, scales."""
     n, k = byte.shape[0] // ROWS, scale.shape[1] * BLOCK // COLS
     code = torch.stack((byte & 15, byte >> 4), -1).view(*scale.shape, BLOCK)
     code = code * (scale > 0)[..., None]             # no stored scale means 0: a zero block has zero codes
@@ -87,13 +97,10 @@ def pack(*qs):
     a, b, c = ((f & 8) << 12 | (f & 7) << 6 for f in (a, b, c))
     d = d.flip(-1)                                   # the halves of sub-tile 3 are swapped
     half = a | b >> 3 | c >> 6 | (d & 8) << 10 | (d & 6) << 9 | (d & 1) << 14
-    words = (half[..., 0] | half[..., 1] << 16).contiguous()
+    words = half[..., 0] | half[..., 1] << 16
     s = _to_ue5m3(scale).view(n, ROWS, k, 4, 2).transpose(1, 2)                             # (n, k, 64, 4, 2)
     # sub-tiles in the order 0 2 1 3: one shift places two scales in the two half words
-    scales = (s[..., 0, :] | s[..., 2, :] << 8 | s[..., 1, :] << 16 | s[..., 3, :] << 24).contiguous()
-    rows = torch.cat([g.reshape(1).float().expand(n_i) for g, n_i in zip(global_scales, sizes, strict=True)])
-    counters = torch.zeros(2048 + 64 * n, dtype=torch.int32, device=device)
-    return PackedNVFP4(words, scales, rows, sizes, (sum(sizes), K), counters)
+    return words, s[..., 0, :] | s[..., 2, :] << 8 | s[..., 1, :] << 16 | s[..., 3, :] << 24
 
 
 def _to_ue5m3(byte):
@@ -152,7 +159,7 @@ def linear(x, packed, bias=None, lora=None, learn=(None, None), needed=True, det
 
 def dequantize(packed, dtype=torch.bfloat16, out=None):
     """(N, K) weights; exact in bf16 if global_scale is a power of two, else rounded once. They are written
-    into out where given: the columns of a wider matrix, for one."""
+    into out where given, in its dtype: the columns of a wider matrix, for one."""
     (N, K), (n, k) = packed.shape, packed.words.shape[:2]
     if packed.words.is_cuda:
         out = torch.empty(N, K, dtype=dtype, device=packed.words.device) if out is None else out
