@@ -80,7 +80,7 @@ def plan(c, quant="nvfp4", rank=32, slots=64, length=1152, micro_tokens=4096, ch
     """→ Plan. c: a transformers config; slots: answers sampled at once; length: of prompt and answer;
     prefill: prompt tokens that go through the model at a time."""
     D, F, V, L = c.hidden_size, c.intermediate_size, c.vocab_size, c.num_hidden_layers
-    qkv = linears(c)[0][1]
+    qkv, q = linears(c)[0][1], linears(c)[1][2]
     padded = sum(-(-N // ROWS) * ROWS * (-(-K // COLS) * COLS) for _, N, K in linears(c))
     layer = 2 * sum(N * K for _, N, K in linears(c)) if quant == "bf16" else 0.5625 * padded
     weights = L * layer + 2 * V * D * (1 if c.tie_word_embeddings else 2)
@@ -88,8 +88,8 @@ def plan(c, quant="nvfp4", rank=32, slots=64, length=1152, micro_tokens=4096, ch
     adapter = 12 * learned + 2 * L * rank * sum(S * (K + N) for S, N, K in linears(c))
     scratch = 0 if quant == "bf16" else 2 * max(N * K for _, N, K in linears(c))
     # bytes a token that autograd keeps of a layer: two sums (fp32) and their norms, q, k and v, the rotated,
-    # what attention makes of them, gate and up, their product, x @ A.T
-    kept = 14 * D + 4 * qkv + 6 * F + 14 * rank
+    # what attention makes of them, gate and up, their product, x @ A.T; Qwen3's norms of q and k keep fp32
+    kept = 14 * D + 4 * qkv + 6 * F + 14 * rank + 2 * (q + qkv) * ("Qwen3" in c.architectures[0])
     # what backward adds where it needs most: gradients of gate and up beside themselves, or in their place
     # beside the decoded weight
     widest = max(micro_tokens * (8 * D + 4 * F), micro_tokens * (8 * D - 2 * F) + scratch)
@@ -118,10 +118,14 @@ def main(arguments):
     args = parser.parse_args(arguments)
     c = config(args.model) if args.model in MODELS else checkpoint.open(args.model).config
     length = args.prompt_length + args.max_new_tokens
+    if length > c.max_position_embeddings:
+        raise ValueError(f"--prompt-length and --max-new-tokens make {length} tokens, the model's context "
+                         f"is {c.max_position_embeddings}: lower one of them")
     room = args.memory_gb * 1e9 - 1e9                        # the context, and the allocator's gaps
 
-    def bytes_of(slots, micro_tokens):
-        return plan(c, args.quant, args.rank, slots, length, micro_tokens)
+    def bytes_of(slots, micro_tokens, length=length):
+        return plan(c, args.quant, args.rank, slots, length, micro_tokens,
+                    prefill=max(PREFILL_TOKENS, args.prompt_length))
 
     least = bytes_of(1, length)
     for name, value in (("weights", least.weights), ("adapter and AdamW", least.adapter),
@@ -137,7 +141,7 @@ def main(arguments):
     print(f"in {args.memory_gb:g} GB: {slots} answers of {length} tokens are sampled at a time (more go in "
           f"waves), and --micro-tokens {micro} with --gradient-checkpointing")
     longest = max((n for n in range(256, c.max_position_embeddings + 1, 256)
-                   if plan(c, args.quant, args.rank, 8, n, n).peak <= room), default=0)
+                   if bytes_of(8, n, n).peak <= room), default=length)
     print(f"longest prompt and answer of 8 at a time: {longest} tokens")
 
 
