@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -143,19 +144,25 @@ def save_adapter(model, folder, base_name=""):
     save_file(tensors, folder / "adapter_model.safetensors.tmp", metadata={"format": "pt"})
     (folder / "adapter_config.json.tmp").write_text(json.dumps(config, indent=2) + "\n")
     for file in ("adapter_model.safetensors", "adapter_config.json"):
+        with open(folder / f"{file}.tmp", "rb") as written:
+            os.fsync(written.fileno())
         os.replace(folder / f"{file}.tmp", folder / file)
 
 
 def load_adapter(model, folder):
     """Read an adapter that save_adapter or PEFT wrote into the parameters and their copies.
 
-    ValueError: the folder holds no adapter, another kind of adapter, another rank or alpha, or other tensors.
+    ValueError: the folder holds no adapter, a damaged one, another kind, rank or alpha, or other tensors.
     """
     folder = Path(folder)
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         if not (folder / file).is_file():
             raise ValueError(f"{folder} holds no {file}: name the folder of a PEFT LoRA adapter")
-    config = json.loads((folder / "adapter_config.json").read_text())
+    try:
+        config = json.loads((folder / "adapter_config.json").read_text())
+        stored = load_file(folder / "adapter_model.safetensors")
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"{folder} holds a damaged adapter: {error}") from error
     layer = next(iter(lora_layers(model).values()))
     wanted = {"peft_type": "LORA", "r": layer.rank, "lora_alpha": layer.alpha}
     refused = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
@@ -163,7 +170,7 @@ def load_adapter(model, folder):
         if config.get(key) != value and (value is not None or config.get(key)):
             raise ValueError(f"{folder / 'adapter_config.json'} has {key}={config.get(key)!r}; "
                              f"this model takes {value or 'none'}")
-    stored, own = load_file(folder / "adapter_model.safetensors"), adapter_tensors(model)
+    own = adapter_tensors(model)
     if stored.keys() != own.keys():
         odd = sorted(stored.keys() ^ own.keys())
         raise ValueError(f"{folder}: {len(odd)} tensors do not match the model's layers, "

@@ -128,8 +128,8 @@ class Run:
     def load(self, model, optimizer):
         """→ the step to go on with, 0 if nothing was saved. A damaged checkpoint is passed over, aloud.
 
-        ValueError: a checkpoint of another model; all are damaged. Only then config.json is written: flags
-        that were refused do not stay behind.
+        ValueError: a checkpoint of another model; all are damaged; --steps it cannot end at. Only then
+        config.json is written: flags that were refused do not stay behind.
         """
         for path in self.saved():
             try:
@@ -152,6 +152,10 @@ class Run:
             if self.damaged:
                 raise ValueError(f"every checkpoint in {self.folder} is damaged: begin another run with "
                                  f"--adapter {self.folder}/adapter, or delete them to begin this one again")
+        more, each = self.config.steps - self.done, self.config.updates_per_rollout
+        if more < 0 or more % each:
+            raise ValueError(f"--steps {self.config.steps}: {self.folder} has made {self.done}, and the rest "
+                             f"must be a multiple of --updates-per-rollout {each}")
         if not self.quiet:
             flags = vars(self.config) | {"resume": "", "name": self.folder.name}
             text = json.dumps(flags, indent=2) + "\n"
@@ -278,7 +282,15 @@ def parse_cli(cls, arguments):
         path = Path(folder) / "config.json"
         if not path.is_file():
             raise ValueError(f"--resume {folder}: there is no {path}; name the folder of a run")
-        parser.set_defaults(**json.loads(path.read_text()))
+        try:
+            stored = json.loads(path.read_text())
+            unknown = stored.keys() - {f.name for f in dataclasses.fields(cls)}
+        except (AttributeError, ValueError) as error:
+            raise ValueError(f"{path} is damaged ({_reason(error)}): mend it, or begin another run with "
+                             f"--adapter {folder}/adapter") from error
+        if unknown:
+            raise ValueError(f"{path} has {', '.join(sorted(unknown))}, which is no flag of this version")
+        parser.set_defaults(**stored)
     return cls(**vars(parser.parse_args(arguments)))
 
 

@@ -214,6 +214,9 @@ def math(data=None, operands=None, held_out=256):
     """Problems with an answer in LaTeX, judged by math-verify where it is installed."""
     problems = read(data, _latex_problem)
     equal = MathVerify() if importlib.util.find_spec("math_verify") else None
+    if equal and not equal("1", "1"):
+        raise ValueError("math-verify is installed but does not work: `python -c 'import math_verify'` says "
+                         "why; without it answers are compared as text and as numbers")
     if not equal:
         print("note: math-verify is not installed: answers are compared as text and as numbers")
     return _split(problems, held_out, data, operands, lambda *answer: math_reward(*answer, equal),

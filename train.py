@@ -18,6 +18,7 @@ Needs: all files of this project but bench.py.
 """
 
 import dataclasses
+import functools
 import math
 import os
 import random
@@ -99,7 +100,7 @@ class Config:
                                  f"{', '.join(allowed)}")
         least = dict(steps=0, warmup=0, resample=0, overlong_cache=0, sigma_stages=3) | dict.fromkeys(
             ("prompts", "group_size", "max_new_tokens", "updates_per_rollout", "eval_every", "eval_samples",
-             "save_every", "samples_every", "mismatch_every", "micro_tokens", "rank"), 1)
+             "save_every", "samples_every", "mismatch_every", "micro_tokens", "rank", "alpha"), 1)
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least {bound}")
@@ -111,6 +112,9 @@ class Config:
             raise ValueError(f"--preflight takes no --resume, but --adapter {self.resume}/adapter")
         if not self.temperature > 0:
             raise ValueError(f"--temperature {self.temperature} must be positive, or a group is one answer")
+        if not self.max_grad_norm > 0:
+            raise ValueError(f"--max-grad-norm {self.max_grad_norm} would end every gradient at 0: "
+                             "for no limit say inf")
         if self.steps % self.updates_per_rollout:
             raise ValueError(f"--steps {self.steps} must be a multiple of "
                              f"--updates-per-rollout {self.updates_per_rollout}")
@@ -334,11 +338,9 @@ def preflight(config, model, task, tokenizer, stop_ids, run):
 def batch(problems, config, step, attempt=0):
     """The P problems of a step: one shuffle after another, a function of (seed, step, attempt) alone."""
     start = (step // config.updates_per_rollout * (1 + config.resample) + attempt) * config.prompts
-    chosen = []
-    for i in range(start, start + config.prompts):
-        epoch, at = divmod(i, len(problems))
-        chosen.append(random.Random(f"{config.seed} {epoch}").sample(problems, len(problems))[at])
-    return chosen
+    n, shuffled = len(problems), functools.cache(
+        lambda epoch: random.Random(f"{config.seed} {epoch}").sample(problems, len(problems)))
+    return [shuffled(i // n)[i % n] for i in range(start, start + config.prompts)]
 
 
 def learning_rate(config, step):

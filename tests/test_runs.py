@@ -172,7 +172,7 @@ def test_a_write_that_fails_midway_leaves_the_old_file(tiny_chat, tmp_path, monk
             patch.setattr(module, "save_file", full)
             run.save(model, optimizer, "tiny")
         assert (run.folder / f"{name}.tmp").read_bytes() == b"half a file"
-        assert module is lora or (run.folder / name).read_bytes() == before
+        assert (run.folder / name).read_bytes() == before
         assert all(load_file(p) for p in run.folder.rglob("*.safetensors"))
     assert run.load(model, optimizer) == 0 and model.layers[0].mlp.down_proj.lora_B.abs().max() == 0
 
@@ -546,6 +546,8 @@ def test_a_folder_holds_one_run_and_one_writer(whole, start, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("flags, words", [(("--rank", "8"), "of shape .*was it another --model or --rank"),
+                                          (("--steps", "0"), "--steps 0: .* has made 6, and the rest"),
+                                          (("--steps", "12", "--updates-per-rollout", "4"), "of --upd.* 4"),
                                           (("--model", "/nonexistent"), "/nonexistent is neither a folder")])
 def test_a_resume_that_is_refused_spoils_nothing(whole, start, tmp_path, flags, words):
     """With another rank or model: one sentence; without the flag the run goes on."""
@@ -614,15 +616,24 @@ def test_a_resume_takes_the_runs_own_flags_and_those_given_beside_it_win(whole):
     assert runs.parse_cli(train.Config, ["--lr", "1", "--resume", str(whole)]) == config
 
 
+@pytest.mark.parametrize("text, words", [("{", "config.json is damaged .*Expecting"), ("[1]", "is damaged"),
+                                         ('{"warp": 9}', "config.json has warp, which is no flag")])
+def test_a_config_that_cannot_be_read_is_named(copy, text, words):
+    (copy / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=words):
+        runs.parse_cli(train.Config, ["--resume", str(copy)])
+
+
 @pytest.mark.parametrize("name, value, words", [
     *((name, "nonsense", "nonsense must be one of") for name in (
         "quant", "task", "loss", "correction", "scale", "overlong", "schedule", "sigma_schedule")),
     *((name, 0, "0 must be at least 1") for name in (
         "prompts", "group_size", "max_new_tokens", "updates_per_rollout", "eval_every", "eval_samples",
-        "save_every", "samples_every", "mismatch_every", "micro_tokens", "rank")),
+        "save_every", "samples_every", "mismatch_every", "micro_tokens", "rank", "alpha")),
     *((name, -1, "-1 must be at least 0") for name in ("steps", "warmup", "resample", "overlong_cache")),
     ("group_size", 1, "group of 1"), ("sigma_stages", 2, "2 must be at least 3"),
     ("temperature", float("nan"), "nan must be positive"),
+    ("max_grad_norm", 0.0, "0.0 would end every gradient at 0"),
     ("temperature", 0.0, "0.0 must be positive"), ("temperature", -1.0, "-1.0 must be positive"),
     ("updates_per_rollout", 3, "--steps 16 must be a multiple of --updates-per-rollout 3"),
     ("loss", "gspo", "needs --correction none or tis")])

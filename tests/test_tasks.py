@@ -287,14 +287,16 @@ def test_math_verify_is_asked_last_and_what_hangs_or_dies_is_not_equal(tmp_path,
     (tmp_path / "math_verify.py").write_text(
         "import os\ndef parse(text, parsing_timeout):\n    assert parsing_timeout is None\n    return text\n"
         "def verify(gold, answer, timeout_seconds):\n    assert timeout_seconds is None\n"
-        "    return 9**9**9 if 'hang' in answer else os._exit(1) if 'die' in answer else 'same' in answer\n")
+        "    same = 'same' in answer or gold == answer\n"
+        "    return 9**9**9 if 'hang' in answer else os._exit(1) if 'die' in answer else same\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
     records = [{"problem": str(i), "answer": f"x + {i}"} for i in range(4)]
     task = tasks.TASKS["math"](jsonl(tmp_path / "some.jsonl", records))
     equal = task.reward.__closure__[0].cell_contents
     judge = lambda answer: task.reward({"answer": "x + 1"}, f"\\boxed{{{answer}}}", True)     # noqa: E731
-    assert judge("x+1") == 1 and equal.worker is None, "equal texts need no library"
+    equal.worker.communicate()
+    assert judge("x+1") == 1 and equal.worker.poll() is not None, "equal texts need no library"
     assert judge("same é \ud800 {}") == 1 and judge("other") == 0
     first, began = equal.worker, time.monotonic()
     assert judge("hang") == 0 and 1.5 < time.monotonic() - began < 8 and first.poll() is not None
@@ -303,6 +305,9 @@ def test_math_verify_is_asked_last_and_what_hangs_or_dies_is_not_equal(tmp_path,
     equal.worker.wait()
     assert judge("same") == 1
     equal.worker.communicate()                                        # its input ends, and so does it
+    (tmp_path / "math_verify.py").write_text("import nothing_of_this_name\n")
+    with pytest.raises(ValueError, match="math-verify is installed but does not work"):
+        tasks.TASKS["math"](tmp_path / "some.jsonl")
 
 
 HARD = st.sampled_from([

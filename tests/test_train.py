@@ -196,13 +196,18 @@ def test_the_first_step_reads_a_loss_of_zero_and_moves_every_lora_b(tiny_chat, m
 def test_the_ratio_carries_the_noise_with_bypass_and_nothing_without(tiny_chat):
     """Clean sampler: kl_noise is 0 but for rounding, k3(1e-5) = 5e-11; noisy: it is not, and the clip works.
 
-    With another temperature in the trainer than in the sampler the first would fail.
+    With another temperature in the trainer than in the sampler the first would fail. By hand it is the mean
+    of r − 1 − ln r, r = trainer / sampler, over the tokens of rows with an advantage.
     """
     model = actor(tiny_chat)
     for sigma, correction in itertools.product((0, .3), ("bypass", "none")):
         sampled = rollout(model, sigma)
         stats = gradient(model, config(correction=correction), sampled, ADVANTAGES, sampled.logprobs)[1]
         assert stats["kl_noise"] > 1e-2 if sigma else 0 <= stats["kl_noise"] < 1e-9
+        where = sampled.tokens, sampled.prompt_lengths, sampled.lengths
+        mask = decoder.answer_mask(*where) & (ADVANTAGES != 0)[:, None]
+        log_r = (model.logprobs(*where, .7)[0] - sampled.logprobs)[mask].detach()
+        assert stats["kl_noise"] == pytest.approx((log_r.expm1() - log_r).mean().item(), rel=1e-3, abs=1e-9)
         assert (stats["clip_fraction"] > 0) == (sigma > 0 and correction == "bypass")
 
 
@@ -235,15 +240,20 @@ def test_what_old_is_over_four_updates(tiny_chat, monkeypatch, correction):
 
 
 def test_kl_to_the_base_is_zero_before_the_first_step_and_its_reference_never_moves(tiny_chat):
-    """The reference is the model without adapter: with lora_B = 0 the policy itself, later the same bits."""
+    """The reference is the model without adapter: with lora_B = 0 the policy itself, later the same bits. The
+    KL by hand: the mean of ln(policy / reference) over the policy's own tokens."""
     model = decoder.load(str(tiny_chat), "bf16", rank=4, alpha=8)
     sampled, flags = rollout(model, 0), config(beta=.1)
     where, bases = (sampled.tokens, sampled.prompt_lengths, sampled.lengths, .7), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=.02)
+    mask = decoder.answer_mask(*where[:3])
     for _ in range(2):
+        with torch.no_grad():
+            now = model.logprobs(*where)[0]
         stats = train.update(flags, model, optimizer, sampled, ADVANTAGES)
         with lora.disabled(model), torch.no_grad():
             bases.append((stats["kl_reference"], model.logprobs(*where)[0]))
+        assert stats["kl_reference"] == pytest.approx((now - bases[-1][1])[mask].mean().item(), rel=1e-3)
     assert bases[0][0] == 0 != bases[1][0] and torch.equal(bases[0][1], bases[1][1])
 
 
@@ -342,8 +352,16 @@ def test_a_reward_belongs_to_the_prompt_and_the_sample_that_earned_it(tiny_chat)
 
 
 @pytest.mark.parametrize("resample", [0, 1, 9])
-def test_resampling_replaces_groups_without_signal_and_counts_them(tiny_chat, resample):
-    """One problem in three tells its answers apart: others are drawn until 4 do, or no draw is left."""
+def test_resampling_replaces_groups_without_signal_and_counts_them(tiny_chat, monkeypatch, resample):
+    """One problem in three tells its answers apart: others are drawn until 4 do, or no draw is left, with
+    other random bits."""
+    generate, numbers = Sampler.generate, []
+
+    def spy(self, prompts, *rest, **more):
+        numbers.extend(range(rest[-1], rest[-1] + len(prompts) * G))
+        return generate(self, prompts, *rest, **more)
+
+    monkeypatch.setattr(Sampler, "generate", spy)
     reward = lambda i, g: float(i % 3 == 0 and g == 1)                # noqa: E731
     asked, rewards, stats, task = collected(tiny_chat, reward, resample=resample)
     flags, live, used = config(resample=resample), [], 0
@@ -356,6 +374,7 @@ def test_resampling_replaces_groups_without_signal_and_counts_them(tiny_chat, re
     assert asked[::G][:len(live)] == live and all(i % 3 for i in asked[::G][len(live):])
     assert rewards == [float(i % 3 == 0 and b % G == 1) for b, i in enumerate(asked)]
     assert stats["signal"] == len(live) / 4 and stats["resampled"] == 4 * used
+    assert numbers == [*range(4 * G * (used + 1))]
     assert {0: len(live) < 4, 9: len(live) == 4 and used > 1}.get(resample, True)
 
 
