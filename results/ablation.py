@@ -14,7 +14,7 @@ All of it for one --correction, what the ratio is taken to: "none", the trainer'
 or "bypass", the policy that sampled; an arm named after another one has that.
 
 An arm is a base {bf16, rtn, sweep, nf4, full} and flags of train.py. rtn and sweep are NVFP4; nf4 and mxfp4
-are rounded and multiplied out when the checkpoint is read, as QLoRA computes; full trains every block weight,
+are rounded and multiplied out when the checkpoint is read, as QLoRA computes; full trains all projections,
 without LoRA, on rates ten times lower, LoRA's being that much higher by the usual rule. At one seed all arms
 see the same prompts in the same order, random bits and noise, and all LoRA arms of a rank start alike.
 

@@ -2,9 +2,9 @@
 
     python results/plot.py      reward.png, entropy.png, final.png, sigma.png and table.md beside each log
 
-Test: at one seed two arms share prompts, their order, random bits and the start of the adapter, so they are
+Tests: at one seed two arms share prompts, their order, random bits and the start of the adapter, so they are
 compared seed by seed: a paired t test on the differences (Welch's would take for independent what is not).
-p values are Holm-adjusted within each group of claims. From the 95 % interval of the mean
+p values are Holm-adjusted within each group of claims, intervals are not. From the 95 % interval of the mean
 difference A − B and MARGIN, .02 (two points of accuracy, .02 nats), the verdict on "A is above B" is
 
     holds         p < .05 and A above B
@@ -73,7 +73,7 @@ OWN = (
     ("a ratio of 1 ends above bypass", "not tried", "final", "sweep+aqn", "sweep+aqn+bypass", "above"),
     ("the ratio is not below tis", "not tried", "final", "sweep+aqn", "sweep+aqn+tis", "not below"))
 # those have the rate that suited each arm on two seeds; where two arms' rates differ, so do they from the
-# first step on. The grid has every arm at the same rates: here one thing alone differs
+# first step on. The grid has every arm at the same rates, where one thing alone differs, but of two seeds
 EQUAL = (
     ("AQN lifts NVFP4 LoRA", "83.7 / 83.3", "final", "rtn+aqn", "rtn", "above"),
     ("AQN lifts NVFP4 (sweep) LoRA", "not tried", "final", "sweep+aqn", "sweep", "above"),
@@ -81,6 +81,7 @@ EQUAL = (
     ("AQN lifts bf16 LoRA", "not tried", "final", "bf16+aqn", "bf16", "above"),
     ("AQN speeds NVFP4 LoRA up", "Fig. 8", "speed", "rtn+aqn", "rtn", "above"),
     ("AQN speeds NVFP4 (sweep) up", "not tried", "speed", "sweep+aqn", "sweep", "above"),
+    ("NVFP4 LoRA samples with more entropy", "Fig. 5", "entropy", "rtn", "bf16", "above"),
     ("the sweep learns faster than rtn", "not tried", "speed", "sweep", "rtn", "above"),
     ("bf16 learns faster than the sweep", "slower", "speed", "bf16", "sweep", "above"))
 # asked of none when those were known
@@ -120,9 +121,9 @@ def read(folder):
 
 
 def of(records, arm, phases=ALL):
-    """seed → record of an arm; (seed, learning rate) → record of a run of the grid."""
-    return {(r["seed"], r["lr"]) if r["phase"] == "grid" else r["seed"]: r
-            for r in sorted(records, key=lambda r: r["seed"]) if r["arm"] == arm and r["phase"] in phases}
+    """seed → record of an arm."""
+    return {r["seed"]: r for r in sorted(records, key=lambda r: r["seed"])
+            if r["arm"] == arm and r["phase"] in phases}
 
 
 # --- statistics
@@ -174,13 +175,18 @@ def verdict(kind, mean, half, p):
 
 
 def compare(records, measure, a, b, phases=PLANNED):
-    """The values of arms A and B, pair by pair: seeds, or prompts for the entropy before training."""
+    """The values of arms A and B, pair by pair: of a seed, the mean over its runs where it has one at each
+    rate; of a prompt for the entropy before training."""
     if measure == ENTROPY:
         one, other = (of(records, arm, ("entropy",)).get(0, {}).get("entropy", []) for arm in (a, b))
         return (one, other) if len(one) == len(other) else ([], [])
-    one, other = of(records, a, phases), of(records, b, phases)
-    seeds, value = sorted(one.keys() & other.keys()), MEASURES[measure][1]
-    return [value(one[s]) for s in seeds], [value(other[s]) for s in seeds]
+    one, other = {}, {}
+    for arm, found in ((a, one), (b, other)):
+        for r in records:
+            if r["arm"] == arm and r["phase"] in phases:
+                found.setdefault(r["seed"], []).append(MEASURES[measure][1](r))
+    seeds = sorted(one.keys() & other.keys())
+    return [np.mean(one[s]) for s in seeds], [np.mean(other[s]) for s in seeds]
 
 
 def claims(records, rows, phases=PLANNED):
@@ -211,7 +217,7 @@ def table(records, correction):
              f"{names(correction)}."]
     own = [row for row in OWN if of(records, row[3]) and of(records, row[4])]
     groups = [("claim of the paper", PAPER, PLANNED), ("our question", own, PLANNED),
-              ("at equal rates: the grid's runs, three rates by two seeds", EQUAL, ("grid",))]
+              ("at equal rates: the grid's two seeds, means over its three rates", EQUAL, ("grid",))]
     if any(r["phase"] == "more" for r in records):
         groups += [("asked after these", LATER, PLANNED)]
     if any(r["phase"] == "follow-up" for r in records):

@@ -122,7 +122,7 @@ def test_every_arm_is_a_valid_config_and_differs_from_main_only_in_what_it_names
         True, "exponential", 32, "dapo", "none")                     # what the variants vary
 
 
-def test_full_fine_tuning_trains_every_block_weight_and_the_sampler_reads_it(tiny_chat, toy, monkeypatch):
+def test_full_fine_tuning_trains_every_projection_and_the_sampler_reads_it(tiny_chat, toy, monkeypatch):
     plain, models, build = decoder.load(str(tiny_chat), "bf16"), [], ablation.build
     monkeypatch.setattr(ablation, "build", lambda *a: models.append(build(*a)) or models[-1])
     toy[0]("full")
@@ -289,7 +289,7 @@ def test_known_effects_get_the_right_verdicts_and_noise_cannot_tell(tmp_path):
     assert sorted(set(pairs.values())) == [5, 11] and all(pairs[row[0]] == 11 for row in plot.SWEEP)
     assert {n for _, n, *_ in plot.claims(records, plot.SWEEP, ("follow-up",))} == {6}
     equal = {row[0]: (n, v) for row, n, *_, v in plot.claims(records, plot.EQUAL, ("grid",))}
-    assert equal["the sweep learns faster than rtn"] == (6, "does not")      # grid(): alike at equal rates
+    assert set(equal.values()) == {(2, "cannot tell")}                # three rates of a seed are one pair
     few = [r for r in records if r["phase"] != "main" or r["seed"] < 4]
     assert {v for *_, v in plot.claims(few, plot.PAPER[4:])} == {"cannot tell"}        # 2 pairs
 
@@ -352,4 +352,4 @@ def test_the_evidence_in_readme_is_what_plot_makes_of_the_log():
     table = (plot.LOGS / "none" / "table.md").read_text()
     section = (plot.LOGS.parents[1] / "README.md").read_text().split("## What we found")[1].split("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("|")]
-    assert len(rows) > 45 and set(rows) <= set(table.splitlines())
+    assert len(rows) > 40 and set(rows) <= set(table.splitlines())
