@@ -17,6 +17,7 @@ Needs: transformers; model.py, rollout.py, checkpoint.py, fp4_gemm.py for their 
 """
 
 import argparse
+import bisect
 import sys
 from typing import NamedTuple
 
@@ -118,9 +119,9 @@ def main(arguments):
     args = parser.parse_args(arguments)
     c = config(args.model) if args.model in MODELS else checkpoint.open(args.model).config
     length = args.prompt_length + args.max_new_tokens
-    if length > c.max_position_embeddings:
-        raise ValueError(f"--prompt-length and --max-new-tokens make {length} tokens, the model's context "
-                         f"is {c.max_position_embeddings}: lower one of them")
+    if not min(args.prompt_length, args.max_new_tokens) > 0 < length <= c.max_position_embeddings:
+        raise ValueError(f"--prompt-length {args.prompt_length} and --max-new-tokens {args.max_new_tokens} "
+                         f"must be at least 1 and fit the model's context of {c.max_position_embeddings}")
     room = args.memory_gb * 1e9 - 1e9                        # the context, and the allocator's gaps
 
     def bytes_of(slots, micro_tokens, length=length):
@@ -140,8 +141,8 @@ def main(arguments):
     micro = max(n for n in range(1, 129) if bytes_of(1, n * length).peak <= room) * length
     print(f"in {args.memory_gb:g} GB: {slots} answers of {length} tokens are sampled at a time (more go in "
           f"waves), and --micro-tokens {micro} with --gradient-checkpointing")
-    longest = max((n for n in range(256, c.max_position_embeddings + 1, 256)
-                   if bytes_of(8, n, n).peak <= room), default=length)
+    longest = bisect.bisect(range(1, c.max_position_embeddings + 1), room,
+                            key=lambda n: bytes_of(8, n, n).peak)
     print(f"longest prompt and answer of 8 at a time: {longest} tokens")
 
 

@@ -39,6 +39,9 @@ def test_what_grows_with_what():
     assert memory.plan(c, micro_tokens=8192).update > 1.5 * one.update
     assert memory.plan(c, slots=99).update == one.update
     assert memory.plan(c, checkpointing=False).update > 4 * one.update
+    c.architectures = ["Qwen3ForCausalLM"]      # its norms of q and k keep both in fp32: (28 + 4) · 128 · 4
+    assert memory.plan(c, checkpointing=False, micro_tokens=1).update - memory.plan(
+        memory.config("7b"), checkpointing=False, micro_tokens=1).update == 28 * 32 * 128 * 4
     assert one.peak == one.weights + one.adapter + max(one.rollout, one.update)
 
 
@@ -72,8 +75,12 @@ def test_the_command_prints_a_plan_and_refuses_what_does_not_fit(tiny, capsys):
     memory.main([*arguments, "--memory-gb", "4"])
     said = capsys.readouterr().out
     assert "weights" in said and "answers of 50 tokens" in said and "--micro-tokens" in said
+    assert "longest prompt and answer of 8 at a time: 128 tokens" in said            # all of the context
     with pytest.raises(ValueError, match="--memory-gb 1.2 is too little: one answer of 50 tokens needs"):
         memory.main([*arguments, "--memory-gb", "1.2"])
+    for new in ("0", "109"):
+        with pytest.raises(ValueError, match=f"--max-new-tokens {new} must be at least 1 and fit .* of 128"):
+            memory.main([*arguments, "--max-new-tokens", new])
 
 
 @pytest.mark.gpu
