@@ -160,15 +160,15 @@ def load_adapter(model, folder):
             raise ValueError(f"{folder} holds no {file}: name the folder of a PEFT LoRA adapter")
     try:
         config = json.loads((folder / "adapter_config.json").read_text())
-        stored = load_file(folder / "adapter_model.safetensors")
-    except (SafetensorError, ValueError) as error:
+        stored, get = load_file(folder / "adapter_model.safetensors"), config.get
+    except (SafetensorError, ValueError, AttributeError) as error:
         raise ValueError(f"{folder} holds a damaged adapter: {error}") from error
     layer = next(iter(lora_layers(model).values()))
     wanted = {"peft_type": "LORA", "r": layer.rank, "lora_alpha": layer.alpha}
     refused = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
     for key, value in {**wanted, **dict.fromkeys(refused)}.items():
-        if config.get(key) != value and (value is not None or config.get(key)):
-            raise ValueError(f"{folder / 'adapter_config.json'} has {key}={config.get(key)!r}; "
+        if get(key) != value and (value is not None or get(key)):
+            raise ValueError(f"{folder / 'adapter_config.json'} has {key}={get(key)!r}; "
                              f"this model takes {value or 'none'}")
     own = adapter_tensors(model)
     if stored.keys() != own.keys():

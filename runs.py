@@ -152,10 +152,10 @@ class Run:
             if self.damaged:
                 raise ValueError(f"every checkpoint in {self.folder} is damaged: begin another run with "
                                  f"--adapter {self.folder}/adapter, or delete them to begin this one again")
-        more, each = self.config.steps - self.done, self.config.updates_per_rollout
-        if more < 0 or more % each:
-            raise ValueError(f"--steps {self.config.steps}: {self.folder} has made {self.done}, and the rest "
-                             f"must be a multiple of --updates-per-rollout {each}")
+        steps, each = self.config.steps, self.config.updates_per_rollout
+        if self.done > steps or self.done % each:
+            raise ValueError(f"--steps {steps} --updates-per-rollout {each}: {self.folder} has made "
+                             f"{self.done} steps; take at least as many, and updates that divide them")
         if not self.quiet:
             flags = vars(self.config) | {"resume": "", "name": self.folder.name}
             text = json.dumps(flags, indent=2) + "\n"
@@ -284,12 +284,14 @@ def parse_cli(cls, arguments):
             raise ValueError(f"--resume {folder}: there is no {path}; name the folder of a run")
         try:
             stored = json.loads(path.read_text())
-            unknown = stored.keys() - {f.name for f in dataclasses.fields(cls)}
+            fits = {f.name: (f.type, int if f.type is float else f.type, type(f.default))
+                    for f in dataclasses.fields(cls)}
+            wrong = [f"{k}={v!r}" for k, v in stored.items() if type(v) not in fits.get(k, ())]
         except (AttributeError, ValueError) as error:
             raise ValueError(f"{path} is damaged ({_reason(error)}): mend it, or begin another run with "
                              f"--adapter {folder}/adapter") from error
-        if unknown:
-            raise ValueError(f"{path} has {', '.join(sorted(unknown))}, which is no flag of this version")
+        if wrong:
+            raise ValueError(f"{path} has {', '.join(wrong)}: no flag of this version, or not of its type")
         parser.set_defaults(**stored)
     return cls(**vars(parser.parse_args(arguments)))
 

@@ -18,7 +18,6 @@ Needs: all files of this project but bench.py.
 """
 
 import dataclasses
-import functools
 import math
 import os
 import random
@@ -338,9 +337,10 @@ def preflight(config, model, task, tokenizer, stop_ids, run):
 def batch(problems, config, step, attempt=0):
     """The P problems of a step: one shuffle after another, a function of (seed, step, attempt) alone."""
     start = (step // config.updates_per_rollout * (1 + config.resample) + attempt) * config.prompts
-    n, shuffled = len(problems), functools.cache(
-        lambda epoch: random.Random(f"{config.seed} {epoch}").sample(problems, len(problems)))
-    return [shuffled(i // n)[i % n] for i in range(start, start + config.prompts)]
+    wanted, n = range(start, start + config.prompts), len(problems)
+    shuffled = {epoch: random.Random(f"{config.seed} {epoch}").sample(problems, n)
+                for epoch in range(wanted[0] // n, wanted[-1] // n + 1)}
+    return [shuffled[i // n][i % n] for i in wanted]
 
 
 def learning_rate(config, step):

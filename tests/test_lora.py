@@ -200,6 +200,7 @@ LAST = "base_model.model.model.layers.2.self_attn.v_proj.lora_B.weight"
     (lambda folder: (folder / "adapter_config.json").unlink(), "no adapter_config.json"),
     (lambda folder: (folder / "adapter_model.safetensors").unlink(), "no adapter_model.safetensors"),
     (lambda folder: (folder / "adapter_config.json").write_text("{"), "holds a damaged adapter: Expecting"),
+    (lambda folder: (folder / "adapter_config.json").write_text("[1]"), "holds a damaged adapter: 'list'"),
     (lambda folder: os.truncate(folder / "adapter_model.safetensors", 500), "holds a damaged adapter: .*"),
     (edit_config(peft_type="LOHA"), "peft_type='LOHA'"), (edit_config(r=8), "r=8; this model takes 4"),
     (edit_config(lora_alpha=16), "lora_alpha=16; this model takes 8"), (edit_config(use_dora=1), "use_dora"),

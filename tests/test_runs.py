@@ -546,8 +546,8 @@ def test_a_folder_holds_one_run_and_one_writer(whole, start, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("flags, words", [(("--rank", "8"), "of shape .*was it another --model or --rank"),
-                                          (("--steps", "0"), "--steps 0: .* has made 6, and the rest"),
-                                          (("--steps", "12", "--updates-per-rollout", "4"), "of --upd.* 4"),
+                                          (("--steps", "0"), "--steps 0 .* has made 6 steps; take at"),
+                                          (("--steps", "12", "--updates-per-rollout", "4"), "4: .* made 6"),
                                           (("--model", "/nonexistent"), "/nonexistent is neither a folder")])
 def test_a_resume_that_is_refused_spoils_nothing(whole, start, tmp_path, flags, words):
     """With another rank or model: one sentence; without the flag the run goes on."""
@@ -617,7 +617,8 @@ def test_a_resume_takes_the_runs_own_flags_and_those_given_beside_it_win(whole):
 
 
 @pytest.mark.parametrize("text, words", [("{", "config.json is damaged .*Expecting"), ("[1]", "is damaged"),
-                                         ('{"warp": 9}', "config.json has warp, which is no flag")])
+                                         ('{"warp": 9}', "config.json has warp=9: no flag"),
+                                         ('{"steps": null, "lr": 1}', "has steps=None: .* not of its type")])
 def test_a_config_that_cannot_be_read_is_named(copy, text, words):
     (copy / "config.json").write_text(text)
     with pytest.raises(ValueError, match=words):
