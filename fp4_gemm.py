@@ -81,8 +81,9 @@ def pack(*qs):
     scale = F.pad(scale, (0, pad_k // BLOCK, 0, pad_n))
     assert not (scale > 0x7E).any(), "a block scale is negative or NaN"
     # some rows at a time: on the way a code takes 20 bytes, for a layer of a 72B 10 GB
-    parts = zip(byte.split(64 * ROWS), scale.split(64 * ROWS), strict=True)
-    words, scales = map(torch.cat, zip(*(_words(b.int(), s.int()) for b, s in parts), strict=True))
+    pieces = zip(byte.split(64 * ROWS), scale.split(64 * ROWS), strict=True)
+    words, scales = zip(*[_words(b.int(), s.int()) for b, s in pieces], strict=True)
+    words, scales = torch.cat(words), torch.cat(scales)
     rows = torch.cat([g.reshape(1).float().expand(n_i) for g, n_i in zip(global_scales, sizes, strict=True)])
     counters = torch.zeros(2048 + 64 * len(words), dtype=torch.int32, device=device)
     return PackedNVFP4(words, scales, rows, sizes, (sum(sizes), K), counters)
@@ -159,8 +160,8 @@ def linear(x, packed, bias=None, lora=None, learn=(None, None), needed=True, det
 
 def dequantize(packed, dtype=torch.bfloat16, out=None):
     """(N, K) weights; exact in bf16 if global_scale is a power of two, else rounded once. They are written
-    into out where given, in its dtype: the columns of a wider matrix, for one."""
-    (N, K), (n, k) = packed.shape, packed.words.shape[:2]
+    into out where given, in its dtype: some columns of a wider matrix, row by row."""
+    (N, K), (n, k), dtype = packed.shape, packed.words.shape[:2], dtype if out is None else out.dtype
     if packed.words.is_cuda:
         out = torch.empty(N, K, dtype=dtype, device=packed.words.device) if out is None else out
         _dequantize_kernel[n * k,](packed.words, packed.scales, packed.global_scales, out, N, K,

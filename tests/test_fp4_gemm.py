@@ -103,7 +103,7 @@ def test_every_code_with_every_scale_is_decoded_exactly():
     q = all_codes_and_scales()
     assert torch.equal(fp4_gemm.dequantize(fp4_gemm.pack(q)).double(), exact(q))
     wide = torch.zeros(127, 259)
-    fp4_gemm.dequantize(fp4_gemm.pack(q), torch.float32, wide[:, :256])
+    fp4_gemm.dequantize(fp4_gemm.pack(q), out=wide[:, :256])
     assert torch.equal(wide[:, :256].double(), exact(q)) and not wide[:, 256:].any()
 
 
