@@ -168,6 +168,17 @@ def test_gpu_samples_and_append():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("V", [1000, 49152, 152064])
+def test_gpu_a_row_that_is_not_a_number_draws_a_token_all_the_same(V):
+    """As of a row that is over: nothing compares as larger, yet no token lies behind the vocabulary."""
+    logits, number = torch.randn(3, V, device="cuda"), torch.arange(3, device="cuda")
+    logits[1:] = float("nan")
+    for temperature in (0, 1.0):
+        token, _ = gumbel.sample(logits, temperature, 5, 3, number, number)
+        assert ((0 <= token) & (token < V)).all()
+
+
+@pytest.mark.gpu
 def test_gpu_a_million_tokens_follow_the_softmax():
     """Chi-square over a vocabulary of 1000, whose rarest tokens are expected 5 times or more."""
     logits = (torch.randn(1000, device="cuda") * 1.5).clamp(-4, 4)

@@ -152,6 +152,11 @@ def test_deterministic_steps_have_as_many_rows_as_slots(m, monkeypatch):
     prefills = [shape for shape in shapes if shape[1] > 1]
     assert sorted(prefills) == sorted((1, max(2, len(p) - 1)) for p in PROMPTS if len(p) > 1)
     assert {shape[0] for shape in shapes if shape[1] == 1} == {70}
+    monkeypatch.setattr(Sampler, "_room", lambda *args: 2)           # memory for two: no other batch then
+    for deterministic, slots in ((True, 70), (False, 2)):
+        sampler = Sampler(m, slots=70, deterministic=deterministic)
+        sampler.generate(PROMPTS[:1], 4, 2, 1.0, STOPS, 5, 2)
+        assert sampler.stats["slots"] == slots
 
 
 def test_out_of_memory_halves_the_slots_and_loses_nothing(m, monkeypatch, capsys):
