@@ -71,6 +71,7 @@ CURVE, FINAL = 64, 256                              # held-out problems during a
 ARMS = {f"{base}{'+aqn' * aqn}": dict(base=base, aqn=aqn)
         for base in ("bf16", "rtn", "sweep", "nf4") for aqn in (False, True)}
 PAIRS, CORRECTIONS = tuple(ARMS), ("none", "bypass", "tis")
+MORE = tuple(arm for arm in PAIRS if "nf4" not in arm)                 # on which the paper's claims rest
 ARMS |= {f"sweep+aqn+{c}": dict(base="sweep", aqn=True, correction=c) for c in CORRECTIONS}
 ARMS["full"] = dict(base="full", aqn=False)
 VARIANTS = {  # name: flags beside those of sweep+aqn, seeds
@@ -110,7 +111,7 @@ def plan(records, given_up=(), correction="none"):
             + [("main", arm, best[arm], seed) for seed in MAIN_SEEDS for arm in arms]
             + [("extras", arm, best["sweep+aqn"], seed) for arm, (_, seeds) in VARIANTS.items()
                for seed in seeds]
-            + [("more", arm, best[arm], seed) for seed in MORE_SEEDS for arm in PAIRS[:6]
+            + [("more", arm, best[arm], seed) for seed in MORE_SEEDS for arm in MORE
                if correction == "none"]
             + [("follow-up", arm, best[twin], seed) for arm, (twin, seeds) in FOLLOW_UP.items()
                for seed in seeds if correction == "bypass"]

@@ -72,23 +72,15 @@ OWN = (
     ("bypass ends above no correction", "no correction", "final", "sweep+aqn", "sweep+aqn+none", "above"),
     ("a ratio of 1 ends above bypass", "not tried", "final", "sweep+aqn", "sweep+aqn+bypass", "above"),
     ("the ratio is not below tis", "not tried", "final", "sweep+aqn", "sweep+aqn+tis", "not below"))
-# those have the rate that suited each arm on two seeds; where two arms' rates differ, so do they from the
-# first step on. The grid has every arm at the same rates, where one thing alone differs, but of two seeds
-EQUAL = (
-    ("AQN lifts NVFP4 LoRA", "83.7 / 83.3", "final", "rtn+aqn", "rtn", "above"),
-    ("AQN lifts NVFP4 (sweep) LoRA", "not tried", "final", "sweep+aqn", "sweep", "above"),
-    ("AQN lifts NF4 LoRA", "not tried", "final", "nf4+aqn", "nf4", "above"),
-    ("AQN lifts bf16 LoRA", "not tried", "final", "bf16+aqn", "bf16", "above"),
-    ("AQN speeds NVFP4 LoRA up", "Fig. 8", "speed", "rtn+aqn", "rtn", "above"),
-    ("AQN speeds NVFP4 (sweep) up", "not tried", "speed", "sweep+aqn", "sweep", "above"),
-    ("NVFP4 LoRA samples with more entropy", "Fig. 5", "entropy", "rtn", "bf16", "above"),
-    ("the sweep learns faster than rtn", "not tried", "speed", "sweep", "rtn", "above"),
-    ("bf16 learns faster than the sweep", "slower", "speed", "bf16", "sweep", "above"))
 # asked of none when those were known
 LATER = (
     ("rtn with AQN is ahead before any noise: its rate is higher", "not tried", "start", "rtn+aqn", "rtn",
      "above"),
     ("the sweep learns faster than rtn, both at one rate", "not tried", "speed", "sweep", "rtn", "above"))
+# All those have the rate that suited each arm on two seeds; where two arms' rates differ, so do they from the
+# first step on. The grid has every arm at the same rates, where one thing alone differs, but of two seeds
+PAIRS = {arm for arm in ARMS if "+aqn+" not in arm and arm != "full"}
+EQUAL = tuple(row for row in (*PAPER, *OWN, *LATER[1:]) if row[2] != ENTROPY and {*row[3:5]} <= PAIRS)
 # asked of bypass when those were known: + none has a ratio of 1, as in the paper, but its twin without noise
 # has not, so that these rows measure both; "start" tells how much is the ratio's own
 SWEEP = (
