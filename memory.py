@@ -25,7 +25,7 @@ import transformers
 
 import checkpoint
 from fp4_gemm import COLS, ROWS
-from model import LOGITS_AT_ONCE
+from model import LOGITS_AT_ONCE, family
 from rollout import PREFILL_TOKENS, SLOTS, cached_bytes, prefill_bytes
 
 # hidden, layers, query heads, key heads, width of the MLP, vocabulary, lm_head tied to the embeddings
@@ -44,11 +44,11 @@ MODELS = {
 def config(shape):
     """transformers' config of a name in MODELS."""
     D, layers, H, Hkv, F, V, tied = MODELS[shape]
-    family = "Llama" if shape == "135m" else "Qwen2"
-    return getattr(transformers, f"{family}Config")(
+    name = "Llama" if shape == "135m" else "Qwen2"
+    return getattr(transformers, f"{name}Config")(
         hidden_size=D, num_hidden_layers=layers, num_attention_heads=H, num_key_value_heads=Hkv,
         intermediate_size=F, vocab_size=V, tie_word_embeddings=tied, max_position_embeddings=32768,
-        architectures=[f"{family}ForCausalLM"])
+        architectures=[f"{name}ForCausalLM"])
 
 
 class Plan(NamedTuple):
@@ -81,7 +81,7 @@ def plan(c, quant="nvfp4", rank=32, slots=64, length=1152, micro_tokens=4096, ch
     """→ Plan. c: a transformers config; slots: answers sampled at once; length: of prompt and answer;
     prefill: prompt tokens that go through the model at a time."""
     D, F, V, L = c.hidden_size, c.intermediate_size, c.vocab_size, c.num_hidden_layers
-    qkv, q = linears(c)[0][1], linears(c)[1][2]
+    qkv, q, (*_, head_norm) = linears(c)[0][1], linears(c)[1][2], family(c)
     padded = sum(-(-N // ROWS) * ROWS * (-(-K // COLS) * COLS) for _, N, K in linears(c))
     layer = 2 * sum(N * K for _, N, K in linears(c)) if quant == "bf16" else 0.5625 * padded
     weights = L * layer + 2 * V * D * (1 if c.tie_word_embeddings else 2)
@@ -90,7 +90,7 @@ def plan(c, quant="nvfp4", rank=32, slots=64, length=1152, micro_tokens=4096, ch
     scratch = 0 if quant == "bf16" else 2 * max(N * K for _, N, K in linears(c))
     # bytes a token that autograd keeps of a layer: two sums (fp32) and their norms, q, k and v, the rotated,
     # what attention makes of them, gate and up, their product, x @ A.T; Qwen3's norms of q and k keep fp32
-    kept = 14 * D + 4 * qkv + 6 * F + 14 * rank + 2 * (q + qkv) * ("Qwen3" in c.architectures[0])
+    kept = 14 * D + 4 * qkv + 6 * F + 14 * rank + 2 * (q + qkv) * head_norm
     # what backward adds where it needs most: gradients of gate and up beside themselves, or in their place
     # beside the decoded weight
     widest = max(micro_tokens * (8 * D + 4 * F), micro_tokens * (8 * D - 2 * F) + scratch)

@@ -154,7 +154,7 @@ class Decoder(nn.Module):
 
     def __init__(self, source, method, rank, alpha, device, generator):
         super().__init__()
-        config, family = source.config, _family(source.config)
+        config, traits = source.config, family(source.config)
         self.config, self.device = config, device
         self.dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -182,7 +182,7 @@ class Decoder(nn.Module):
             at = f"model.layers.{i}."
             norm = norm_at(at)
             attention = Attention(linear_at(at + "self_attn."), norm_at(at + "self_attn."),
-                                  config, self.head_dim, *family)
+                                  config, self.head_dim, *traits)
             self.layers.append(Block(attention, MLP(linear_at(at + "mlp."), config),
                                      norm("input_layernorm", D), norm("post_attention_layernorm", D)))
         self.norm = norm_at("model.")("norm", D)
@@ -306,7 +306,7 @@ class KVCache:
         self.v[layer][self.slots, :, :T] = v.transpose(1, 2)[self.of]
 
 
-def _family(config):
+def family(config):
     """→ (qkv bias, o bias, head norm). ValueError where this decoder does not compute what the model does."""
     name = (config.architectures or ["a model without a named architecture"])[0]
     if name not in FAMILIES:

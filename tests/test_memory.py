@@ -39,7 +39,8 @@ def test_what_grows_with_what():
     assert memory.plan(c, micro_tokens=8192).update > 1.5 * one.update
     assert memory.plan(c, slots=99).update == one.update
     assert memory.plan(c, checkpointing=False).update > 4 * one.update
-    c.architectures = ["Qwen3ForCausalLM"]      # its norms of q and k keep both in fp32: (28 + 4) · 128 · 4
+    c.architectures, c.attention_bias = ["Qwen3ForCausalLM"], True
+    # its norms of q and k keep both in fp32: (28 + 4) · 128 · 4
     assert memory.plan(c, checkpointing=False, micro_tokens=1).update - memory.plan(
         memory.config("7b"), checkpointing=False, micro_tokens=1).update == 28 * 32 * 128 * 4
     assert one.peak == one.weights + one.adapter + max(one.rollout, one.update)
