@@ -288,11 +288,11 @@ def rollout(args):
                 tokens, seconds, steps, slots = decode(model, prompt, batch, args.new)
                 bound = rollout_bound(c, quant, batch, args.context)
                 more = {"context": args.context, "slots": slots, "of_bound": tokens / seconds / bound}
-            records.append({"shape": shape, "weights": quant, "batch": batch, "tok_s": tokens / seconds,
-                            "ms_step": 1e3 * seconds / steps, "peak_gb": runs.peak_memory_gb(), **more})
-            print(f"{shape:>6} {quant:>8} {batch:4} {tokens / seconds:8.0f} {1e3 * seconds / steps:8.2f} "
-                  f"{more.get('of_bound', math.nan):8.2f} {records[-1]['peak_gb']:8.1f} {more['slots']:5}",
-                  flush=True)
+            r = {"shape": shape, "weights": quant, "batch": batch, "tok_s": tokens / seconds,
+                 "ms_step": 1e3 * seconds / steps, "peak_gb": runs.peak_memory_gb(), **more}
+            print(f"{shape:>6} {quant:>8} {batch:4} {r['tok_s']:8.0f} {r['ms_step']:8.2f} "
+                  f"{r.get('of_bound', math.nan):8.2f} {r['peak_gb']:8.1f} {r['slots']:5}", flush=True)
+            records.append(r)
     return records, {"tok_s": {f"{shape} {r['weights']} B={r['batch']}": round(r["tok_s"]) for r in records}}
 
 

@@ -160,17 +160,18 @@ def load_adapter(model, folder):
             raise ValueError(f"{folder} holds no {file}: name the folder of a PEFT LoRA adapter")
     try:
         config = json.loads((folder / "adapter_config.json").read_text())
-        stored, get = load_file(folder / "adapter_model.safetensors"), config.get
-    except (SafetensorError, ValueError, AttributeError) as error:
+        if not isinstance(config, dict):
+            raise ValueError(f"{type(config).__name__!r} in the place of its settings")
+        stored = load_file(folder / "adapter_model.safetensors")
+    except (SafetensorError, ValueError) as error:
         raise ValueError(f"{folder} holds a damaged adapter: {error}") from error
-    layer = next(iter(lora_layers(model).values()))
+    layer, own = next(iter(lora_layers(model).values())), adapter_tensors(model)
     wanted = {"peft_type": "LORA", "r": layer.rank, "lora_alpha": layer.alpha}
     refused = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
     for key, value in {**wanted, **dict.fromkeys(refused)}.items():
-        if get(key) != value and (value is not None or get(key)):
-            raise ValueError(f"{folder / 'adapter_config.json'} has {key}={get(key)!r}; "
+        if config.get(key) != value and (value is not None or config.get(key)):
+            raise ValueError(f"{folder / 'adapter_config.json'} has {key}={config.get(key)!r}; "
                              f"this model takes {value or 'none'}")
-    own = adapter_tensors(model)
     if stored.keys() != own.keys():
         odd = sorted(stored.keys() ^ own.keys())
         raise ValueError(f"{folder}: {len(odd)} tensors do not match the model's layers, "
