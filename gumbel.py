@@ -4,8 +4,9 @@ Random numbers are Philox-4x32-10 (Salmon et al., SC 2011), as in tl.philox: a f
 with no state. The counter is (vocabulary id / 4, position, sequence number, step), the key is the seed. So a
 sample depends neither on its neighbours in the batch nor on the order in which sequences finish.
 
-Every function has its plain torch lines: the meaning, on any device. On a GPU without autograd it launches
-kernels to the same result; each may begin while the one before still runs (programmatic dependent launch).
+Every function has its plain torch lines: the meaning, on any device. On a GPU without autograd all but
+`nucleus` launch kernels to the same result; each may begin while the one before still runs (programmatic
+dependent launch).
 
 Needs: torch; on a GPU also triton.
 """
@@ -20,7 +21,7 @@ try:
 except ImportError:      # plain torch needs no triton
     jit, constexpr = (lambda kernel=None, **options: kernel or jit), int
 
-VOCAB_TILE = 4096        # logits that one program of the sampler reads
+VOCAB_TILE = 2048        # logits that one program of the sampler reads
 
 
 def _fused(x):
@@ -53,6 +54,20 @@ def sample(logits, temperature, seed, step, sequence, position):
     noisy = scaled + noise(logits.shape[1], seed, step, sequence, position) if temperature > 0 else scaled
     token = noisy.argmax(-1)
     return token, scaled.gather(1, token[:, None])[:, 0] - scaled.logsumexp(-1)
+
+
+def nucleus(logits, temperature, top_p):
+    """The logits, −inf outside the nucleus: the fewest of the most probable tokens that together reach top_p
+    (Holtzman et al. 2020). The token that crosses top_p is in it, with all that are exactly as probable.
+
+    logits (B, V) f32 → the same; temperature 0 counts as 1; 0 < top_p <= 1. A row of NaN stays as it is.
+    """
+    ordered = logits.sort(-1, descending=True).values
+    p = (ordered / (temperature or 1.0)).softmax(-1)
+    before = p.cumsum(-1) - p                           # the share of those in front: 0 of the most probable
+    least = ordered.masked_fill(before >= top_p, float("inf")).amin(-1, keepdim=True)           # (B, 1)
+    # not scattered back: where PyTorch is told to be deterministic, scatter cannot be captured into a graph
+    return logits.masked_fill(logits < least, float("-inf"))
 
 
 def _sample(logits, temperature, seed, step, sequence, position):
@@ -90,7 +105,8 @@ def _tile_kernel(logits, temperature, seed, step, sequence, position, found, win
     top = tl.max(z, 0)
     found += b * 4 * tl.num_programs(0) + tile
     tl.store(found, top)
-    tl.store(found + tl.num_programs(0), tl.sum(tl.exp(z - top), 0))
+    # a tile that is −inf all over adds 0, where −inf − −inf would be NaN
+    tl.store(found + tl.num_programs(0), tl.sum(tl.exp(z - tl.maximum(top, -1e30)), 0))
     tl.store(found + 2 * tl.num_programs(0), tl.max(noisy, 0))
     tl.store(found + 3 * tl.num_programs(0), tl.sum(tl.where(ids == tile * TILE + best, z, 0.), 0))
     tl.store(winner + b * tl.num_programs(0) + tile, tile * TILE + best)

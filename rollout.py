@@ -19,7 +19,8 @@ It runs the model that trains, on the same tensors, so there are no weights to h
 exactly the modules that sample, and the recorded log-probabilities are those of the policy that sampled.
 Randomness is a function of (seed, step, number of the sequence, position): see gumbel.py.
 
-No top-k and no top-p: what the sampler cuts off the trainer would not, and their ratio would be wrong.
+Training knows no top-k and no top-p: what the sampler cut off the trainer would not, and their ratio would be
+wrong. Evaluation, which has no ratio, may ask for top-p.
 Needs: torch, tqdm; decode.py, gumbel.py, model.py.
 """
 
@@ -92,15 +93,17 @@ class Sampler:
         self.model, self.slots, self.deterministic = model, slots, deterministic
         # of the last generate: seconds, steps, slots, prompt tokens at once
         self.stats = dict(slots=0, at_once=0)
-        self.loaded = set()            # steps whose kernels are on the GPU: (rows, greedy, stop tokens)
+        self.loaded = set()            # steps whose kernels are on the GPU: (rows, greedy, cut, stop tokens)
 
     @torch.no_grad()
     def generate(self, prompts, group_size, max_new_tokens, temperature, stop_ids, seed, step, first=0,
-                 progress=""):
+                 progress="", top_p=1.0):
         """Sample group_size answers to each prompt (a list of token ids) → Rollout.
 
         stop_ids: tokens that end an answer. temperature 0 is greedy. first: the global number of the first
         sequence: ranks that share a step draw different bits. progress: a progress bar's label, "" for none.
+        top_p: for evaluation only, sample from the nucleus alone (see gumbel.nucleus); the log-probabilities
+        are then those of the distribution that was cut and renormalised, which is not the trainer's.
         ValueError: an empty prompt, a prompt that leaves no room in the model's context.
         torch.OutOfMemoryError: not even one sequence fits; deterministic: the slots do not.
         """
@@ -123,13 +126,13 @@ class Sampler:
         stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
         waiting = deque((row, prompts[row // group_size]) for row in range(B))
         at_once = max(longest, min(PREFILL_TOKENS, len(prompts) * longest))
-        slots = self.slots if self.deterministic else min(self.slots, self._room(length, at_once), B)
+        slots = self.slots if self.deterministic else min(self.slots, self._room(length, at_once, top_p), B)
         self.stats = dict(prefill_s=0.0, capture_s=0.0, decode_s=0.0, steps=0, slots=slots, at_once=at_once)
         with tqdm(total=B, desc=progress, unit="seq", leave=False, disable=None if progress else True) as bar:
             while waiting:
                 running = []
                 try:
-                    draw = temperature, seed, step, first
+                    draw = temperature, seed, step, first, top_p
                     batch = _Batch(self, slots, rollout, stops, max_new_tokens, draw)
                     batch.run(waiting, running, min(group_size, -(-slots // 4)), bar)
                 except torch.OutOfMemoryError:
@@ -148,19 +151,21 @@ class Sampler:
                     torch.cuda.empty_cache()     # what the update keeps must not settle where slots were
         return rollout.rows(range(B))
 
-    def _room(self, length, prefill):
+    def _room(self, length, prefill, top_p):
         """How many slots of `length` positions the free memory holds beside a prefill of so many tokens."""
         model, c = self.model, self.model.config
         if model.device.type == "cpu":
             return self.slots
         # beside the slots: a layer's largest weight in bf16, the activations of a prefill, and half a GB in
-        # which the allocator may leave gaps. A slot has its keys and values, and its logits twice
+        # which the allocator may leave gaps. A slot has its keys and values, and its logits twice; to
+        # cut them takes 48 bytes a token of the vocabulary: as they came, sorted, their ids, and sort()'s 32
         beside = 4 * c.hidden_size * c.intermediate_size + prefill_bytes(c, prefill) + 5e8
         torch.cuda.empty_cache()             # what it still keeps after this is in pieces that hold no slots
         free, total = torch.cuda.mem_get_info()
         allowed = total * torch.cuda.get_per_process_memory_fraction()
         free = min(free, allowed - torch.cuda.memory_reserved())
-        return max(1, int((free - beside) // (length * cached_bytes(c, model.head_dim) + 8 * c.vocab_size)))
+        logits = (48 if top_p < 1 else 8) * c.vocab_size
+        return max(1, int((free - beside) // (length * cached_bytes(c, model.head_dim) + logits)))
 
 
 def cached_bytes(config, head_dim):
@@ -247,7 +252,7 @@ class _Batch:
         key = self.choose(size, min(most, 1 << (longest // decode.SPLIT).bit_length()))
         began = time.perf_counter()
         if self.cuda and key not in self.graphs:
-            kernels = key[0], self.draw[0] == 0, len(self.stops)
+            kernels = key[0], self.draw[0] == 0, self.draw[-1] < 1, len(self.stops)
             if kernels not in self.sampler.loaded:
                 # a step as it is called: it compiles and loads them, which cannot be done while capturing
                 self.step(*key)
@@ -279,8 +284,10 @@ class _Batch:
         """One token more for each row that is not over."""
         rows, self.cache.slots, last, positions, begin = self.state[:, :size]
         self.cache.pieces = pieces
-        temperature, seed, step, first = self.draw
+        temperature, seed, step, first, top_p = self.draw
         logits = self.model.logits(self.model(last[:, None], positions[:, None], self.cache)[:, 0])
+        if top_p < 1:
+            logits = gumbel.nucleus(logits, temperature, top_p)
         token, logprob = gumbel.sample(logits, temperature, seed, step, first + rows, positions - begin)
         gumbel.append(token, logprob, rows, positions, self.stops, self.limit, last, self.rollout)
 

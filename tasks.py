@@ -281,6 +281,22 @@ def own(path, held_out=32):
         raise ValueError(f"{path} is no task: {type(error).__name__}: {error}") from error
 
 
+def tested(name, test, data=None, operands=None, trains=True):
+    """The task of this name with all problems of test held out, and all others of data to train on.
+
+    test, data: JSONL files or datasets. trains False: without data only test is read, and nothing is there to
+    train on. ValueError: what the task says of either; every problem of data is in test.
+    """
+    given = TASKS[name](data, operands) if trains or data else None
+    task = TASKS[name](test)
+    held_out = task.train + task.held_out
+    asked = set(map(task.prompt, held_out))
+    train = [p for p in given.train + given.held_out if task.prompt(p) not in asked] if given else []
+    if given and not train:
+        raise ValueError(f"every problem of --data {data} is in --test {test}: none is left to train on")
+    return task._replace(train=train, held_out=held_out)
+
+
 def _split(problems, held_out, source, operands, reward, prompt):
     """The Task; problems with one message are one, and held_out of them, at most a quarter, are set aside."""
     if operands:

@@ -36,7 +36,7 @@ import memory
 import runs
 from model import QUANT, answer_mask, load
 from rollout import Rollout, Sampler
-from tasks import TASKS, own
+from tasks import TASKS, own, tested
 
 
 @dataclasses.dataclass
@@ -45,6 +45,7 @@ class Config:
     quant: str = "nvfp4"                # nvfp4 (scale sweep), rtn (the paper's rounding), bf16 (unquantised)
     task: str = "multiplication"        # addition, countdown, gsm8k, math, or the PATH.py of your own
     data: str = ""                      # its problems: FILE.jsonl, or owner/name[/config][:split] of the hub
+    test: str = ""                      # as --data: problems to evaluate on, all of them, not to train on
     operands: str = ""                  # LOW-HIGH, both included, for arithmetic tasks; empty: the task's own
     steps: int = 16                     # optimizer steps; 0 evaluates only
     prompts: int = 8                    # P, prompts a step over all ranks
@@ -76,6 +77,7 @@ class Config:
     sigma_schedule: str = "exponential"  # exponential, linear, cosine, logarithmic
     eval_every: int = 4                 # steps between evaluations; also before the first and after the last
     eval_samples: int = 1               # sampled answers to each held-out problem
+    eval_top_p: float = 1.0             # of evaluation's sampled answers; training cuts nothing (paper: 0.95)
     save_every: int = 5                 # steps between checkpoints; also at the end and on Ctrl-C
     samples_every: int = 4              # steps between printed samples
     mismatch_every: int = 10            # steps between checks of sampler against trainer on equal weights
@@ -105,12 +107,15 @@ class Config:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least {bound}")
         if self.group_size == 1:
             raise ValueError("--group-size 1 makes a group of 1, which has no mean to compare with")
-        if self.task.endswith(".py") and (self.data or self.operands):
-            raise ValueError(f"--task {self.task} makes its problems itself: no --data, no --operands")
+        if self.task.endswith(".py") and (self.data or self.test or self.operands):
+            raise ValueError(f"--task {self.task} makes its problems itself: no --data, no --test, "
+                             "no --operands")
         if self.preflight and self.resume:
             raise ValueError(f"--preflight takes no --resume, but --adapter {self.resume}/adapter")
         if not self.temperature > 0:
             raise ValueError(f"--temperature {self.temperature} must be positive, or a group is one answer")
+        if not 0 < self.eval_top_p <= 1:
+            raise ValueError(f"--eval-top-p {self.eval_top_p} must be above 0 and at most 1")
         if not self.max_grad_norm > 0:
             raise ValueError(f"--max-grad-norm {self.max_grad_norm} would end every gradient at 0: "
                              "for no limit say inf")
@@ -298,17 +303,19 @@ def measure_mismatch(config, model, sampled, rows=8):
 
 def evaluate(config, sampler, task, tokenizer, stop_ids):
     """Held-out problems, clean norms: greedy strict (right and ended), greedy loose (last number right, even
-    in an answer that was cut off), and the mean over sampled answers (pass@1 at the training temperature)."""
+    in an answer that was cut off), and the mean over sampled answers (pass@1 at the training temperature, of
+    the nucleus of eval_top_p)."""
     assert not aqn.is_noisy(sampler.model), "evaluation under noise measures another policy"
     rank, ranks = rank_and_count()
     began, right, size = time.perf_counter(), torch.zeros(4, dtype=torch.float64), 32
     for start in range(rank * size, len(task.held_out), ranks * size):
         problems = task.held_out[start:start + size]
         prompts = [checkpoint.encode(tokenizer, task.prompt(problem)) for problem in problems]
-        for G, temperature in ((1, 0.0), (config.eval_samples, config.temperature)):
+        for G, temperature, top_p in ((1, 0.0, 1.0),
+                                      (config.eval_samples, config.temperature, config.eval_top_p)):
             # step −1: the same bits at every evaluation, and none that training uses
             sampled = sampler.generate(prompts, G, config.max_new_tokens, temperature, stop_ids, config.seed,
-                                       -1, start * G, progress="eval")
+                                       -1, start * G, progress="eval", top_p=top_p)
             for b, ids in enumerate(sampled.answers()):
                 text, problem = tokenizer.decode(ids, skip_special_tokens=True), problems[b // G]
                 strict, loose = (task.reward(problem, text, end) for end in (bool(sampled.finished[b]), True))
@@ -382,8 +389,11 @@ def main(arguments):
     device = join_ranks(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if config.prompts % rank_and_count()[1]:
         raise ValueError(f"--prompts {config.prompts} must be a multiple of the {rank_and_count()[1]} ranks")
-    task = own(config.task) if config.task.endswith(".py") else TASKS[config.task](
-        config.data or None, config.operands or None)
+    given = config.data or None, config.operands or None
+    if config.test:
+        task = tested(config.task, config.test, *given, trains=bool(config.steps or config.preflight))
+    else:
+        task = own(config.task) if config.task.endswith(".py") else TASKS[config.task](*given)
     began = time.perf_counter()
     source = checkpoint.open(config.model)
     run = runs.Run(config, resume=bool(config.resume), quiet=rank_and_count()[0] > 0)

@@ -6,10 +6,9 @@
 The flags are those of Table 4 of QeRL (arXiv 2510.11696), and of its released scripts where that is silent.
 Ours are AdamW's 32 bits (theirs 8), norms that do not learn, and the prompts and rewards of tasks.py.
 
-Evaluation, the second command: --steps 0 trains nothing, and eval_sampled is the mean over 8 answers to each
-problem at temperature 0.6, right and ended. Not as in the paper: without its top-p 0.95, for our sampler cuts
-nothing off (in training it must not), so unlikely tokens stay in and may cost some accuracy; and on what the
-task holds out, a quarter of the file, at most 256 problems: of GSM8K's test set 256 of 1319, of MATH-500 125.
+Evaluation, the second command, is the paper's: --steps 0 trains nothing, --test takes all problems of a test
+set, and eval_sampled is the mean over 8 answers to each (the paper: several), right and ended, at temperature
+0.6 and top-p 0.95. The math runs are tested on MATH-500; the paper also took AIME 24 and 25 and AMC 23.
 
 `try` is train.train itself on real problems of GSM8K, which the math task reads too, and on random weights of
 the recipe's shape, made on the device layer by layer. Memory and seconds are real, the rest is STAND-INS:
@@ -19,7 +18,8 @@ the recipe's shape, made on the device layer by layer. Memory and seconds are re
                 end, the others are cut off and, as the recipe says, not trained on
     rewards     an answer that ended gets 0 or 1 by a hash of its text, for random text is always wrong, and
                 without signal nothing is updated. The task judges too: that takes its time
-    evaluation  of 4 held-out problems, and once more at the end, 8 answers each at temperature 0.6
+    evaluation  of 4 held-out problems, and once more at the end, 8 answers each at temperature 0.6,
+                top-p 0.95
 
 Needs: train.py and what it needs; bench.py, memory.py.
 """
@@ -70,7 +70,8 @@ RECIPES = {name: dict(name=name, model=f"Qwen/Qwen2.5-{name.split('-')[0].upper(
            for name, flags in (("3b-gsm8k", GSM8K), ("7b-gsm8k", GSM8K), ("7b-bigmath", BIGMATH),
                                ("14b-bigmath", BIGMATH), ("32b-bigmath", BIGMATH))}
 RECIPES["32b-bigmath"]["data"] = "open-r1/Big-Math-RL-Verified-Processed/level_4_5"
-EVALUATION = dict(steps=0, eval_samples=8, temperature=0.6, max_new_tokens=4096)
+SAMPLED = dict(eval_samples=8, temperature=0.6, eval_top_p=0.95)
+EVALUATION = SAMPLED | dict(steps=0, max_new_tokens=4096)
 # what a task is tested on, and the tokens of its longest prompts in the scripts, which cut them; we do not
 TESTS = {"gsm8k": ("openai/gsm8k/main:test", 256), "math": ("HuggingFaceH4/MATH-500:test", 1024)}
 
@@ -78,7 +79,7 @@ TESTS = {"gsm8k": ("openai/gsm8k/main:test", 256), "math": ("HuggingFaceH4/MATH-
 def evaluation(name):
     """The flags that evaluate what a recipe has trained."""
     same = {k: RECIPES[name][k] for k in ("model", "quant", "rank", "alpha", "task")}
-    return same | EVALUATION | dict(data=TESTS[same["task"]][0], adapter=f"runs/{name}/adapter")
+    return same | EVALUATION | dict(test=TESTS[same["task"]][0], adapter=f"runs/{name}/adapter")
 
 
 def command(flags):
@@ -131,7 +132,7 @@ def attempt(name, data, steps, new, **changes):
         train.train(config, model, tried, tokenizer, stop_ids, run)
         records = [r | dict(seconds=r["rollout_s"] + r["update_s"], peak_gb=r["memory_gb"])
                    for r in runs.read(run.folder).values() if r["kind"] == "step"]
-    config = dataclasses.replace(config, eval_samples=8, temperature=EVALUATION["temperature"])
+    config = dataclasses.replace(config, **SAMPLED)
     measured = train.evaluate(config, Sampler(model), tried, tokenizer, stop_ids)
     records.append(dict(kind="eval", step=steps) | measured)
     longest = max(len(checkpoint.encode(tokenizer, task.prompt(problem)))

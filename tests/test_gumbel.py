@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 from conftest import compile_everywhere, run_alone
+from transformers import TopPLogitsWarper
 
 import gumbel
 from rollout import Rollout
@@ -99,6 +100,52 @@ def test_temperature_0_takes_the_largest_logit():
     torch.testing.assert_close(logprob, logits.log_softmax(1).amax(1), atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 2.0])
+@pytest.mark.parametrize("top_p", [0.01, 0.3, 0.95, 0.999])
+def test_the_nucleus_is_that_of_transformers(temperature, top_p):
+    """The same tokens stay, with their logits; in fp64, so that no rounding decides which one crosses."""
+    logits = (torch.randn(50, 1000) * 3).double()
+    cut = gumbel.nucleus(logits, temperature, top_p)
+    theirs = TopPLogitsWarper(top_p)(None, logits / temperature) > -torch.inf
+    assert torch.equal(cut, logits.masked_fill(~theirs, -torch.inf))
+    assert 50 <= theirs.sum() < 50_000
+
+
+def test_the_nucleus_by_hand():
+    """Shares of .5, .25, .125, .125: what crosses stays, what comes after it has been reached does not."""
+    logits = torch.tensor([0.125, 0.5, 0.25, 0.125]).log()[None]
+    for top_p, kept in ((1e-9, [1]), (0.5, [1]), (0.51, [1, 2]), (0.75, [1, 2]), (0.99, [0, 1, 2, 3])):
+        assert gumbel.nucleus(logits, 1.0, top_p).isfinite().nonzero()[:, 1].tolist() == kept
+    assert gumbel.nucleus(logits, 0.0, 0.75).isfinite().sum() == 2            # greedy: as at temperature 1
+    assert gumbel.nucleus(logits, 1.0, 0.8).isfinite().all()                  # two are as probable
+
+
+def test_a_row_of_nan_has_no_nucleus_and_disturbs_no_other():
+    """Rows that are over may hold anything."""
+    logits = torch.randn(3, 500)
+    alone, logits[1] = gumbel.nucleus(logits, 0.6, 0.9), torch.nan
+    cut = gumbel.nucleus(logits, 0.6, 0.9)
+    assert torch.equal(cut[::2], alone[::2]) and cut[1].isnan().all()
+    token, _ = gumbel.sample(cut, 0.6, 5, 3, torch.arange(3), torch.arange(3))
+    assert ((0 <= token) & (token < 500)).all()
+
+
+def test_samples_of_the_nucleus_follow_its_renormalised_softmax():
+    """Chi-square over the 4 of 7 tokens that reach .95 at temperature .8; none of the others, ever."""
+    logits, n = torch.tensor([[2.0, -1.0, 0.5, 0.0, -3.0, 1.5, -2.0]]), 100_000
+    cut = gumbel.nucleus(logits, 0.8, 0.95)
+    kept = cut[0].isfinite()
+    assert kept.nonzero()[:, 0].tolist() == [0, 2, 3, 5]
+    tokens, logprobs = gumbel.sample(cut.expand(n, 7), 0.8, 5, 1, torch.arange(n), torch.full((n,), 2))
+    assert kept[tokens].all()
+    log_p = (logits[0].double() / 0.8).masked_fill(~kept, -torch.inf).log_softmax(0)
+    expected = n * log_p.exp()[kept]
+    chi2 = ((torch.bincount(tokens, minlength=7)[kept] - expected) ** 2 / expected).sum()
+    # 3 degrees of freedom: P(chi2 > 33) = 3e-7
+    assert chi2 < 33
+    assert (logprobs - log_p[tokens]).abs().max() < 1e-6
+
+
 def test_append_ends_rows_at_stops_and_at_the_limit():
     """By hand: a stop token, a row that was over before, one below the limit, one that reaches it."""
     check_append(gumbel.append, "cpu")
@@ -133,6 +180,15 @@ def interpreted():
             assert torch.equal(ours[0], plain[0])
             # sums of 9001 exponentials
             torch.testing.assert_close(ours[1], plain[1], atol=1e-5, rtol=0)
+    # whole tiles that are cut off: in the middle, all but the last, all but the first
+    for low, high in ((4096, 8192), (0, 8192), (4096, 9001)):
+        cut = logits.clone()
+        cut[:, low:high] = -torch.inf
+        for temperature in (0.7, 0.0):
+            ours = gumbel._sample(cut, temperature, 3, 1, sequence, position)
+            plain = gumbel.sample(cut, temperature, 3, 1, sequence, position)
+            assert torch.equal(ours[0], plain[0]) and plain[1].isfinite().all()
+            torch.testing.assert_close(ours[1], plain[1], atol=1e-5, rtol=0)
     gumbel._fused = lambda x: True
     check_append(gumbel.append, "cpu")
 
@@ -165,6 +221,28 @@ def test_gpu_samples_and_append():
     assert torch.equal(token.cpu(), on_cpu[0])
     torch.testing.assert_close(logprob.cpu(), on_cpu[1], atol=1e-4, rtol=0)
     check_append(gumbel.append, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("B", [1, 2, 64, 256])
+def test_gpu_nucleus(B):
+    """PyTorch has three sorts for these B: the tokens are a CPU's, in fp64; in fp32, where nothing asks for
+    determinism, it takes the 48 bytes a logit that rollout.py counts, at most."""
+    torch.use_deterministic_algorithms(False)
+    logits = torch.randn(B, 152064, device="cuda") * 3
+    if B < 100:
+        ours = gumbel.nucleus(logits.double(), 0.6, 0.95).cpu()
+        assert torch.equal(ours, gumbel.nucleus(logits.double().cpu(), 0.6, 0.95))
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    others = torch.cuda.memory_allocated() - 4 * logits.numel()
+    cut = gumbel.nucleus(logits, 0.6, 0.95)
+    assert torch.cuda.max_memory_allocated() - others <= 48 * logits.numel() + 2**25
+    with torch.no_grad():
+        token, logprob = gumbel.sample(cut, 0.6, 5, 3, *torch.arange(2 * B, device="cuda").view(2, B))
+    scaled = cut.double() / 0.6
+    theirs = scaled.log_softmax(1).gather(1, token[:, None])[:, 0]
+    torch.testing.assert_close(logprob.double(), theirs, atol=1e-4, rtol=0)
 
 
 @pytest.mark.gpu

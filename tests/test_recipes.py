@@ -30,7 +30,16 @@ def test_a_recipe_is_a_config_with_the_papers_batch(name):
     config = train.Config(**recipes.RECIPES[name])
     assert config.prompts * config.group_size == 128 and config.warmup * 10 == config.steps
     assert config.name == name and name.split("-")[0] in memory.MODELS
-    train.Config(**recipes.evaluation(name))
+
+
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_evaluation_is_the_papers_on_a_whole_test_set(name):
+    """§4.1: temperature 0.6, top-p 0.95, 4096 tokens, several samples; no problem to train on is read."""
+    config, trained = train.Config(**recipes.evaluation(name)), train.Config(**recipes.RECIPES[name])
+    assert (config.temperature, config.eval_top_p, config.max_new_tokens) == (.6, .95, 4096)
+    assert config.eval_samples > 1 and config.steps == 0 and config.data == "" != config.test != trained.data
+    assert (config.task, config.model, config.quant) == (trained.task, trained.model, trained.quant)
+    assert config.adapter == f"runs/{name}/adapter" and trained.eval_top_p == 1
 
 
 def test_list_prints_commands_that_parse_back(capsys):
@@ -73,6 +82,9 @@ def test_try_trains_and_leaves_nothing_behind(name, problems, tokenizer, tmp_pat
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     monkeypatch.chdir(tmp_path)
+    evaluate, evaluated = train.evaluate, []
+    monkeypatch.setattr(train, "evaluate", lambda config, *rest: evaluated.append(
+        (config.eval_samples, config.temperature, config.eval_top_p)) or evaluate(config, *rest))
     recipes.main(["try", name, "--data", str(problems), "--new", "12", "--prompts", "3", "--group-size", "16",
                   "--out", str(log)])
     records = [json.loads(line) for line in log.read_text().splitlines()]
@@ -82,6 +94,7 @@ def test_try_trains_and_leaves_nothing_behind(name, problems, tokenizer, tmp_pat
         assert r["grad_norm"] > 0 and math.isfinite(r["grad_norm"]) and r["signal"] > 0
         assert r["seconds"] > 0 < r["peak_gb"] and r["planned_gb"] > 0 and r["longest_prompt"] > 20
     assert records[0]["sigma"] == 0 < records[1]["sigma"] and records[2]["problems"] == 4
+    assert evaluated == [(1, 1, 1)] * 2 + [(8, .6, .95)]
     changed = dict(steps=2, max_new_tokens=12, data=str(problems), prompts=3, group_size=16)
     for r in records:
         assert RECORD <= set(r) and r["recipe"] == name and "stand-in" in r["rewards"]

@@ -1,9 +1,9 @@
 """python -m pytest tests/test_rollout.py -q"""
-import inspect
 from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import TopPLogitsWarper
 
 import aqn
 import checkpoint
@@ -206,7 +206,29 @@ def test_rows_are_prompt_major_and_hold_the_sampled_ids(m, monkeypatch):
         token, logprob = (list(x) for x in zip(*drawn[b], strict=True))
         assert r.tokens[b, p:p + n].tolist() == token and r.logprobs[b, p:p + n].tolist() == logprob
         assert r.answers()[b] == r.tokens[b, p:p + n - int(r.finished[b])].tolist()
-    assert {"top_k", "top_p", "min_p"}.isdisjoint(inspect.signature(Sampler.generate).parameters)
+
+
+def test_top_p_draws_from_the_nucleus_of_the_trainers_logits(m):
+    """Every token of 64 answers is in it; the log-probability is that of what was cut and renormalised."""
+    r, whole = generate(m, temperature=0.7, top_p=0.5), generate(m, temperature=0.7)
+    assert r.lengths.sum() > 200
+    mask = model.answer_mask(r.tokens, r.prompt_lengths, r.lengths)
+    with torch.no_grad():
+        hidden = m(r.tokens, torch.arange(r.tokens.shape[1]).expand_as(r.tokens))
+        logits = m.logits(hidden[:, :-1][mask[:, 1:]])                                  # (answer tokens, V)
+    cut = TopPLogitsWarper(0.5)(None, logits / 0.7).log_softmax(-1)
+    expected = cut.gather(1, r.tokens[mask][:, None])[:, 0]
+    assert expected.isfinite().all() and expected.mean() > -2
+    torch.testing.assert_close(r.logprobs[mask], expected, atol=1e-4, rtol=0)
+    assert whole.answers() != r.answers() and gap(m, r, 0.7) > 0.1 and gap(m, whole, 0.7) < 1e-4
+
+
+def test_without_top_p_nothing_is_sorted_and_nothing_changes(m, monkeypatch):
+    """1, the default, is what the sampler did before it knew of a nucleus, bit for bit."""
+    monkeypatch.setattr(gumbel, "nucleus", None)
+    assert all(map(torch.equal, generate(m), generate(m, top_p=1.0)))
+    with pytest.raises(TypeError, match="not callable"):
+        generate(m, top_p=0.99)
 
 
 def test_every_stop_token_ends_an_answer(m):
@@ -295,15 +317,19 @@ def test_a_smaller_graph_is_captured_when_it_is_wanted_twice():
 
 
 @pytest.mark.gpu
-def test_gpu_graph_equals_eager(real, monkeypatch):
-    """A captured step replayed is the step called: the same bits in tokens and log-probabilities."""
+@pytest.mark.parametrize("top_p", [1.0, 0.95])
+def test_gpu_graph_equals_eager(real, monkeypatch, top_p):
+    """A captured step replayed is the step called: the same bits in tokens and log-probabilities; with top_p
+    too, in a sampler that has loaded the kernels without it."""
     m, _ = real
-    draw = gpu_prompts(10), 4, 30, 1.0, list(range(0, 49152, 60)), 3, 1
-    graph = Sampler(m).generate(*draw)
+    draw, sampler = (gpu_prompts(10), 4, 30, 1.0, list(range(0, 49152, 60)), 3, 1), Sampler(m)
+    whole = sampler.generate(*draw)
+    graph = sampler.generate(*draw, top_p=top_p)
+    assert torch.equal(graph.tokens, whole.tokens) == (top_p == 1)
     monkeypatch.setattr(rollout._Batch, "advance", lambda self, size, longest, steps, bar: (
         [self.step(size, -(-self.rollout.tokens.shape[1] // decode.SPLIT)) for _ in range(steps)],
         self.state[3].tolist())[1])
-    eager = Sampler(m).generate(*draw)
+    eager = Sampler(m).generate(*draw, top_p=top_p)
     assert all(torch.equal(a, b) for a, b in zip(graph, eager, strict=True))
     assert len(graph.lengths.unique()) > 5
 

@@ -428,10 +428,11 @@ def test_preflight_changes_nothing_and_says_whether_training_would_work(tiny_cha
         train.Config(preflight=True, resume="some/run")
 
 
-@pytest.mark.parametrize("flags", [dict(data="some.jsonl"), dict(operands="1-9")])
+@pytest.mark.parametrize("flags", [dict(data="some.jsonl"), dict(test="some.jsonl"),
+                                   dict(operands="1-9")])
 def test_a_task_of_ones_own_takes_neither_data_nor_operands(flags):
     """They would be ignored."""
-    with pytest.raises(ValueError, match="--task mine.py makes its problems itself: no --data, no"):
+    with pytest.raises(ValueError, match="--task mine.py makes its .*: no --data, no --test, no --operands"):
         train.Config(task="mine.py", **flags)
 
 
@@ -636,6 +637,7 @@ def test_a_config_that_cannot_be_read_is_named(copy, text, words):
     ("temperature", float("nan"), "nan must be positive"),
     ("max_grad_norm", 0.0, "0.0 would end every gradient at 0"),
     ("temperature", 0.0, "0.0 must be positive"), ("temperature", -1.0, "-1.0 must be positive"),
+    *(("eval_top_p", p, f"{p} must be above 0 and at most 1") for p in (0.0, -0.1, 1.01, float("nan"))),
     ("updates_per_rollout", 3, "--steps 16 must be a multiple of --updates-per-rollout 3"),
     ("loss", "gspo", "needs --correction none or tis")])
 def test_a_config_that_cannot_work_is_refused_by_name_and_value(name, value, words):
@@ -648,6 +650,9 @@ def test_a_config_that_cannot_work_is_refused_by_name_and_value(name, value, wor
 @pytest.mark.parametrize("flags, words", [
     ("--model /nonexistent", "/nonexistent is neither"), ("--resume {tmp}/nowhere", "nowhere"),
     ("--task gsm8k --data {tmp}/missing.jsonl", "missing.jsonl"), ("--task gsm8k", "--data FILE.jsonl"),
+    ("--task gsm8k --test {tmp}/missing.jsonl", "this task needs problems"),
+    ("--task gsm8k --test {tmp}/missing.jsonl --steps 0", "missing.jsonl cannot be read"),
+    ("--test {tmp}/file", "make their own problems and read no file"),
     ("--out {tmp}/file", "file"), ("--loss nonsense", "nonsense"), ("--operands 3", "operands='3'"),
     ("--adapter {tmp}", "adapter_config.json"), ("--group-size 1", "group of 1"),
     ("--max-new-tokens 500", "context of 128")])

@@ -138,6 +138,50 @@ def test_gsm8k_holds_out_a_quarter_of_a_small_file(file):
             tasks.TASKS["gsm8k"](*args)
 
 
+def word_problems(path, numbers):
+    """A file in GSM8K's format with a problem for each number."""
+    path.write_text("".join(f'{{"question": "Is it {n}?", "answer": "#### {n}"}}\n' for n in numbers))
+    return str(path)
+
+
+def asked(problems):
+    return sorted(int(p["question"][6:-1]) for p in problems)
+
+
+def test_all_of_a_test_file_is_held_out_and_none_of_it_trained_on(tmp_path):
+    """10 problems each, of which 8 and 9 are in both."""
+    data, test = (word_problems(tmp_path / f"{n}.jsonl", range(n, n + 10)) for n in (0, 8))
+    task = tasks.tested("gsm8k", test, data)
+    assert asked(task.held_out) == [*range(8, 18)] and asked(task.train) == [*range(8)]
+    assert task.reward(task.held_out[0], task.held_out[0]["answer"], True) == 1
+    assert task.prompt(task.train[0]) == tasks.TASKS["gsm8k"](data).prompt(task.train[0])
+    assert tasks.tested("gsm8k", test, data, trains=False)[:2] == task[:2]
+    again = word_problems(tmp_path / "again.jsonl", range(17, 7, -1))
+    with pytest.raises(ValueError, match="every problem of --data .*again.jsonl is in --test .*8.jsonl: no"):
+        tasks.tested("gsm8k", test, again)
+
+
+def test_without_data_a_test_file_is_read_to_evaluate_and_never_to_train(tmp_path, monkeypatch):
+    """To train, the error is the one that is there without a test file, and comes before that is read."""
+    test = word_problems(tmp_path / "test.jsonl", range(10))
+    task = tasks.tested("gsm8k", test, trains=False)
+    assert task.train == [] and asked(task.held_out) == [*range(10)]
+    for path in (test, "absent.jsonl"):
+        with pytest.raises(ValueError, match="^this task needs problems: give --data"):
+            tasks.tested("gsm8k", path)
+    with pytest.raises(ValueError, match="absent.jsonl cannot be read"):
+        tasks.tested("gsm8k", "absent.jsonl", trains=False)
+    numbers = jsonl(tmp_path / "numbers.jsonl", [{"nums": [i, 2], "target": i + 2} for i in range(9)])
+    made_up = tasks.tested("countdown", str(numbers), operands="1-20")            # that task needs no data
+    assert len(made_up.held_out) == 9 and len(made_up.train) > 1000
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_the_arithmetic_tasks_refuse_a_test_file(trains):
+    with pytest.raises(ValueError, match="data='some.jsonl': the arithmetic tasks make their own problems"):
+        tasks.tested("addition", "some.jsonl", trains=trains)
+
+
 def test_the_command_checks_files_and_shows_a_demo_alone_in_a_folder(file, tmp_path):
     (tmp_path / "alone").mkdir()
     alone = shutil.copy(tasks.__file__, tmp_path / "alone")

@@ -263,7 +263,8 @@ class Script:
     def __init__(self, model, tokenizer, answers):
         self.model, self.tokenizer, self.answers, self.calls = model, tokenizer, answers, []
 
-    def generate(self, prompts, group_size, max_new, temperature, stop_ids, seed, step, first=0, progress=""):
+    def generate(self, prompts, group_size, max_new, temperature, stop_ids, seed, step, first=0, progress="",
+                 top_p=1.0):
         self.calls.append((prompts, group_size, temperature, seed, step, first))
         rows = []
         for prompt, (text, finished) in ((p, self.answers(self.tokenizer.decode(p), temperature))
@@ -307,6 +308,37 @@ def test_evaluation_is_repeatable_and_refuses_noise(tiny_chat):
     assert one | {"rollout_s": 0} == two | {"rollout_s": 0} and 0 < one["eval_sampled"] < 1
     with aqn.noisy_norms(model, .1, 0, 1), pytest.raises(AssertionError, match="noise"):
         train.evaluate(flags, Sampler(model), task, tokenizer, stop_ids)
+
+
+def test_only_the_sampled_answers_of_an_evaluation_are_cut(tiny_chat, tmp_path, monkeypatch):
+    """A step with resampling, mismatch and two evaluations around it: training does not even say top_p."""
+    generate, calls = Sampler.generate, []
+
+    def spy(self, prompts, group_size, new, temperature, stop_ids, seed, step, *rest, **more):
+        calls.append((step, temperature, more.get("top_p")))
+        return generate(self, prompts, group_size, new, temperature, stop_ids, seed, step, *rest, **more)
+    monkeypatch.setattr(Sampler, "generate", spy)
+    train.main(f"--model {tiny_chat} --task addition --steps 1 --prompts 2 --max-new-tokens 4 --rank 4 "
+               f"--resample 1 --device cpu --temperature .7 --eval-top-p .5 --out {tmp_path}".split())
+    assert set(calls) == {(0, .7, None), (-1, 0.0, 1.0), (-1, .7, .5)}
+    assert Counter(step for step, *_ in calls) == {0: 2, -1: 4}
+
+
+def test_the_whole_test_file_is_evaluated_on(tiny_chat, tmp_path, capsys):
+    """--steps 0 reads nothing else; to train, --data is what the banner counts, without what is in both."""
+    def file(name, numbers):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(f'{{"question": "Is it {n}?", "answer": "#### {n}"}}\n' for n in numbers))
+        return path
+    flags = (f"--model {tiny_chat} --task gsm8k --test {file('test', range(37))} --prompts 2 --rank 4 "
+             f"--max-new-tokens 2 --device cpu --out {tmp_path} --name").split()
+    train.main([*flags, "alone", "--steps", "0"])
+    assert "gsm8k: 0 problems to train on, 37 held out; 2 prompts" in capsys.readouterr().out
+    train.main([*flags, "both", "--steps", "1", "--data", str(file("data", range(30, 50)))])
+    assert "gsm8k: 13 problems to train on, 37 held out; 2 prompts" in capsys.readouterr().out
+    for name, evaluations in (("alone", 1), ("both", 2)):
+        records = runs.read(tmp_path / name).values()
+        assert [r["problems"] for r in records if r["kind"] == "eval"] == [37] * evaluations
 
 
 @pytest.mark.parametrize("updates, resample", [(1, 0), (4, 0), (2, 2)])
