@@ -275,7 +275,7 @@ def _cached_attention(qkv, head_norms, cos, sin, k_cache, v_cache, slots, positi
         qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, slots, positions, out, sums, maxima,
         counters, length, Dh**-0.5 * 1.4426950408889634, H, DH=Dh, REP=H // Hkv, SPLIT=SPLIT, TILE=64,
         ROWS=max(16, triton.next_power_of_2(H // Hkv)), HALF=max(16, triton.next_power_of_2(Dh) // 2),
-        **_flags(qkv), num_warps=4, num_stages=2)
+        **_flags(qkv), num_warps=2 if Dh <= 64 else 4, num_stages=3)
     return out
 
 
@@ -298,21 +298,27 @@ def _attention_kernel(qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, 
                       TILE: constexpr, ROWS: constexpr, HALF: constexpr, PDL: constexpr):
     """Grid (Hkv, pieces, B): the REP query heads of one key head over SPLIT positions of one row."""
     h, piece, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    _start(PDL)
+    # before the wait: all but q, k and v, which the kernel before this one writes
     position = tl.load(positions + b).to(tl.int32)
-    if piece * SPLIT > position:
-        return
-    Hkv, last = tl.num_programs(0), position // SPLIT
+    Hkv, last, begin = tl.num_programs(0), position // SPLIT, piece * SPLIT
     head, d, dim = tl.arange(0, ROWS), tl.arange(0, HALF), tl.arange(0, 2 * HALF)
     in_d, in_q = d < DH // 2, (head < REP)[:, None] & (d < DH // 2)[None, :]
     c = tl.load(cos + b * (DH // 2) + d, mask=in_d, other=0.)[None, :]
     s = tl.load(sin + b * (DH // 2) + d, mask=in_d, other=0.)[None, :]
-    qkv += b.to(tl.int64) * (H + 2 * Hkv) * DH
-    q_at = (h * REP + head)[:, None] * DH + d[None, :]
-    q1, q2 = _rotated(qkv, q_at, in_q, q_weight, d, in_d, c, s, eps, DH)
     at = (tl.load(slots + b) * Hkv + h) * length * DH                    # this head's first key in the cache
     k_cache += at
     v_cache += at
+    if PDL:
+        if begin < position:           # the first tile may come to L2 in the meantime, 128 B at a time
+            line = tl.minimum(begin * DH + tl.arange(0, TILE * HALF // 32) * 64, position * DH - 1)
+            line = tl.join(k_cache + line, v_cache + line)
+            tl.inline_asm_elementwise("prefetch.global.L2 [$1];", "=r,l", [line], tl.int32, False, 1)
+    _start(PDL)
+    if begin > position:
+        return
+    qkv += b.to(tl.int64) * (H + 2 * Hkv) * DH
+    q_at = (h * REP + head)[:, None] * DH + d[None, :]
+    q1, q2 = _rotated(qkv, q_at, in_q, q_weight, d, in_d, c, s, eps, DH)
     m, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, 2 * HALF), tl.float32)
     if piece == last:                                     # the new token: its key is here before it is cached
@@ -324,7 +330,7 @@ def _attention_kernel(qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, 
         m = tl.sum(q1.to(tl.float32) * k1.to(tl.float32) + q2.to(tl.float32) * k2.to(tl.float32), 1) * scale
         total += 1.
         acc += v.to(tl.float32)[None, :]
-    for start in range(piece * SPLIT, tl.minimum(piece * SPLIT + SPLIT, position), TILE):
+    for start in range(begin, tl.minimum(begin + SPLIT, position), TILE):
         t = start + tl.arange(0, TILE)
         k_at = t[None, :] * DH + d[:, None]
         live = (t < position)[None, :]

@@ -232,16 +232,24 @@ FUSED_MAX = 256          # rows up to which decoding inside the GEMM beats decod
 TILES = {8: (3, 3, 4), 16: (5, 4, 4), 32: (4, 3, 4), 64: (3, 3, 3), 128: (2, 2, 3)}
 SPLIT_K = {(37888, 3584): {8: (3, 1), 16: (2, 1)}, (27648, 5120): {8: (2, 2), 16: (3, 3)},    # beats the rule
            (5120, 27648): {8: (11, 8), 16: (8, 8), 32: (6, 6), 64: (8, 8), 256: (3, 3)},
-           (5120, 13824): {8: (11, 8)}, (5120, 5120): {256: (3, 3)}, (2048, 11008): {16: (8, 8)}}
+           (5120, 13824): {8: (11, 8)}, (5120, 5120): {256: (3, 3)}, (2048, 11008): {16: (8, 8)},
+           (1152, 896): {8: (3, 3), 16: (3, 3)}, (896, 896): {8: (3, 3), 16: (3, 3)},
+           (576, 1536): {64: (3, 3), 128: (3, 3), 256: (3, 1)}}
 
 
 def _tile(M, N, K, sms, wgmma, deterministic=False, lora=False):
     """→ TILE_M, SPLIT_K, stages. Without wgmma a tile of 64 columns would decode its weights twice."""
-    tile_m = max(16 if deterministic else 8, min(triton.next_power_of_2(M), 128 if wgmma else 32))
-    m = 16 if deterministic else max(8, min(triton.next_power_of_2(M), FUSED_MAX))
-    tiles = triton.cdiv(N, ROWS) * triton.cdiv(m, tile_m)
+    rows, tiles_n = triton.next_power_of_2(M), triton.cdiv(N, ROWS)
+    most = max(16 if deterministic else 8, min(rows, 128 if wgmma else 32))
+    tile_m = min(16, most)
+    # a small weight is decoded once for every few rows, so that all SMs have work
+    while tile_m < most and tiles_n * max(1, K // 2048) * triton.cdiv(M, tile_m) > sms:
+        tile_m *= 2
+    m = 16 if deterministic else max(8, min(rows, FUSED_MAX))
+    tiles = tiles_n * triton.cdiv(m, tile_m)
     split = SPLIT_K.get((N, K), {}).get(m, (TILES[min(m, tile_m)][lora] * sms // tiles,) * 2)[lora]
-    return tile_m, max(1, min(split, 14, K // (2 * COLS))), TILES[tile_m][2]
+    # two steps at least; less than eight are not worth a sum
+    return tile_m, max(1, min(split, 14, K // (2 * COLS) if K >= 8 * COLS else 1)), TILES[tile_m][2]
 
 
 def _fused(x, packed, bias, lora_A, lora_B, splits, scale, deterministic=False, tile=None):
@@ -271,6 +279,11 @@ def _fused(x, packed, bias, lora_A, lora_B, splits, scale, deterministic=False, 
 
 
 # --- the kernels (F32: the same bits in fp32, for Triton's interpreter, which has neither bf16 nor PTX)
+
+@jit
+def _prefetch(line):
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1];", "=r,l", [line], tl.int32, is_pure=False, pack=1)
+
 
 @jit
 def _halves(t, F32: constexpr):
@@ -312,8 +325,7 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
     if PDL:
         if RANK == 0:      # the kernel before makes x. With LoRA it is the one for xa, which waited for x
             # weights never change: their first 8 KB may come to L2 in the meantime
-            line = words + tl.minimum(tl.arange(0, 64), (last - first) * 32 - 1) * 32        # 128 B each
-            tl.inline_asm_elementwise("prefetch.global.L2 [$1];", "=r,l", [line], tl.int32, False, 1)
+            _prefetch(words + tl.minimum(tl.arange(0, 64), (last - first) * 32 - 1) * 32)        # 128 B each
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     w_ptr = words + row[:, None] * 16 + tl.arange(0, 16)[None, :]
@@ -380,15 +392,18 @@ def _sum_splits(acc, sums, counters, R: constexpr, C: constexpr, SPLIT_K: conste
 def _shrink_kernel(x, lora_A, xa, sums, counters, M, R, K, scale, TILE_M: constexpr, SPLIT_K: constexpr,
                    PDL: constexpr, EVEN_K: constexpr, F32: constexpr):
     """xa (M, R) = scale · x @ lora_A.T, transposed and split like the GEMM. Grid (M tiles, R/32, SPLIT_K)."""
-    if PDL:
+    offs_m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
+    offs_r, offs_k, steps = tl.program_id(1) * 32 + tl.arange(0, 32), tl.arange(0, 128), tl.cdiv(K, 128)
+    first, last = tl.program_id(2) * steps // SPLIT_K, (tl.program_id(2) + 1) * steps // SPLIT_K
+    if PDL:                # of A the first two steps come to L2 while the kernel before still makes x
+        line = tl.minimum(first * 128 + tl.arange(0, 4) * 64, K - 1)[None, :]                # 128 B each
+        _prefetch(lora_A + tl.minimum(offs_r, R - 1)[:, None] * K + line)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    offs_m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
-    offs_r, offs_k = tl.program_id(1) * 32 + tl.arange(0, 32), tl.arange(0, 128)
     a_ptr = lora_A + offs_r[:, None] * K + offs_k[None, :]
     x_ptr = x + offs_m[None, :] * K + offs_k[:, None]
-    steps, acc = tl.cdiv(K, 128), tl.zeros((32, TILE_M), tl.float32)
-    for i in range(tl.program_id(2) * steps // SPLIT_K, (tl.program_id(2) + 1) * steps // SPLIT_K):
+    acc = tl.zeros((32, TILE_M), tl.float32)
+    for i in range(first, last):
         in_k = offs_k < (128 if EVEN_K else K - i * 128)
         a = tl.load(a_ptr + i * 128, mask=(offs_r < R)[:, None] & in_k[None, :], other=0.)
         xt = tl.load(x_ptr + i * 128, mask=(offs_m < M)[None, :] & in_k[:, None], other=0.)

@@ -1,11 +1,13 @@
 """Choose TILES and SPLIT_K of fp4_gemm.py on one GPU: python results/gemm_tune.py OUT.jsonl [BENCH.jsonl]
 
+With --small instead: weights that leave SMs without work, in every TILE_M from 16 on; no winners are chosen.
 Every candidate is first compared with the product in float64 (relative error < 2^-8); a wrong one is logged,
 not timed. Kernels are compiled beforehand, in parallel, into Triton's cache. With BENCH.jsonl, bench.py gemm
 follows, with the winners in place.
 
 gemm_splits.jsonl is the log behind SPLIT_K and the CTAs in TILES: every split, with and without LoRA;
 "behind_us" is the time behind an ordinary kernel that writes x, as in a model, that kernel included.
+gemm_small.jsonl, of --small, is the log behind _tile's narrow tiles.
 gemm_tiles.jsonl is the log behind the stages. gemm_rows.jsonl compares, also between the powers of two, the
 kernel of commit 344a185 with the one that took these numbers. gemm_tiles_wide.jsonl is that of a sweep over
 tiles of 64 to 256 rows and 128 or 256 columns, 4 or 8 warps, with the next kernel released early or not:
@@ -32,12 +34,22 @@ import fp4_gemm  # noqa: E402
 STAGES = {8: (4, 6), 16: (4, 5, 6), 32: (3, 4), 64: (3, 4), 128: (3,)}
 
 
-def candidates(M, N, K):
+def wide_candidates(M, N, K):
     """(TILE_M, SPLIT_K, stages): up to 14 splits, at least two steps a CTA and at most 14 CTAs an SM."""
     tile_m = min(128, M)
     tiles = -(-N // 64) * -(-M // tile_m)
     most = max(1, min(14, K // 256, 14 * 132 // tiles))
     return [(tile_m, split, s) for split in range(1, most + 1) for s in STAGES[tile_m]]
+
+
+SMALL = ("135M qkv", "135M o", "135M gate_up", "135M down", "0.5B gate_up", "0.5B down", "7B qkv", "7B o")
+
+
+def narrow_candidates(M, N, K):
+    """(TILE_M, SPLIT_K, stages) of a small weight: every tile, and at most 6 CTAs an SM."""
+    return [(tile_m, split, fp4_gemm.TILES[tile_m][2]) for tile_m in (16, 32, 64, 128) if tile_m <= M
+            for split in (1, 2, 3, 4, 6, 8, 9, 14) if split <= max(1, K // 256)
+            and -(-N // 64) * -(-M // tile_m) * split <= 6 * 132]
 
 
 def compile_one(job):
@@ -71,10 +83,11 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("out")
     parser.add_argument("bench", nargs="?")
+    parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
-    began = time.time()
-    rows = [(name, M) for name, (_, _, Ms) in bench.SHAPES.items()
-            for M in ((8, 16, 32, 64, 128, 256) if len(Ms) > 3 else (8, 16))]
+    began, candidates = time.time(), narrow_candidates if args.small else wide_candidates
+    rows = [(name, M) for name, (_, _, Ms) in bench.SHAPES.items() if name in SMALL or not args.small
+            for M in ((8, 16, 32, 64, 128, 256) if len(Ms) > 3 or args.small else (8, 16))]
     jobs = {(M, tile, K % 128 == 0, -(-K // 128) % 16 == 0, lora) for name, M in rows
             for sizes, K, _ in [bench.SHAPES[name]] for tile in candidates(M, sum(sizes), K)
             for lora in ((), sizes)}
@@ -101,6 +114,13 @@ def main():
                 log.write(json.dumps(record | {"us": us, "error": error}) + "\n")
                 times[with_lora][N, K, M, *tile] = us or float("inf")
     log.close()
+    if args.small:
+        for (N, K, M), t in ((key, t) for key in sorted({k[:3] for k in times[1]}) for t in times):
+            found = sorted((us, k[3:5]) for k, us in t.items() if k[:3] == (N, K, M))
+            rule = fp4_gemm._tile(M, N, K, 132, True, lora=t is times[1])[:2]
+            print((N, K, M), "LoRA " if t is times[1] else "plain", "rule", rule,
+                  *(f"{tile}:{us:.1f}" for us, tile in found[:6]))
+        return
 
     stages = {}
     for tile_m in STAGES:                    # the number of stages that loses least on average

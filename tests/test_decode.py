@@ -143,7 +143,7 @@ def compiled():
     wide, narrow = ([dict(SPLIT=decode.SPLIT, TILE=64, ROWS=16) | more for more in (
         dict(DH=128, REP=7, HALF=64), dict(DH=64, REP=3, HALF=32, q_weight=None, k_weight=None))])
     compile_everywhere(
-        [(decode._attention_kernel, wide, 4, 128, 2), (decode._attention_kernel, narrow, 4, 128, 2),
+        [(decode._attention_kernel, wide, 4, 128, 3), (decode._attention_kernel, narrow, 2, 128, 3),
          (decode._add_norm_kernel, dict(D=8192, TILE=8192), 8, 128, 1),
          (decode._add_norm_backward_kernel, dict(D=8192, TILE=8192), 8, 255, 1),
          (decode._swiglu_kernel, dict(TILE=1024, d_out=None), 4, 64, 1),
