@@ -234,6 +234,7 @@ SPLIT_K = {(37888, 3584): {8: (3, 1), 16: (2, 1)}, (27648, 5120): {8: (2, 2), 16
            (5120, 27648): {8: (11, 8), 16: (8, 8), 32: (6, 6), 64: (8, 8), 256: (3, 3)},
            (5120, 13824): {8: (11, 8)}, (5120, 5120): {256: (3, 3)}, (2048, 11008): {16: (8, 8)},
            (1152, 896): {8: (3, 3), 16: (3, 3)}, (896, 896): {8: (3, 3), 16: (3, 3)},
+           (896, 4864): {16: (8, 8), 32: (8, 8), 64: (4, 4)}, (3584, 3584): {32: (4, 4)},
            (576, 1536): {64: (3, 3), 128: (3, 3), 256: (3, 1)}}
 
 
@@ -241,15 +242,16 @@ def _tile(M, N, K, sms, wgmma, deterministic=False, lora=False):
     """→ TILE_M, SPLIT_K, stages. Without wgmma a tile of 64 columns would decode its weights twice."""
     rows, tiles_n = triton.next_power_of_2(M), triton.cdiv(N, ROWS)
     most = max(16 if deterministic else 8, min(rows, 128 if wgmma else 32))
-    tile_m = min(16, most)
-    # a small weight is decoded once for every few rows, so that all SMs have work
+    # a small weight is decoded once for every few rows, so that all SMs have work; a long row rather split
+    tile_m = min(16 if K < 3584 else 32, most)
     while tile_m < most and tiles_n * max(1, K // 2048) * triton.cdiv(M, tile_m) > sms:
         tile_m *= 2
     m = 16 if deterministic else max(8, min(rows, FUSED_MAX))
     tiles = tiles_n * triton.cdiv(m, tile_m)
-    split = SPLIT_K.get((N, K), {}).get(m, (TILES[min(m, tile_m)][lora] * sms // tiles,) * 2)[lora]
-    # two steps at least; less than eight are not worth a sum
-    return tile_m, max(1, min(split, 14, K // (2 * COLS) if K >= 8 * COLS else 1)), TILES[tile_m][2]
+    # a sum is not worth it where a row has less than eight steps
+    rule = (TILES[min(m, tile_m)][lora] * sms // tiles if K >= 8 * COLS else 1,) * 2
+    split = SPLIT_K.get((N, K), {}).get(m, rule)[lora]
+    return tile_m, max(1, min(split, 14, K // (2 * COLS))), TILES[tile_m][2]
 
 
 def _fused(x, packed, bias, lora_A, lora_B, splits, scale, deterministic=False, tile=None):
