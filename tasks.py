@@ -287,14 +287,13 @@ def tested(name, test, data=None, operands=None, trains=True):
     test, data: JSONL files or datasets. trains False: without data only test is read, and nothing is there to
     train on. ValueError: what the task says of either; every problem of data is in test.
     """
-    given = TASKS[name](data, operands) if trains or data else None
-    task = TASKS[name](test)
-    held_out = task.train + task.held_out
-    asked = set(map(task.prompt, held_out))
+    given = TASKS[name](data, operands) if trains or data or operands else None
+    task = TASKS[name](test, held_out=0)
+    asked = set(map(task.prompt, task.train))
     train = [p for p in given.train + given.held_out if task.prompt(p) not in asked] if given else []
     if given and not train:
         raise ValueError(f"every problem of --data {data} is in --test {test}: none is left to train on")
-    return task._replace(train=train, held_out=held_out)
+    return task._replace(train=train, held_out=task.train)
 
 
 def _split(problems, held_out, source, operands, reward, prompt):
@@ -302,8 +301,9 @@ def _split(problems, held_out, source, operands, reward, prompt):
     if operands:
         raise ValueError(f"operands={operands!r}: with problems from {source} there are no operands")
     problems = list({prompt(problem): problem for problem in problems}.values())
-    if len(problems) < 4:
-        raise ValueError(f"{source} has {len(problems)} problems, too few to hold out a quarter: it takes 4")
+    if len(problems) < (4 if held_out else 1):
+        raise ValueError(f"{source} has {len(problems)} problems, too few: it takes 4, of which one is held "
+                         "out, or 1 to test on")
     held = random.Random(SPLIT_SEED).sample(range(len(problems)), min(held_out, len(problems) // 4))
     kept_apart = set(held)
     return Task([problem for i, problem in enumerate(problems) if i not in kept_apart],

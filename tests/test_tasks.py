@@ -163,7 +163,7 @@ def test_all_of_a_test_file_is_held_out_and_none_of_it_trained_on(tmp_path):
 
 def test_without_data_a_test_file_is_read_to_evaluate_and_never_to_train(tmp_path, monkeypatch):
     """To train, the error is the one that is there without a test file, and comes before that is read."""
-    test = word_problems(tmp_path / "test.jsonl", range(10))
+    test, test_path = word_problems(tmp_path / "test.jsonl", range(10)), tmp_path / "few.jsonl"
     task = tasks.tested("gsm8k", test, trains=False)
     assert task.train == [] and asked(task.held_out) == [*range(10)]
     for path in (test, "absent.jsonl"):
@@ -171,6 +171,13 @@ def test_without_data_a_test_file_is_read_to_evaluate_and_never_to_train(tmp_pat
             tasks.tested("gsm8k", path)
     with pytest.raises(ValueError, match="absent.jsonl cannot be read"):
         tasks.tested("gsm8k", "absent.jsonl", trains=False)
+    for n in (1, 3):                                                  # in the file's order, however few
+        assert tasks.tested("gsm8k", word_problems(test_path, range(n)), trains=False).held_out == [
+            {"question": f"Is it {i}?", "answer": f"#### {i}"} for i in range(n)]
+    with pytest.raises(ValueError, match="few.jsonl has 0 problems, too few"):
+        tasks.tested("gsm8k", word_problems(test_path, range(0)), trains=False)
+    with pytest.raises(ValueError, match="operands='nonsense' must be LOW-HIGH"):
+        tasks.tested("countdown", test, operands="nonsense", trains=False)
     numbers = jsonl(tmp_path / "numbers.jsonl", [{"nums": [i, 2], "target": i + 2} for i in range(9)])
     made_up = tasks.tested("countdown", str(numbers), operands="1-20")            # that task needs no data
     assert len(made_up.held_out) == 9 and len(made_up.train) > 1000
