@@ -212,12 +212,12 @@ def collect(config, sampler, task, tokenizer, stop_ids, step):
     sampled, rewards = Rollout.join(rollouts), torch.tensor(rewards, dtype=torch.float64).flatten()
     seconds = [0.0] * ranks
     seconds[rank] = time.perf_counter() - began
-    count, reward, finished, tokens, groups, extra, *seconds = all_sum(torch.tensor([
+    count, reward, finished, tokens, groups, extra, through, *seconds = all_sum(torch.tensor([
         P * G, rewards.sum(), sampled.finished.sum(), sampled.lengths.sum(), sum(signal), len(drawn) - P,
-        *seconds], dtype=torch.float64)).tolist()
+        sum(part.lengths.sum() for _, part, *_ in drawn), *seconds], dtype=torch.float64)).tolist()
     stats = dict(
         reward=reward / count, signal=groups * G / count, finished=finished / count, length=tokens / count,
-        resampled=int(extra), mismatch=mismatch, rollout_s=max(seconds), rollout_tok_s=tokens / max(seconds))
+        resampled=int(extra), mismatch=mismatch, rollout_s=max(seconds), rollout_tok_s=through / max(seconds))
     if ranks > 1:
         stats["rollout_idle"] = 1 - sum(seconds) / ranks / max(seconds)
     return sampled, rewards, [pair for group in texts for pair in group], stats
@@ -335,8 +335,8 @@ def preflight(config, model, task, tokenizer, stop_ids, run):
     backward(probe, model, sampled, advantages.to(model.device), sampled.logprobs.clone())
     stats["update_s"] = (time.perf_counter() - began) * share
     # compiling and capturing is left out; on a GPU, fewer rows than these take hardly less time
-    stats["rollout_s"] -= sampler.stats["capture_s"]
-    stats["rollout_s"] *= share if model.device.type == "cpu" else max(1, share)
+    sampling = (stats["rollout_s"] - sampler.stats["capture_s"]) / config.updates_per_rollout
+    stats["rollout_s"] = sampling * (share if model.device.type == "cpu" else max(1, share))
     solved = all_sum((rewards > 0).sum()).item() / (probe.prompts * config.group_size)
     return run.preflight(stats | dict(solved=solved, memory_gb=runs.peak_memory_gb()))
 

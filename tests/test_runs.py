@@ -1,6 +1,7 @@
 """python -m pytest tests/test_runs.py"""
 import dataclasses
 import gc
+import itertools
 import json
 import os
 import random
@@ -411,9 +412,10 @@ def test_a_task_of_ones_own_trains_from_an_empty_folder(tiny_chat, tmp_path, mon
     assert (folder / "adapter/adapter_model.safetensors").exists()
 
 
-def test_preflight_changes_nothing_and_says_whether_training_would_work(tiny_chat, tmp_path, capsys):
+def test_preflight_changes_nothing_and_says_whether_training_would_work(
+        tiny_chat, tmp_path, monkeypatch, capsys):
     """Shaped rewards: it would, 0. Times tables, which a random model cannot do: 3, with training's advice.
-    In both cases the folder goes as it came."""
+    In both cases the folder goes as it came. Of a rollout for two steps each takes half the seconds."""
     flags = (*FLAGS, "--model", tiny_chat, "--out", tmp_path, "--name", "run", "--preflight")
     assert main(*flags) == 0
     said = capsys.readouterr().out
@@ -424,6 +426,11 @@ def test_preflight_changes_nothing_and_says_whether_training_would_work(tiny_cha
     said = capsys.readouterr().out
     assert "change: 32 prompts without one group of unequal rewards" in said and "pointless" in said
     assert not (tmp_path / "run").exists()
+    taken, judge = [], runs.Run.preflight
+    monkeypatch.setattr(runs.Run, "preflight", lambda self, r: taken.append(r["rollout_s"]) or judge(self, r))
+    monkeypatch.setattr(train.time, "perf_counter", itertools.count().__next__)
+    assert [main(*flags, "--updates-per-rollout", n) for n in (1, 2)] == [0, 0]
+    assert taken[0] > 0 and taken[1] == taken[0] / 2
     with pytest.raises(ValueError, match="--preflight takes no --resume, but --adapter some/run/adapter"):
         train.Config(preflight=True, resume="some/run")
 

@@ -387,11 +387,12 @@ def test_a_reward_belongs_to_the_prompt_and_the_sample_that_earned_it(tiny_chat)
 def test_resampling_replaces_groups_without_signal_and_counts_them(tiny_chat, monkeypatch, resample):
     """One problem in three tells its answers apart: others are drawn until 4 do, or no draw is left, with
     other random bits."""
-    generate, numbers = Sampler.generate, []
+    generate, numbers, tokens = Sampler.generate, [], []
 
     def spy(self, prompts, *rest, **more):
         numbers.extend(range(rest[-1], rest[-1] + len(prompts) * G))
-        return generate(self, prompts, *rest, **more)
+        tokens.append(int((sampled := generate(self, prompts, *rest, **more)).lengths.sum()))
+        return sampled
 
     monkeypatch.setattr(Sampler, "generate", spy)
     reward = lambda i, g: float(i % 3 == 0 and g == 1)                # noqa: E731
@@ -407,6 +408,7 @@ def test_resampling_replaces_groups_without_signal_and_counts_them(tiny_chat, mo
     assert rewards == [float(i % 3 == 0 and b % G == 1) for b, i in enumerate(asked)]
     assert stats["signal"] == len(live) / 4 and stats["resampled"] == 4 * used
     assert numbers == [*range(4 * G * (used + 1))]
+    assert stats["rollout_tok_s"] * stats["rollout_s"] == pytest.approx(sum(tokens))
     assert {0: len(live) < 4, 9: len(live) == 4 and used > 1}.get(resample, True)
 
 
