@@ -302,9 +302,8 @@ def measure_mismatch(config, model, sampled, rows=8):
 
 
 def evaluate(config, sampler, task, tokenizer, stop_ids):
-    """Held-out problems, clean norms: greedy strict (right and ended), greedy loose (last number right, even
-    in an answer that was cut off), and the mean over sampled answers (pass@1 at the training temperature, of
-    the nucleus of eval_top_p)."""
+    """Held-out problems, clean norms: greedy strict (right and ended), loose (judged as if it had), and the
+    mean over sampled answers (pass@1 at the training temperature, of the nucleus of eval_top_p)."""
     assert not aqn.is_noisy(sampler.model), "evaluation under noise measures another policy"
     rank, ranks = rank_and_count()
     began, right, size = time.perf_counter(), torch.zeros(4, dtype=torch.float64), 32
@@ -318,8 +317,9 @@ def evaluate(config, sampler, task, tokenizer, stop_ids):
                                        -1, start * G, progress="eval", top_p=top_p)
             for b, ids in enumerate(sampled.answers()):
                 text, problem = tokenizer.decode(ids, skip_special_tokens=True), problems[b // G]
-                strict, loose = (task.reward(problem, text, end) for end in (bool(sampled.finished[b]), True))
-                right += torch.tensor([strict, loose, 0, 1] if temperature == 0 else [0, 0, strict / G, 0])
+                reward = task.reward(problem, text, bool(sampled.finished[b]))
+                right += torch.tensor([0, 0, reward / G, 0] if temperature else
+                                      [reward, task.reward(problem, text, True), 0, 1])
     strict, loose, drawn, count = all_sum(right).tolist()
     return dict(eval_greedy=strict / count, eval_greedy_loose=loose / count, eval_sampled=drawn / count,
                 problems=int(count), rollout_s=time.perf_counter() - began)

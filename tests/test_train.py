@@ -286,13 +286,18 @@ def test_evaluate_counts_strict_loose_and_sampled(tiny_chat):
         i = int(prompt.rstrip("=").split(">")[1])
         return ("right?", True) if temperature else (f"{'a' if i < 20 else 'i'} {i}", i % 2 == 0 or i >= 20)
     model, tokenizer, stop_ids = world(tiny_chat)
-    task = Task([], [{"i": i} for i in range(40)], lambda p: str(p["i"]),
-                lambda p, text, finished: float(finished and (text == f"a {p['i']}" or "?" in text)))
+    judged = []
+
+    def reward(problem, text, finished):
+        judged.append(text)
+        return float(finished and (text == f"a {problem['i']}" or "?" in text))
+    task = Task([], [{"i": i} for i in range(40)], lambda p: str(p["i"]), reward)
     sampler, flags = Script(model, tokenizer, answers), config(eval_samples=3, seed=7)
     twice = [train.evaluate(flags, sampler, task, tokenizer, stop_ids) for _ in range(2)]
     for got in twice:
         shares = [got[k] for k in ("eval_greedy", "eval_greedy_loose", "eval_sampled")]
         assert shares == pytest.approx([.25, .5, 1], abs=1e-6) and got["problems"] == 40     # thirds in fp32
+    assert sum("?" in text for text in judged) == 2 * 40 * 3          # a sampled answer is judged once
     half = len(sampler.calls) // 2
     assert sampler.calls[:half] == sampler.calls[half:]               # the same bits at every evaluation
     assert {(seed, step) for *_, seed, step, _ in sampler.calls} == {(7, -1)}      # and none of training's
