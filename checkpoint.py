@@ -262,8 +262,8 @@ def export(source, destination, format, adapter="", quant="", merge=False):
     if not adapter and (merge or format == "adapter"):
         raise ValueError(f"{source} has no adapter: name a run's folder, or an adapter's with --adapter")
     if layout and quant == "bf16" and not merge:
-        raise ValueError("the adapter was trained on weights that were not quantised: take --format bf16, or "
-                         "quantise them under it with --quant nvfp4, or quantise the sum with --merge")
+        raise ValueError("--quant bf16, or a run that had it, has no 4 bits to write: take --format bf16, or "
+                         "quantise the base with --quant nvfp4, or its sum with the adapter with --merge")
     shape = _readable(Path(adapter) / "adapter_config.json") if adapter else {}
     shape = shape.get("r", 1), shape.get("lora_alpha", 1)
     base_name, source, quant = place if layout else source, open(source), quant or "nvfp4"

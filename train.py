@@ -99,7 +99,7 @@ class Config:
             if getattr(self, name) not in allowed and not (name == "task" and self.task.endswith(".py")):
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be one of "
                                  f"{', '.join(allowed)}")
-        least = dict(steps=0, warmup=0, resample=0, overlong_cache=0, sigma_stages=3) | dict.fromkeys(
+        least = dict(steps=0, warmup=0, resample=0, overlong_cache=0, beta=0, sigma_stages=3) | dict.fromkeys(
             ("prompts", "group_size", "max_new_tokens", "updates_per_rollout", "eval_every", "eval_samples",
              "save_every", "samples_every", "mismatch_every", "micro_tokens", "rank", "alpha"), 1)
         for name, bound in least.items():
