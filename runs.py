@@ -328,7 +328,7 @@ def line(record):
     r = {k: float("nan") if v is None else v for k, v in record.items()}
     if r["kind"] == "eval":
         return (f"eval after {r['step']:4d} steps | greedy {r['eval_greedy']:.2f} right and ended, "
-                f"{r['eval_greedy_loose']:.2f} last number right | sampled {r['eval_sampled']:.2f} | "
+                f"{r['eval_greedy_loose']:.2f} right, ended or not | sampled {r['eval_sampled']:.2f} | "
                 f"{r['rollout_s']:.1f}s")
     text = (f"step {r['step']:4d} | reward {r['reward']:.2f} | signal {r['signal']:.0%} | "
             f"finished {r['finished']:.0%} | len {r['length']:.1f} | entropy {r['entropy']:.2f} | "
@@ -347,7 +347,7 @@ def plot(folders, path):
     curves = (  # axis, kind of record, key, label, style
         (0, "step", "reward", "training reward", dict(alpha=0.4)),
         (0, "eval", "eval_greedy", "held out: right and ended", dict(marker="o")),
-        (0, "eval", "eval_greedy_loose", "held out: last number right",
+        (0, "eval", "eval_greedy_loose", "held out: right, ended or not",
          dict(marker="s", linestyle="--", mfc="none")),
         (1, "step", "entropy", "entropy", dict()),
         (2, "step", "kl_noise", "KL(noisy ‖ clean), nats a token", dict(marker=".")),
