@@ -48,8 +48,8 @@ class Run:
     quiet: a rank that neither prints nor writes.
     """
 
-    def __init__(self, config, resume=False, quiet=False):
-        """ValueError: the folder holds a run already and resume is off, or another process writes to it."""
+    def __init__(self, config, quiet=False):
+        """ValueError: the folder holds a run already, without --resume, or another process writes to it."""
         self.folder = Path(config.resume or Path(config.out) / (
             config.name or f"{Path(config.task).stem}-{time.strftime('%m%d-%H%M%S')}"))
         self.config, self.quiet, self.done, self.warned = config, quiet, 0, set()
@@ -66,16 +66,16 @@ class Run:
         except BlockingIOError:
             raise ValueError(f"another process is writing to {self.folder}: "
                              "two runs cannot share a folder") from None
-        if not resume and self.metrics.seek(0, os.SEEK_END):
+        if not config.resume and self.metrics.seek(0, os.SEEK_END):
             raise ValueError(f"{self.folder} holds a run already: go on with --resume {self.folder}, "
                              "or take another --name")
         self.segment = 1 + max((r["segment"] for r in read(self.folder).values()), default=-1)
 
-    def banner(self, config, model, task, seconds):
+    def banner(self, model, task, seconds):
         """What is about to run, in three lines."""
         if self.quiet:
             return
-        learned = sum(p.numel() for p in model.parameters())
+        config, learned = self.config, sum(p.numel() for p in model.parameters())
         print(f"{config.model}: {config.quant}, loaded in {seconds:.0f}s on {model.device}, "
               f"{learned / 1e6:.1f} M adapter weights learn\n"
               f"{config.task}: {len(task.train)} problems to train on, {len(task.held_out)} held out; "
@@ -105,7 +105,7 @@ class Run:
                                    advantage=advantages[b], segment=self.segment))
                 print(f"    {which:5} {rewards[b]:+.2f}  {prompt!r} → {answer!r}", flush=True)
 
-    def save(self, model, optimizer, base_name):
+    def save(self, model, optimizer):
         """Write adapter and optimizer as they are after `done` steps, each file whole or not at all.
 
         A model that is not whole is not saved: the checkpoint before it holds.
@@ -120,7 +120,7 @@ class Run:
         metadata = {"step": str(self.done), "sha256": _digest(tensors, self.done)}
         # the checkpoint last: dying in between, the steps since the one before are replayed and saved again
         with self.writing("checkpoint"):
-            lora.save_adapter(model, self.folder / "adapter", base_name)
+            lora.save_adapter(model, self.folder / "adapter", self.config.model)
             _replace(self.checkpoint, lambda p: save_file(tensors, p, metadata=metadata),
                      keep=None if self.damaged else self.previous)
         self.damaged = False

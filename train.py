@@ -160,12 +160,12 @@ def train(config, model, task, tokenizer, stop_ids, run):
                     run.sample(step, texts, rewards.tolist(), advantages.tolist())
                 run.warn(history)
                 if due(config, config.save_every, run.done) or run.done >= config.steps:
-                    run.save(model, optimizer, config.model)
+                    run.save(model, optimizer)
                 run.stop_if_diverged(history, sampled, advantages)
         run.log("eval", config.steps, evaluate(config, sampler, task, tokenizer, stop_ids))
     except (KeyboardInterrupt, SystemExit, ValueError, torch.OutOfMemoryError) as stop:
         if run.done > first:
-            run.save(model, optimizer, config.model)
+            run.save(model, optimizer)
         if isinstance(stop, torch.OutOfMemoryError):
             raise ValueError(run.out_of_memory(phase)) from stop
         raise
@@ -396,13 +396,13 @@ def main(arguments):
         task = own(config.task) if config.task.endswith(".py") else TASKS[config.task](*given)
     began = time.perf_counter()
     source = checkpoint.open(config.model)
-    run = runs.Run(config, resume=bool(config.resume), quiet=rank_and_count()[0] > 0)
+    run = runs.Run(config, quiet=rank_and_count()[0] > 0)
     tokenizer, stop_ids = source.tokenizer(), source.stop_ids()
     model = load(source, config.quant, config.rank, config.alpha, device, config.seed)
     model.gradient_checkpointing = config.gradient_checkpointing
     if config.adapter and not run.saved():
         lora.load_adapter(model, config.adapter)
-    run.banner(config, model, task, time.perf_counter() - began)
+    run.banner(model, task, time.perf_counter() - began)
     if config.preflight:
         code = preflight(config, model, task, tokenizer, stop_ids, run)
         leave_ranks()

@@ -160,7 +160,7 @@ def test_a_write_that_fails_midway_leaves_the_old_file(tiny_chat, tmp_path, monk
     model = train.load(str(tiny_chat), "nvfp4", 4, 32)
     optimizer = torch.optim.AdamW(model.parameters())
     run = runs.Run(train.Config(out=str(tmp_path), name="run"))
-    run.save(model, optimizer, "tiny")
+    run.save(model, optimizer)
 
     def full(tensors, path, metadata):
         Path(path).write_bytes(b"half a file")
@@ -171,7 +171,7 @@ def test_a_write_that_fails_midway_leaves_the_old_file(tiny_chat, tmp_path, monk
         before = (run.folder / name).read_bytes()
         with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
             patch.setattr(module, "save_file", full)
-            run.save(model, optimizer, "tiny")
+            run.save(model, optimizer)
         assert (run.folder / f"{name}.tmp").read_bytes() == b"half a file"
         assert (run.folder / name).read_bytes() == before
         assert all(load_file(p) for p in run.folder.rglob("*.safetensors"))
@@ -545,9 +545,9 @@ def test_a_folder_holds_one_run_and_one_writer(whole, start, tmp_path, capsys):
     with pytest.raises(ValueError, match="holds a run already: go on with --resume .*whole"):
         runs.Run(again)
     config = dataclasses.replace(again, resume=str(whole), rank=4)
-    first = runs.Run(config, resume=True)
+    first = runs.Run(config)
     with pytest.raises(ValueError, match="another process is writing to .*whole"):
-        runs.Run(config, resume=True)
+        runs.Run(config)
     del first
     (whole / "config.json").write_bytes(before[1])
     assert (whole / "metrics.jsonl").read_bytes() == before[0]
