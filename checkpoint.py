@@ -113,8 +113,7 @@ class Source:
         ids = [self.config.eos_token_id]
         if (self.folder / "generation_config.json").is_file():
             ids.append(GenerationConfig.from_pretrained(self.folder).eos_token_id)
-        flat = {i for e in ids for i in (e if isinstance(e, list) else [e]) if i is not None}
-        return sorted(flat)
+        return sorted({i for e in ids for i in (e if isinstance(e, list) else [e]) if i is not None})
 
 
 class Safetensors(Source):

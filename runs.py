@@ -86,7 +86,7 @@ class Run:
         """Append a record and print its line. kind: "step" or "eval"; step: optimizer steps before it."""
         if self.quiet:
             return
-        record = {"kind": kind, "step": step, **{k: _rounded(v) for k, v in record.items()},
+        record = {"kind": kind, "step": step, **{k: rounded(v) for k, v in record.items()},
                   "segment": self.segment}
         with self.writing("metrics.jsonl"):
             append(self.metrics, record)
@@ -435,9 +435,9 @@ def _reason(error):
     return getattr(error, "strerror", None) or (str(error) or type(error).__name__).splitlines()[0]
 
 
-def _rounded(value):
+def rounded(x, digits=6):
     """Six digits are enough; NaN and infinity, which JSON does not have, are None."""
-    return value if not isinstance(value, float) else float(f"{value:.6g}") if math.isfinite(value) else None
+    return x if not isinstance(x, float) else float(f"{x:.{digits}g}") if math.isfinite(x) else None
 
 
 if __name__ == "__main__":

@@ -389,7 +389,7 @@ def main(arguments):
     device = join_ranks(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if config.prompts % rank_and_count()[1]:
         raise ValueError(f"--prompts {config.prompts} must be a multiple of the {rank_and_count()[1]} ranks")
-    given = config.data or None, config.operands or None
+    given = config.data, config.operands
     if config.test:
         task = tested(config.task, config.test, *given, trains=bool(config.steps or config.preflight))
     else:

@@ -242,11 +242,10 @@ class Record(runs.Run):
     def load(self, model, optimizer):
         return 0
 
-    def stop_if_diverged(self, *shown):
+    def stop_if_diverged(self, history, sampled, advantages):
         """It does not stop: skipped steps are a result. But here the loop shows all of a step's answers, and
         the mean −ln π of their tokens is the entropy of the policy that sampled, noise on; "entropy" is that
         of the clean one, on the answers that were trained on."""
-        *_, sampled, _ = shown
         nats = sampled.logprobs.sum() / sampled.lengths.sum()
         self.records["step"][-1]["surprise"] = -nats.item()
 
@@ -269,12 +268,14 @@ def measure(job, loud=False, device="", problems=(CURVE, FINAL), correction="non
     else:
         run = Record(config, loud)
         train.train(config, model, curve, tokenizer, stop_ids, run)
-        record |= {k: [rounded(r[k]) for r in run.records["step"]] for k in (
+        # four digits: a reward is a multiple of 1/256
+        record |= {k: [runs.rounded(r[k], 4) for r in run.records["step"]] for k in (
             "reward", "surprise", "entropy", "kl_noise", "sigma", "length", "finished", "signal")}
-        record["eval"] = {k: [rounded(r[name]) for r in run.records["eval"]] for k, name in (
+        record["eval"] = {k: [runs.rounded(r[name], 4) for r in run.records["eval"]] for k, name in (
             ("step", "step"), ("greedy", "eval_greedy"), ("sampled", "eval_sampled"))}
         last = train.evaluate(config, Sampler(model), task, tokenizer, stop_ids)
-        record["final"] = {k: rounded(last[f"eval_{k}"]) for k in ("greedy", "greedy_loose", "sampled")}
+        record["final"] = {k: runs.rounded(last[f"eval_{k}"], 4)
+                           for k in ("greedy", "greedy_loose", "sampled")}
         record["skipped"] = sum(r.get("skipped", 0) for r in run.records["step"])
     name = torch.cuda.get_device_name() if device.startswith("cuda") else device
     return record | dict(seconds=round(time.perf_counter() - began, 1), device=name, torch=torch.__version__)
@@ -292,14 +293,7 @@ def entropy(config, model, task, tokenizer, stop_ids):
         _, nats = model.logprobs(part.tokens, part.prompt_lengths, part.lengths, config.temperature)
         total[rows] = nats.sum(1).cpu()
     total, tokens = (t.view(len(prompts), -1).sum(1) for t in (total, sampled.lengths.cpu()))
-    return [rounded(v) for v in (total / tokens).tolist()]
-
-
-def rounded(value):
-    """Four digits: a reward is a multiple of 1/256. NaN, which JSON does not have, is None."""
-    if not isinstance(value, float):
-        return value
-    return float(f"{value:.4g}") if math.isfinite(value) else None
+    return [runs.rounded(v, 4) for v in (total / tokens).tolist()]
 
 
 # --- many runs

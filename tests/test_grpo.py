@@ -187,12 +187,6 @@ def test_a_masked_row_counts_neither_above_nor_below(kind):
     assert alone == 0 and grpo.normalizer(kind, LENGTHS[~keep], MAX) == 0
 
 
-def test_each_normalizer_is_what_decision_6_says():
-    """20 tokens in 5 rows of at most 6: Σ lengths, rows, rows · max_new_tokens."""
-    assert {kind: grpo.normalizer(kind, LENGTHS, MAX).item() for kind in LOSSES} == \
-        {"dapo": 20, "cispo": 20, "grpo": 5, "gspo": 5, "dr_grpo": 30}
-
-
 def test_importance_weights_are_capped_and_carry_no_gradient():
     """min(π_old / π_sampler, 2): ½, 1, 1.9, 5 → ½, 1, 1.9, 2; in the loss weights are constants."""
     old = torch.tensor([.5, 1, 1.9, 5], dtype=torch.float64).log().requires_grad_()
@@ -219,11 +213,9 @@ def test_the_soft_overlong_penalty_of_dapo():
     assert got.tolist() == [0, 0, 0, -.25, -.5, -.75, -1, -1]
 
 
-def test_the_end_token_is_trained_and_the_first_step_moves_lora_b(tmp_path):
-    """An answer of 3 tokens and the end token, which is also the padding: 4 in the mask, 4 gradients.
-
-    Nothing has moved, so the loss is 0; the gradient and lora_B after a step are not.
-    """
+def test_the_end_token_is_trained(tmp_path):
+    """An answer of 3 tokens and the end token, which is also the padding: 4 in the mask, 4 gradients. Nothing
+    has moved, so the loss is 0; the gradient is not."""
     tiny_checkpoint(tmp_path)
     model = decoder.load(str(tmp_path), quant="bf16", rank=2, alpha=2)
     end = 2                                          # conftest's eos_token_id and pad_token_id
@@ -234,17 +226,5 @@ def test_the_end_token_is_trained_and_the_first_step_moves_lora_b(tmp_path):
     logprobs, _ = model.logprobs(tokens, prompts, lengths, temperature=1.0)
     adv = torch.tensor([1.0, -2.0])                       # so that Σ A · length = 0
     loss, _ = grpo.policy_loss(logprobs, logprobs, adv, mask, 6)
-    grad, = torch.autograd.grad(loss, logprobs, retain_graph=True)
+    grad, = torch.autograd.grad(loss, logprobs)
     assert torch.equal(grad != 0, mask) and grad[0, 6] == pytest.approx(-1 / 6) and loss.abs() < 1e-7
-    loss.backward()
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    assert all(p.abs().max() > 0 for name, p in model.named_parameters() if name.endswith("lora_B"))
-
-
-def test_the_entropy_of_uniform_logits_is_ln_v():
-    """Whatever was drawn, at every temperature; −ln V for the token itself. fp32 holds 4.57 to 2.4e-7."""
-    hidden, head = torch.randn(5, 8), torch.zeros(97, 8)
-    for temperature in (1.0, .7):
-        logprobs, entropy = decoder.ChunkedLogprobs.apply(
-            hidden, torch.arange(5), lambda h: h @ head.T, head, temperature)
-        assert (entropy - math.log(97)).abs().max() < 1e-5 and (logprobs + math.log(97)).abs().max() < 1e-5
