@@ -8,9 +8,9 @@ too, have one for the gradient. Attention over whole rows is torch's.
     the norm of x + the       rope, cache write,      what stands in brackets is a matrix product
     branch that just ended    split-KV attention      of fp4_gemm.py, with its LoRA
 
-A decode step has a few hundred kernels that each take a few microseconds, so the time between two of them
-counts. Every kernel here begins with `_start`: it may be launched while the one before it still runs (PDL,
-programmatic dependent launch), loads what nobody writes, waits, and lets the next one come.
+A decode step has a few hundred kernels of a few microseconds, so the time between two of them counts. Each
+may start before the one in front has ended (PDL, programmatic dependent launch): it loads what that one does
+not write (attention: positions, slots, cos, sin), waits, and lets the next one come.
 
 Attention reads a row's own length from the GPU: one captured graph serves every length. A program takes 256
 cached positions of one row and one key head, with all the query heads that share it; the last to finish adds
@@ -298,7 +298,7 @@ def _attention_kernel(qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, 
                       TILE: constexpr, ROWS: constexpr, HALF: constexpr, PDL: constexpr):
     """Grid (Hkv, pieces, B): the REP query heads of one key head over SPLIT positions of one row."""
     h, piece, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # before the wait: all but q, k and v, which the kernel before this one writes
+    # before the wait: what was written before this layer's norm, whose end those in front have awaited
     position = tl.load(positions + b).to(tl.int32)
     Hkv, last, begin = tl.num_programs(0), position // SPLIT, piece * SPLIT
     head, d, dim = tl.arange(0, ROWS), tl.arange(0, HALF), tl.arange(0, 2 * HALF)
