@@ -4,8 +4,8 @@ Random numbers are Philox-4x32-10 (Salmon et al., SC 2011), as in tl.philox: a f
 with no state. The counter is (vocabulary id / 4, position, sequence number, step), the key is the seed. So a
 sample depends neither on its neighbours in the batch nor on the order in which sequences finish.
 
-Every function has its plain torch lines: the meaning, on any device. On a GPU without autograd all but
-`nucleus` launch kernels to the same result; each may begin while the one before still runs (programmatic
+Every function is plain torch lines: the meaning, on any device. On a GPU without autograd `sample` and
+`append` launch kernels to the same result; each may begin while the one before still runs (programmatic
 dependent launch).
 
 Needs: torch; on a GPU also triton.
@@ -72,7 +72,7 @@ def nucleus(logits, temperature, top_p):
 
 def _sample(logits, temperature, seed, step, sequence, position):
     """Two passes: each tile's maximum, sum of exponentials and winner; then the row's."""
-    B, V = logits.shape
+    (B, V), logits = logits.shape, logits.contiguous()
     tiles = triton.cdiv(V, VOCAB_TILE)
     found = logits.new_empty(B, 4, tiles, dtype=torch.float32)
     winner, token = sequence.new_empty(B, tiles), torch.empty_like(sequence)
@@ -139,11 +139,11 @@ def noise(V, seed, step, sequence, position):
     return uniform.log_().neg_().log_().neg_()
 
 
-def philox(seed, c0, c1, c2, c3, rounds=10):
-    """Philox-4x32: int64 tensors that broadcast, each holding one 32-bit word of the counter → four words."""
+def philox(seed, c0, c1, c2, c3):
+    """Philox-4x32-10: int64 tensors that broadcast, each one 32-bit word of the counter → four words."""
     low = 0xFFFFFFFF
     key0, key1 = seed & low, (seed >> 32) & low
-    for _ in range(rounds):
+    for _ in range(10):
         # int64 wraps, so that the product's upper word may come out negative: the mask repairs it
         a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = ((b >> 32) & low) ^ c1 ^ key0, b & low, ((a >> 32) & low) ^ c3 ^ key1, a & low

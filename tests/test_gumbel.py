@@ -180,6 +180,9 @@ def interpreted():
             assert torch.equal(ours[0], plain[0])
             # sums of 9001 exponentials
             torch.testing.assert_close(ours[1], plain[1], atol=1e-5, rtol=0)
+    one = logits[:1].expand(4, -1)                                   # rows of one memory
+    ours, plain = (draw(one, 0.7, 5, 1, sequence, position) for draw in (gumbel._sample, gumbel.sample))
+    assert torch.equal(ours[0], plain[0])
     # whole tiles that are cut off: in the middle, all but the last, all but the first
     for low, high in ((4096, 8192), (0, 8192), (4096, 9001)):
         cut = logits.clone()
