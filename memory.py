@@ -44,10 +44,10 @@ MODELS = {
 def config(shape):
     """transformers' config of a name in MODELS."""
     D, layers, H, Hkv, F, V, tied = MODELS[shape]
-    name = "Llama" if shape == "135m" else "Qwen2"
+    name, context = ("Llama", 8192) if shape == "135m" else ("Qwen2", 32768)
     return getattr(transformers, f"{name}Config")(
         hidden_size=D, num_hidden_layers=layers, num_attention_heads=H, num_key_value_heads=Hkv,
-        intermediate_size=F, vocab_size=V, tie_word_embeddings=tied, max_position_embeddings=32768,
+        intermediate_size=F, vocab_size=V, tie_word_embeddings=tied, max_position_embeddings=context,
         architectures=[f"{name}ForCausalLM"])
 
 
@@ -119,9 +119,10 @@ def main(arguments):
     args = parser.parse_args(arguments)
     c = config(args.model) if args.model in MODELS else checkpoint.open(args.model).config
     length = args.prompt_length + args.max_new_tokens
-    if not min(args.prompt_length, args.max_new_tokens) > 0 < length <= c.max_position_embeddings:
-        raise ValueError(f"--prompt-length {args.prompt_length} and --max-new-tokens {args.max_new_tokens} "
-                         f"must be at least 1 and fit the model's context of {c.max_position_embeddings}")
+    if not min(args.rank, args.prompt_length, args.max_new_tokens) > 0 < length <= c.max_position_embeddings:
+        raise ValueError(f"--rank {args.rank}, --prompt-length {args.prompt_length} and --max-new-tokens "
+                         f"{args.max_new_tokens} must be at least 1 and the last two fit the model's context "
+                         f"of {c.max_position_embeddings}")
     room = args.memory_gb * 1e9 - 1e9                        # the context, and the allocator's gaps
 
     def bytes_of(slots, micro_tokens, length=length):
@@ -133,7 +134,7 @@ def main(arguments):
                         ("rollout, one answer at a time", least.rollout),
                         ("update, one answer at a time", least.update)):
         print(f"{name:>30} {value / 1e9:8.2f} GB")
-    if least.peak > room:
+    if not least.peak <= room:                               # NaN, too, is too little
         raise ValueError(f"--memory-gb {args.memory_gb:g} is too little: one answer of {length} tokens needs "
                          f"{(least.peak + 1e9) / 1e9:.1f} GB; lower --max-new-tokens or --rank, "
                          "or take a smaller model")

@@ -80,8 +80,11 @@ def test_the_command_prints_a_plan_and_refuses_what_does_not_fit(tiny, capsys):
     with pytest.raises(ValueError, match="--memory-gb 1.2 is too little: one answer of 50 tokens needs"):
         memory.main([*arguments, "--memory-gb", "1.2"])
     for new in ("0", "109"):
-        with pytest.raises(ValueError, match=f"--max-new-tokens {new} must be at least 1 and fit .* of 128"):
+        with pytest.raises(ValueError, match=f"--max-new-tokens {new} must be at least 1 and .* of 128"):
             memory.main([*arguments, "--max-new-tokens", new])
+    for flag, value in (("--rank", "0"), ("--memory-gb", "nan")):
+        with pytest.raises(ValueError, match=f"{flag} {value}"):
+            memory.main([*arguments, flag, value])
 
 
 @pytest.mark.gpu
