@@ -92,35 +92,43 @@ def run_alone(function, interpret):
     assert run.returncode == 0 and run.stdout.endswith("done\n"), run.stderr[-3000:]
 
 
-def compile_everywhere(jobs, names_of, aligned):
-    """Registers without spills, shared memory within each generation's limit, and a wait in every kernel.
+# compute capability → the most shared memory that a CTA may have
+SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 
-    jobs: (kernel, constants, warps, most registers: 65536 / 32 / warps / programs on an SM, stages) each.
+
+def build(kernel, cc, constants, names_of, aligned, warps=4, stages=3, registers=255):
+    """→ the PTX and SASS of a kernel; no spills, no more registers or shared memory than there may be.
+
     names_of: a type → the arguments that have it; others are i32. aligned: integers that are multiples of 16.
     """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     types = {name: kind for kind, names in names_of.items() for name in names.split()}
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
+    attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names)
+             if signature[n][0] == "*" or n in aligned}
+    made = triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs),
+                          target=GPUTarget("cuda", cc, 32),
+                          options=dict(num_warps=warps, num_stages=stages, launch_pdl=cc >= 90))
     cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    for generation, shared in ((80, 166912), (90, 232448), (100, 232448), (120, 101376)):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(made.asm["cubin"])
+        cubin.flush()
+        usage, sass = (subprocess.run([cuobjdump, flag, cubin.name], capture_output=True, text=True,
+                                      check=True).stdout for flag in ("-res-usage", "-sass"))
+    used = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    fits = used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= registers
+    assert fits and made.metadata.shared <= SHARED[cc], (cc, kernel, constants, used, made.metadata.shared)
+    return made.asm["ptx"], sass
+
+
+def compile_everywhere(jobs, names_of, aligned):
+    """And a wait in every kernel. jobs: (kernel, constants, warps, most registers: 65536 / 32 / warps /
+    programs on an SM, stages) each; the rest as above."""
+    for cc in (80, 90, 100, 120):
         for kernel, constants, warps, registers, stages in jobs:
-            constants = constants | dict(PDL=generation >= 90)
-            signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
-            attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names)
-                     if signature[n][0] == "*" or n in aligned}
-            options = dict(num_warps=warps, num_stages=stages)
-            if generation >= 90:
-                options["launch_pdl"] = True
-            source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-            made = triton.compile(source, target=GPUTarget("cuda", generation, 32), options=options)
-            assert made.metadata.shared <= shared, (generation, kernel, made.metadata.shared)
-            with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-                cubin.write(made.asm["cubin"])
-                cubin.flush()
-                usage = subprocess.run([cuobjdump, "-res-usage", cubin.name], capture_output=True, text=True)
-            used = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout)}
-            fits = used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= registers
-            assert fits, (generation, kernel, used)
-            waits = made.asm["ptx"].count("griddepcontrol.wait")
-            assert waits == (generation >= 90), f"{kernel}: one that does not wait lets the next overtake"
+            ptx, _ = build(kernel, cc, constants | dict(PDL=cc >= 90), names_of, aligned, warps, stages,
+                           registers)
+            waits = ptx.count("griddepcontrol.wait")
+            assert waits == (cc >= 90), f"{kernel}: one that does not wait lets the next overtake"

@@ -1,13 +1,10 @@
 """python -m pytest tests/test_fp4_gemm.py -q          (add -m gpu on a GPU)"""
 import itertools
 import re
-import subprocess
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import run_alone
+from conftest import SHARED, build, run_alone
 
 import fp4_gemm
 
@@ -192,53 +189,24 @@ def interpreted():
 
 
 def compiled():
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-
-    def build(kernel, cc, stages, **consts):
-        pointers = dict.fromkeys(("words", "scales", "counters"), "*i32")
-        pointers |= dict.fromkeys(("global_scales", "sums"), "*fp32")
-        signature = {}
-        for name in kernel.arg_names:
-            kind = pointers.get(name, "*bf16") if name in POINTERS else "fp32" if name == "scale" else "i32"
-            signature[name] = "constexpr" if name in consts else kind
-        aligned = {(i,): [["tt.divisibility", 16]] for i, (name, kind) in enumerate(signature.items())
-                   if kind[0] == "*" or name in "NKR"}
-        made = triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=consts, attrs=aligned),
-                              target=GPUTarget("cuda", cc, 32),
-                              options={"num_stages": stages, "launch_pdl": cc >= 90})
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
-            f.write(made.asm["cubin"])
-            f.flush()
-            usage, sass = (subprocess.run([tools / "cuobjdump", flag, f.name], capture_output=True, text=True,
-                                          check=True).stdout for flag in ("-res-usage", "-sass"))
-        registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-        assert registers <= 255 and stack == 0, f"sm_{cc} {kernel.__name__} {consts}: {usage}"
-        assert made.metadata.shared <= SHARED[cc], f"sm_{cc} {kernel.__name__}: {made.metadata.shared} bytes"
-        return sass
-
+    names_of = {"*i32": "words scales counters", "*fp32": "global_scales sums", "fp32": "scale",
+                "*bf16": "x xa lora_A lora_B y out"}
     for cc in SHARED:
         common = {"EVEN_K": True, "F32": False, "PDL": cc >= 90}
         for M in (1, 16, 32, 64, 128):
             tile_m, split, stages = fp4_gemm._tile(M, 4608, 3584, 132, cc in (90, 100))
-            sass = build(fp4_gemm._linear_kernel, cc, stages, TILE_M=tile_m, SPLIT_K=split, RANK=32,
-                         SPLITS=(3584, 512, 512), bias=None, **common)
-            build(fp4_gemm._linear_kernel, cc, stages, TILE_M=tile_m, SPLIT_K=split, RANK=0, SPLITS=(),
-                  bias=None, xa=None, lora_B=None, **common)
+            tile = {"TILE_M": tile_m, "SPLIT_K": split, "bias": None} | common
+            with_lora = tile | {"RANK": 32, "SPLITS": (3584, 512, 512)}
+            _, sass = build(fp4_gemm._linear_kernel, cc, with_lora, names_of, "NKR", stages=stages)
+            without = tile | {"RANK": 0, "SPLITS": (), "xa": None, "lora_B": None}
+            build(fp4_gemm._linear_kernel, cc, without, names_of, "NKR", stages=stages)
             if cc == 90:
                 loop = main_loop(sass)
                 per_weight = len(loop) * 32 * 4 / (64 * 128)
                 assert 2 < per_weight < 4, f"M={M}: {per_weight:.2f} instructions a weight in the main loop"
                 check_registers_of_wgmma(loop, M >= 16)
-        build(fp4_gemm._shrink_kernel, cc, 3, TILE_M=16, SPLIT_K=14, **common)
-        build(fp4_gemm._dequantize_kernel, cc, 3, F32=False)
-
-
-POINTERS = {"x", "words", "scales", "global_scales", "xa", "lora_A", "lora_B", "y", "sums", "counters", "out"}
-# the most shared memory that a CTA may have
-SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+        build(fp4_gemm._shrink_kernel, cc, {"TILE_M": 16, "SPLIT_K": 14} | common, names_of, "NKR")
+        build(fp4_gemm._dequantize_kernel, cc, {"F32": False}, names_of, "NKR")
 
 
 def main_loop(sass):
