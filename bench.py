@@ -225,7 +225,7 @@ def dx(dy, packed):
 class RandomWeights:
     """A checkpoint.Source of a shape, each tensor made where and when it is read."""
 
-    names = ()
+    unread = set()
 
     def __init__(self, shape):
         self.config = memory.config(shape)

@@ -76,14 +76,9 @@ class LoRALinear(nn.Module):
         if getattr(self.base, "fuses_lora", False):
             lora, learn = (self.copy_A, self.copy_B, self.splits, self.scale), (self.lora_A, self.lora_B)
             return self.base(x, lora, learn, needed)
-        return self.base(x) + delta(x, self.lora_A, self.lora_B, self.splits, self.scale)
-
-
-def delta(x, lora_A, lora_B, splits, scale):
-    """(…, K) → (…, N): what the adapter adds, part by part."""
-    lora_A, lora_B = lora_A.to(x.dtype), lora_B.to(x.dtype)
-    low = (x @ lora_A.T).split(lora_B.shape[1], -1)                   # S times (…, r)
-    return scale * torch.cat([h @ b.T for h, b in zip(low, lora_B.split(splits), strict=True)], -1)
+        low = (x @ self.lora_A.to(x.dtype).T).split(self.rank, -1)                      # S times (…, r)
+        parts = zip(low, self.lora_B.to(x.dtype).split(self.splits), strict=True)
+        return self.base(x) + self.scale * torch.cat([h @ B.T for h, B in parts], -1)
 
 
 def lora_layers(model):

@@ -187,7 +187,7 @@ class Decoder(nn.Module):
                                      norm("input_layernorm", D), norm("post_attention_layernorm", D)))
         self.norm = norm_at("model.")("norm", D)
         tied = config.tie_word_embeddings
-        if tied and "lm_head.weight" in source.names:            # some exports store the tied matrix twice
+        if tied:                                                 # some exports store the tied matrix twice
             source.unread.discard("lm_head.weight")
         self.register_buffer("lm_head", self.embed_tokens if tied else
                              source.tensor("lm_head.weight", (V, D)).to(device, self.dtype))
