@@ -95,6 +95,9 @@ def main(arguments):
     args = parser.parse_args(arguments)
     if args.run is gemm and not torch.cuda.is_available():
         sys.exit("bench.py gemm needs a GPU")
+    kinds = {"nvfp4", "bf16"} | ({"hf"} if args.run is rollout else set())
+    if args.run is not gemm and not set(args.quant.split(",")) <= kinds:
+        sys.exit(f"--quant {args.quant}: of {', '.join(sorted(kinds))}, separated by commas")
     info = conditions()
     print(info)
     records, summary = args.run(args)

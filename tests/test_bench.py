@@ -93,3 +93,10 @@ def test_gemm_needs_a_gpu(monkeypatch):
     monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="needs a GPU"):
         bench.main(["gemm"])
+
+
+@pytest.mark.parametrize("command, asked, known", [("step", "hf", "bf16, nvfp4"),
+                                                   ("rollout", "nvfp4,rtn", "bf16, hf, nvfp4")])
+def test_weights_that_cannot_be_timed_are_named(command, asked, known):
+    with pytest.raises(SystemExit, match=f"^--quant {asked}: of {known}, separated by commas"):
+        bench.main([command, "--quant", asked])
