@@ -38,7 +38,7 @@ def run(*seeds):
 def table():
     """Print README's table."""
     import runs
-    print("| seed | right and ended: before → after | last number right: before → after "
+    print("| seed | right and ended: before → after | right, ended or not: before → after "
           "| minutes, all included | peak GB |")
     print("|---|---|---|---|---|")
     for seed in SEEDS:
