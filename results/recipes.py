@@ -1,6 +1,6 @@
 """The paper's runs as commands of train.py, and what tries them where there is no checkpoint.
 
-    python results/recipes.py list                                  commands to copy, the memory they need
+    python results/recipes.py list                           commands to copy, the memory and time they need
     python results/recipes.py try 7b-gsm8k --data train.jsonl --out FILE.jsonl
 
 The flags are those of Table 4 of QeRL (arXiv 2510.11696), and of its released scripts where that is silent.
@@ -72,6 +72,7 @@ RECIPES = {name: dict(name=name, model=f"Qwen/Qwen2.5-{name.split('-')[0].upper(
 RECIPES["32b-bigmath"]["data"] = "open-r1/Big-Math-RL-Verified-Processed/level_4_5"
 SAMPLED = dict(eval_samples=8, temperature=0.6, eval_top_p=0.95)
 EVALUATION = SAMPLED | dict(steps=0, max_new_tokens=4096)
+PROMPT, MEAN = 150, 500             # tokens of a prompt and an answer for which a run's time is told
 # what a task is tested on, and the tokens of its longest prompts in the scripts, which cut them; we do not
 TESTS = {"gsm8k": ("openai/gsm8k/main:test", 256), "math": ("HuggingFaceH4/MATH-500:test", 1024)}
 
@@ -93,11 +94,21 @@ def show(name, card_gb=80):                             # the paper's H100
     answers, length = config.prompts * config.group_size, TESTS[config.task][1] + config.max_new_tokens
     slots = max(n for n in range(1, answers + 1)
                 if memory.plan_of(config, c, n, length).peak <= (card_gb - 1) * 1e9)
-    p = memory.plan_of(config, c, slots, length)
+    p, rates = memory.plan_of(config, c, slots, length), measured(name)
+    step_s = answers * (MEAN / rates["rollout_tok_s"] + (PROMPT + MEAN) / rates["update_tok_s"])
     print(f"{name}\n    {command(RECIPES[name])}\n    {command(evaluation(name))}\n"
           f"    planned on {card_gb} GB: weights {p.weights / 1e9:.1f} GB, peak {p.peak / 1e9:.1f} GB with "
           f"{slots} of {answers} answers of {length} tokens at once, with checkpointing the update of "
-          f"{config.micro_tokens} micro-tokens takes {p.update / 1e9:.1f} GB of it")
+          f"{config.micro_tokens} micro-tokens takes {p.update / 1e9:.1f} GB of it\n"
+          f"    expected: {step_s:.0f} s a step if answers have {MEAN} tokens in the mean, {config.steps} "
+          f"steps in {step_s * config.steps / 3600:.1f} hours, at the rates of `try` on an "
+          f"{rates['gpu'].split(',')[0]}")
+
+
+def measured(name):
+    """The last step that `try` logged of a recipe."""
+    lines = (Path(__file__).parent / "recipes_bench.jsonl").read_text().splitlines()
+    return [r for r in map(json.loads, lines) if r["recipe"] == name and r["kind"] == "step"][-1]
 
 
 class StandIn(bench.RandomWeights, checkpoint.Source):
@@ -147,7 +158,7 @@ def attempt(name, data, steps, new, **changes):
 def main(arguments):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
-    verbs.add_parser("list", help="every recipe's commands and memory")
+    verbs.add_parser("list", help="every recipe's commands, memory and time")
     tried = verbs.add_parser("try", help="a few steps on random weights")
     tried.add_argument("name", choices=RECIPES)
     tried.add_argument("--data", required=True, help="GSM8K's problems, a JSONL file")

@@ -43,13 +43,18 @@ def test_evaluation_is_the_papers_on_a_whole_test_set(name):
 
 
 def test_list_prints_commands_that_parse_back(capsys):
-    """Two lines for each, to copy: they make the same Config; below them the memory."""
+    """Two lines for each, to copy: they make the same Config; below them the memory, and the time that its
+    answers and prompts of 500 and 150 tokens would take at the rates in the log."""
     recipes.main(["list"])
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4 * len(recipes.RECIPES)
+    assert len(lines) == 5 * len(recipes.RECIPES)
     for i, name in enumerate(recipes.RECIPES):
-        title, training, evaluation, planned = lines[4 * i:4 * i + 4]
+        title, training, evaluation, planned, expected = lines[5 * i:5 * i + 5]
         assert title == name and "weights" in planned and "peak" in planned
+        rates = recipes.measured(name)
+        assert rates["recipe"] == name and rates["step"] == 1
+        seconds = 128 * 500 / rates["rollout_tok_s"] + 128 * 650 / rates["update_tok_s"]
+        assert f"expected: {seconds:.0f} s a step" in expected
         for line, flags in ((training, recipes.RECIPES[name]), (evaluation, recipes.evaluation(name))):
             python, script, *arguments = line.split()
             assert (python, script) == ("python", "train.py")
