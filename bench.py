@@ -162,7 +162,7 @@ def random_adapter(sizes, K, rank=32):
     """A, B and splits, as fp4_gemm.linear takes them."""
     A, B = (torch.randn(s, device="cuda", dtype=torch.bfloat16) * s[1]**-.5
             for s in ((len(sizes) * rank, K), (sum(sizes), rank)))
-    return A, torch.block_diag(*B.split(sizes)), sizes
+    return A, B, sizes
 
 
 def clone(packed):
@@ -209,8 +209,8 @@ def gemm(args):
 
 def check_row(what, x, dy, packed, exact, lora):
     """Stop unless forward, forward with LoRA and dx agree with float64 to 2^-8; bf16 rounds to half."""
-    ref, (A, B, *_) = x.double() @ exact.T, lora
-    adapted = ref + x.double() @ A.double().T @ B.double().T
+    ref, (A, B, sizes, _) = x.double() @ exact.T, lora
+    adapted = ref + x.double() @ A.double().T @ torch.block_diag(*B.double().split(sizes)).T
     errors = {"forward": rel_err(fp4_gemm.linear(x, packed), ref),
               "lora": rel_err(fp4_gemm.linear(x, packed, lora=lora), adapted),
               "dx": rel_err(dx(dy, packed), dy.double() @ exact)}

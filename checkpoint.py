@@ -312,7 +312,7 @@ def _merge(model, method):
     error = added = 0.0
     for layer in lora.lora_layers(model).values():
         base, A, B = layer.base, layer.lora_A.data.split(layer.rank), layer.lora_B.data.split(layer.splits)
-        W = fp4_gemm.dequantize(base.packed, torch.float32) if base.quantized else base.weight
+        W = fp4_gemm.dequantize(base.packed, torch.float32) if base.quantized else base.dense.weight
         delta = torch.cat([layer.scale * b @ a for a, b in zip(A, B, strict=True)])
         layer.base = FrozenLinear((W + delta).split(layer.splits), [] if base.bias is None else [base.bias],
                                   method, model.dtype if method else torch.bfloat16, model.device)
@@ -349,7 +349,7 @@ def _write(model, source, folder, layout):
              for name in lora.adapter_tensors(model) if "lora_A" in name)
     for layer in lora.lora_layers(model).values():
         base, layer.base = layer.base, None
-        for part in fp4_gemm.unpack(base.packed) if layout else zip(base.weight.split(layer.splits)):
+        for part in fp4_gemm.unpack(base.packed) if layout else zip(base.dense.weight.split(layer.splits)):
             name, parts = next(names), part if layout != CT else (*part[:2], 1 / part[2].view(1))
             tensors |= {name + end: t.clone() for end, t in zip(ENDS.get(layout, [""]), parts, strict=True)}
     huggingface_hub.save_torch_state_dict(tensors, folder)

@@ -65,6 +65,23 @@ class PackedNVFP4:
     _dense: torch.Tensor = None    # the CPU's fp32 copy, made at the first use
 
 
+class Dense:
+    """A weight W (N, K) that is not quantised; wide (N, K + R) is [W, B] once there is an adapter."""
+
+    def __init__(self, W):
+        self.weight = self.wide = W
+        self.shape, self.counters = tuple(W.shape), torch.zeros(2048, dtype=torch.int32, device=W.device)
+
+    def adapt(self, B, splits):
+        """B (N, R / S) has changed: rewrite it where it stands, so that captured graphs see it."""
+        (N, K), r = self.shape, B.shape[1]
+        if self.wide is self.weight:
+            self.wide = torch.cat([self.weight, self.weight.new_zeros(N, r * len(splits))], 1)
+            self.weight = self.wide[:, :K]
+        for s, (rows, b) in enumerate(zip(self.wide.split(splits), B.split(splits), strict=True)):
+            rows[:, K + s * r:K + (s + 1) * r] = b
+
+
 def pack(*qs):
     """Tuples (packed (N_i, K/2) u8, block_scale (N_i, K/16) e4m3, global_scale f32 ()) → one PackedNVFP4."""
     codes, block_scales, global_scales = zip(*qs, strict=True)
@@ -131,29 +148,30 @@ def unpack(packed):
 def linear(x, packed, bias=None, lora=None, learn=(None, None), needed=True, deterministic=False):
     """x (..., K) → x @ W.T + bias + scale · (x @ A.T) @ B.T, (..., N); all bf16 on a GPU, fp32 on a CPU.
 
-    packed: a PackedNVFP4, or a plain (N, K) matrix. lora = (A (R, K), B (N, R), splits, scale), where B is
-    torch.block_diag of the parts' matrices: part s, the next splits[s] columns of y, meets only its own R / S
-    columns of x @ A.T. learn = (lora_A (R, K), lora_B (N, R / S)): the parameters that A and B were rounded
-    from. Gradients flow to x, bias and learn, never to W. needed=False: backward will be called and y read by
-    nobody, so the large product may be left out. deterministic, of a packed weight: one K split for every M
-    and no cuBLAS, so that a row does not depend on its batch.
+    packed: a PackedNVFP4 or a Dense. lora = (A (R, K), B (N, R / S), splits, scale): part s of S, the next
+    splits[s] columns of y, meets only its own R / S columns of x @ A.T; a Dense wants its `adapt` called with
+    this B. learn = (lora_A, lora_B): the parameters that A and B were rounded from. Gradients flow to x, bias
+    and learn, never to W. needed=False: backward will be called and y read by nobody, so the large product
+    may be left out. deterministic, of a packed weight: one K split for every M and no cuBLAS, so that a row
+    does not depend on its batch.
     """
     N, K = packed.shape
     A, B, splits, scale = lora or (None, None, (), 1.)
-    words = packed if torch.is_tensor(packed) else packed.words
-    given = [t for t in (x, bias, A, B) if t is not None]
+    is_dense = isinstance(packed, Dense)
+    words, given = packed.wide if is_dense else packed.words, [t for t in (x, bias, A, B) if t is not None]
     dtype, devices = torch.bfloat16 if x.is_cuda else torch.float32, {t.device for t in (*given, words)}
     assert x.shape[-1] == K, f"x has K={x.shape[-1]}, the weight K={K}"
     assert len(devices) == 1, f"x, weight, bias and lora are on {sorted(map(str, devices))}"
     assert {t.dtype for t in given} == {dtype}, f"{[t.dtype for t in given]} on {x.device.type}: only {dtype}"
     assert bias is None or bias.shape == (N,), f"bias is {tuple(bias.shape)}, expected ({N},)"
     if lora:
-        shapes = [*A.shape, *B.shape]
-        assert shapes == [shapes[0], K, N, shapes[0]] and sum(splits) == N and shapes[0] % len(splits) == 0, \
+        shapes = (*A.shape, *B.shape)
+        assert shapes == (len(splits) * B.shape[1], K, N, B.shape[1]) and sum(splits) == N, \
             f"A {shapes[:2]}, B {shapes[2:]} and splits {splits} do not fit a weight {packed.shape}"
+        assert not is_dense or words.shape[1] == K + len(A), "this Dense has no B beside it: call its adapt"
         assert A.is_contiguous() and B.is_contiguous(), "A and B must be contiguous: call .contiguous()"
     rows = x.reshape(-1, K).contiguous()
-    fused = x.is_cuda and words is not packed and (deterministic or len(rows) <= FUSED_MAX)
+    fused = x.is_cuda and (deterministic or len(rows) <= FUSED_MAX) and not (is_dense and lora is None)
     y = _Linear.apply(rows, packed, bias, A, B, tuple(splits), scale, fused, needed, deterministic, *learn)
     return y.view(*x.shape[:-1], N)
 
@@ -185,15 +203,10 @@ class _Linear(torch.autograd.Function):
             y, xa = F.linear(x, _weight(packed, x.dtype), bias), None
         else:
             xa = x.new_empty(len(x), len(A)).addmm_(x, A.T, beta=0, alpha=scale)
-            if needed and x.is_cuda and not torch.is_tensor(packed):
-                # [x, xa] @ [W, B].T is rounded once, like the sampler's sum. An H200's cuBLAS rounds x @ W.T
-                # before it adds to it, and what a young adapter adds is less than the last bit of that
-                W = x.new_empty(len(B), x.shape[1] + len(A))
-                dequantize(packed, out=W[:, :-len(A)])
-                W[:, -len(A):] = B
-                y = F.linear(torch.cat([x, xa], 1), W, bias)
+            if needed and (x.is_cuda or isinstance(packed, Dense)):
+                y = F.linear(torch.cat([x, xa], 1), _beside(packed, B, splits), bias)
             else:
-                y = xa @ B.T if bias is None else torch.addmm(bias, xa, B.T)
+                y = F.linear(xa, _diagonal(B, splits), bias)
                 if needed:
                     y.addmm_(x, _weight(packed, x.dtype).T)
         ctx.packed, ctx.splits, ctx.scale = packed, splits, scale
@@ -204,7 +217,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, dy):
         (x, xa, A, B), dy, dx, dA, dB = ctx.saved_tensors, dy.contiguous(), None, None, None
         if A is not None:
-            dxa = torch.empty_like(xa).addmm_(dy, B, beta=0, alpha=ctx.scale)
+            dxa = torch.empty_like(xa).addmm_(dy, _diagonal(B, ctx.splits), beta=0, alpha=ctx.scale)
             dx = dxa @ A
             if any(ctx.needs_input_grad[-2:]):
                 dA, dB = dxa.T @ x, dy.T @ xa                      # of dB only the blocks: the rest stays 0
@@ -216,10 +229,27 @@ class _Linear(torch.autograd.Function):
         return dx, None, dy.sum(0) if ctx.needs_input_grad[2] else None, *[None] * 7, dA, dB
 
 
+def _diagonal(B, splits):
+    """(N, R / S) → (N, R): the rows of each part in columns of their own."""
+    return B if len(splits) == 1 else torch.block_diag(*B.split(splits))
+
+
+def _beside(packed, B, splits):
+    """[W, B] (N, K + R). Its product with [x, xa] is rounded once, like the sampler's sum. An H200's cuBLAS
+    rounds x @ W.T before it adds to it, and what a young adapter adds is less than the last bit of that."""
+    if isinstance(packed, Dense):
+        return packed.wide
+    (N, K), R = packed.shape, B.shape[1] * len(splits)
+    wide = B.new_empty(N, K + R)
+    dequantize(packed, out=wide[:, :K])
+    wide[:, K:] = _diagonal(B, splits)
+    return wide
+
+
 def _weight(packed, dtype):
     """(N, K). On a GPU it lives for one product, and the allocator hands the next layer the same memory."""
-    if torch.is_tensor(packed):
-        return packed
+    if isinstance(packed, Dense):
+        return packed.weight
     if packed._dense is None and not packed.words.is_cuda:
         packed._dense = dequantize(packed, dtype)
     return dequantize(packed, dtype) if packed._dense is None else packed._dense
@@ -256,21 +286,27 @@ def _tile(M, N, K, sms, wgmma, deterministic=False, lora=False):
 
 def _fused(x, packed, bias, lora_A, lora_B, splits, scale, deterministic=False, tile=None):
     """One launch, two with LoRA. → y (M, N), and xa = scale · x @ lora_A.T or None."""
-    (M, K), (N, _), (tiles_n, tiles_k) = x.shape, packed.shape, packed.words.shape[:2]
+    (M, K), N, plain = x.shape, packed.shape[0], isinstance(packed, Dense)
     gpu = torch.cuda.get_device_properties(x.device) if x.is_cuda else None      # None: Triton's interpreter
     sms, generation = (gpu.multi_processor_count, gpu.major) if gpu else (132, 0)
-    tile_m, split, stages = tile or _tile(M, N, K, sms, generation in (9, 10), deterministic, bool(splits))
-    # PDL, programmatic dependent launch: a kernel starts beside the one before it, and waits inside
-    flags = {"PDL": generation >= 9, "EVEN_K": K % COLS == 0, "F32": x.dtype == torch.float32}
-    y, xa, rank = x.new_empty(M, N), None, 0
+    # PDL, programmatic dependent launch: a kernel starts beside the one before it, and waits inside. One that
+    # waits beside cuBLAS has room that cuBLAS wants (M=256, K=18944: 99 µs instead of 72)
+    flags = {"PDL": generation >= 9 and not plain, "EVEN_K": K % COLS == 0, "F32": x.dtype == torch.float32}
+    xa, rank = None, 0
     if lora_A is not None:
         R, rank = lora_A.shape[0], lora_A.shape[0] // len(splits)
-        xa_m, xa_split = max(16, min(triton.next_power_of_2(M), 32)), min(16, triton.cdiv(K, 256))
+        xa_m, xa_split = max(16, min(triton.next_power_of_2(M), 32)), min(28, triton.cdiv(K, 256))
         grid = (triton.cdiv(M, xa_m), triton.cdiv(R, 32), xa_split)
         assert grid[0] * grid[1] <= 2048, f"M={M} rows and lora_A of {R} are too many for one launch"
-        xa, xa_sums = x.new_empty(M, R), x.new_empty(*grid, xa_m * 32, dtype=torch.float32)
-        _shrink_kernel[grid](x, lora_A, xa, xa_sums, packed.counters, M, R, K, scale, TILE_M=xa_m,
-                             SPLIT_K=xa_split, **flags, num_stages=3, launch_pdl=flags["PDL"])
+        sums = x.new_empty(*grid, xa_m * 32, dtype=torch.float32)
+        both = x.new_empty(M, K + R) if plain else None
+        xa = both[:, K:] if plain else x.new_empty(M, R)
+        _shrink_kernel[grid](x, lora_A, xa, both, sums, packed.counters, M, R, K, xa.stride(0), scale,
+                             TILE_M=xa_m, SPLIT_K=xa_split, **flags, num_stages=3, launch_pdl=flags["PDL"])
+        if plain:
+            return F.linear(both, packed.wide, bias), xa
+    tile_m, split, stages = tile or _tile(M, N, K, sms, generation in (9, 10), deterministic, bool(splits))
+    (tiles_n, tiles_k), y = packed.words.shape[:2], x.new_empty(M, N)
     grid = (triton.cdiv(M, tile_m), tiles_n, split)
     assert grid[0] <= 64 and split <= tiles_k and tile_m < max(32, 2 * M), f"x {M, K}, tile {tile_m, split}"
     sums = x.new_empty(*grid, tile_m * ROWS if split > 1 else 0, dtype=torch.float32)
@@ -362,10 +398,9 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
                 end = begin + SPLITS[part]
                 if (begin < pid_n * 64 + 64) & (end > pid_n * 64):               # most tiles lie in one part
                     mine = ((offs_n >= begin) & (offs_n < end))[:, None] & (r < RANK)[None, :]
-                    R, at = len(SPLITS) * RANK, part * RANK + r            # this part's block in a row of B
-                    B = tl.load(lora_B + offs_n[:, None] * R + at[None, :], mask=mine, other=0.)
-                    xa_t = tl.load(xa + offs_m[None, :] * R + at[:, None], mask=in_m & (r < RANK)[:, None],
-                                   other=0.)
+                    B = tl.load(lora_B + offs_n[:, None] * RANK + r[None, :], mask=mine, other=0.)
+                    xa_t = tl.load(xa + offs_m[None, :] * (len(SPLITS) * RANK) + part * RANK + r[:, None],
+                                   mask=in_m & (r < RANK)[:, None], other=0.)
                     acc = tl.dot(B, xa_t, acc, input_precision="ieee")
                 begin = end
         y_ptr = y + offs_m[None, :] * N + offs_n[:, None]
@@ -391,9 +426,10 @@ def _sum_splits(acc, sums, counters, R: constexpr, C: constexpr, SPLIT_K: conste
 
 
 @jit(do_not_specialize=["M"])
-def _shrink_kernel(x, lora_A, xa, sums, counters, M, R, K, scale, TILE_M: constexpr, SPLIT_K: constexpr,
-                   PDL: constexpr, EVEN_K: constexpr, F32: constexpr):
-    """xa (M, R) = scale · x @ lora_A.T, transposed and split like the GEMM. Grid (M tiles, R/32, SPLIT_K)."""
+def _shrink_kernel(x, lora_A, xa, both, sums, counters, M, R, K, stride, scale, TILE_M: constexpr,
+                   SPLIT_K: constexpr, PDL: constexpr, EVEN_K: constexpr, F32: constexpr):
+    """xa (M, R) = scale · x @ lora_A.T, transposed and split like the GEMM. Grid (M tiles, R/32, SPLIT_K).
+    stride: from one row of xa to the next, and of `both`, into which x is copied where it is not None."""
     offs_m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
     offs_r, offs_k, steps = tl.program_id(1) * 32 + tl.arange(0, 32), tl.arange(0, 128), tl.cdiv(K, 128)
     first, last = tl.program_id(2) * steps // SPLIT_K, (tl.program_id(2) + 1) * steps // SPLIT_K
@@ -409,10 +445,14 @@ def _shrink_kernel(x, lora_A, xa, sums, counters, M, R, K, scale, TILE_M: conste
         in_k = offs_k < (128 if EVEN_K else K - i * 128)
         a = tl.load(a_ptr + i * 128, mask=(offs_r < R)[:, None] & in_k[None, :], other=0.)
         xt = tl.load(x_ptr + i * 128, mask=(offs_m < M)[None, :] & in_k[:, None], other=0.)
+        if both is not None:
+            if tl.program_id(1) == 0:
+                tl.store(both + offs_m[None, :] * stride + offs_k[:, None] + i * 128, xt,
+                         mask=(offs_m < M)[None, :] & in_k[:, None])
         acc = tl.dot(a, xt, acc, input_precision="ieee")
     acc, done = _sum_splits(acc, sums, counters, 32, TILE_M, SPLIT_K)
     if done:
-        tl.store(xa + offs_m[None, :] * R + offs_r[:, None], (acc * scale).to(xa.dtype.element_ty),
+        tl.store(xa + offs_m[None, :] * stride + offs_r[:, None], (acc * scale).to(xa.dtype.element_ty),
                  mask=(offs_m < M)[None, :] & (offs_r < R)[:, None])
 
 

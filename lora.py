@@ -55,19 +55,18 @@ class LoRALinear(nn.Module):
         lora_A = torch.empty(len(self.splits) * rank, K).uniform_(-(K**-0.5), K**-0.5, generator=generator)
         self.lora_A = nn.Parameter(lora_A.to(device))
         self.lora_B = nn.Parameter(torch.zeros(N, rank, device=device))
-        for name, shape in (("copy_A", lora_A.shape), ("copy_B", (N, len(lora_A)))):
-            self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device), persistent=False)
+        for name, parameter in (("copy_A", self.lora_A), ("copy_B", self.lora_B)):
+            self.register_buffer(name, torch.empty_like(parameter, dtype=dtype), persistent=False)
         self.enabled = True
         self.refresh()
 
     def refresh(self):
-        """Round the parameters into the copies, in place, so that captured graphs see it. copy_B (N, S·r) is
-        block-diagonal: B_q, B_k and B_v beside each other, each in its own rows."""
+        """Round the parameters into the copies, in place, so that captured graphs see it."""
         with torch.no_grad():
             self.copy_A.copy_(self.lora_A)
-            blocks = zip(self.copy_B.split(self.splits), self.lora_B.split(self.splits), strict=True)
-            for s, (rows, B) in enumerate(blocks):
-                rows[:, s * self.rank:(s + 1) * self.rank].copy_(B)
+            self.copy_B.copy_(self.lora_B)
+            if getattr(self.base, "fuses_lora", False):
+                self.base.adapt(self.copy_B, self.splits)
 
     def forward(self, x, needed=True):
         """needed=False: only the backward of the result will be used, its values by nobody."""

@@ -86,7 +86,8 @@ def plan(c, quant="nvfp4", rank=32, slots=64, length=1152, micro_tokens=4096, ch
     layer = 2 * sum(N * K for _, N, K in linears(c)) if quant == "bf16" else 0.5625 * padded
     weights = L * layer + 2 * V * D * (1 if c.tie_word_embeddings else 2)
     learned = L * rank * sum(S * K + N for S, N, K in linears(c))
-    adapter = 12 * learned + 2 * L * rank * sum(S * (K + N) for S, N, K in linears(c))
+    # plain weights have B once more, beside them: S parts, each in rank columns of its own
+    adapter = 14 * learned + 2 * L * rank * sum(S * N for S, N, _ in linears(c)) * (quant == "bf16")
     scratch = 0 if quant == "bf16" else 2 * max(N * K for _, N, K in linears(c))
     # bytes a token that autograd keeps of a layer: two sums (fp32) and their norms, q, k and v, the rotated,
     # what attention makes of them, gate and up, their product, x @ A.T; Qwen3's norms of q and k keep fp32

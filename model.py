@@ -65,7 +65,7 @@ class RMSNorm(nn.Module):
 
 
 class FrozenLinear(nn.Module):
-    """y = x @ W.T + bias; parts join along N. W is packed NVFP4, or a plain matrix where method is None.
+    """y = x @ W.T + bias; parts join along N. W is packed NVFP4, or a Dense matrix where method is None.
     A part that is an NVFP4Tensor already is packed as it is, and dequantised where method is None."""
 
     fuses_lora = True
@@ -77,17 +77,22 @@ class FrozenLinear(nn.Module):
         plain = [w for w in parts if torch.is_tensor(w)]
         if method is None:
             parts = [w if torch.is_tensor(w) else nvfp4.dequantize(w, torch.float32) for w in parts]
-            self.register_buffer("weight", torch.cat(parts).to(dtype))
+            self.dense = fp4_gemm.Dense(torch.cat(parts).to(dtype))
         else:
             # one global scale for what one GEMM reads, as vLLM and TensorRT-LLM require of a checkpoint
             shared = plain and nvfp4.shared_global_scale(*plain)
             self.packed = fp4_gemm.pack(*(nvfp4.quantize(w, method, shared) if torch.is_tensor(w) else w
                                           for w in parts))
         self.quantized = method is not None
-        self.out_features, self.in_features = (self.packed if self.quantized else self.weight).shape
+        self.out_features, self.in_features = (self.packed if self.quantized else self.dense).shape
+
+    def adapt(self, B, splits):
+        """The adapter's B has changed."""
+        if not self.quantized:
+            self.dense.adapt(B, splits)
 
     def forward(self, x, lora=None, learn=(None, None), needed=True):
-        W = self.packed if self.quantized else self.weight
+        W = self.packed if self.quantized else self.dense
         return fp4_gemm.linear(x, W, self.bias, lora, learn, needed)
 
 

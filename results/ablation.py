@@ -196,11 +196,11 @@ class Whole(lora.LoRALinear):
     def __init__(self, layer):
         torch.nn.Module.__init__(self)
         self.base, self.enabled = layer.base, True
-        self.weight = torch.nn.Parameter(layer.base.weight.to(torch.float32, copy=True))
+        self.weight = torch.nn.Parameter(layer.base.dense.weight.to(torch.float32, copy=True))
 
     def refresh(self):
         with torch.no_grad():
-            self.base.weight.copy_(self.weight)
+            self.base.dense.weight.copy_(self.weight)
 
     def forward(self, x, needed=True):
         if torch.is_grad_enabled():

@@ -33,8 +33,14 @@ def reference(x, W, bias, lora_A, lora_B, splits, scale):
 
 def adapter(lora_A, lora_B, splits):
     """What `linear` takes of the parameters: lora and learn."""
-    B = torch.block_diag(*lora_B.detach().split(splits))
-    return (lora_A.detach(), B, splits, .5), (lora_A, lora_B)
+    return (lora_A.detach(), lora_B.detach(), splits, .5), (lora_A, lora_B)
+
+
+def dense(W, lora_B, splits):
+    """The same weight without quantisation, with the adapter beside it."""
+    plain = fp4_gemm.Dense(W.to(lora_B.device, lora_B.dtype))
+    plain.adapt(lora_B.detach(), splits)
+    return plain
 
 
 def rel_err(y, ref):
@@ -56,13 +62,14 @@ def watched(linear):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
             y = linear(x, packed, bias, lora_A, lora_B)
         R = lora_A.shape[0]
-        assert set(saved) == {x.shape, (x.shape[0], R), lora_A.shape, (lora_B.shape[0], R)}
+        assert set(saved) == {x.shape, (x.shape[0], R), lora_A.shape, lora_B.shape}
         return y
     return call
 
 
 def check_forward_and_backward(linear, layer, sizes, tolerance):
     x, packed, W, bias, lora_A, lora_B = layer
+    x.grad = bias.grad = lora_A.grad = lora_B.grad = None
     y = linear(x, packed, bias, lora_A, lora_B)
     wide = [t.detach().double().requires_grad_() for t in (x, bias, lora_A, lora_B)]
     ref = reference(wide[0], W, *wide[1:], sizes, .5)
@@ -120,7 +127,14 @@ def test_linear_on_the_cpu(M, sizes, K):
     def linear(x, packed, bias, lora_A, lora_B):
         return fp4_gemm.linear(x, packed, bias, *adapter(lora_A, lora_B, sizes))
 
-    check_forward_and_backward(watched(linear), adapted_layer(M, sizes, K, rank=3), sizes, 2**-18)
+    layer = adapted_layer(M, sizes, K, rank=3)
+    check_forward_and_backward(watched(linear), layer, sizes, 2**-18)
+    x, _, W, bias, lora_A, lora_B = layer
+    plain = dense(W, torch.zeros_like(lora_B), sizes)
+    address = plain.wide.data_ptr()
+    plain.adapt(lora_B.detach(), sizes)
+    assert plain.wide.data_ptr() == address and torch.equal(plain.weight, W.float())
+    check_forward_and_backward(watched(linear), (x, plain, W, bias, lora_A, lora_B), sizes, 2**-18)
 
 
 def test_the_cpu_keeps_one_dense_copy():
@@ -147,8 +161,11 @@ def test_mistakes_are_named():
         fp4_gemm.linear(torch.randn(2, 16), packed)
     with pytest.raises(AssertionError, match="float64"):
         fp4_gemm.linear(torch.randn(2, 32).double(), packed)
+    A, B = torch.randn(4, 32), torch.randn(8, 2)
     with pytest.raises(AssertionError, match="splits"):
-        fp4_gemm.linear(torch.randn(2, 32), packed, lora=(torch.randn(4, 32), torch.randn(8, 4), (4, 3), 1.))
+        fp4_gemm.linear(torch.randn(2, 32), packed, lora=(A, B, (4, 3), 1.))
+    with pytest.raises(AssertionError, match="call its adapt"):
+        fp4_gemm.linear(torch.randn(2, 32), fp4_gemm.Dense(torch.randn(8, 32)), lora=(A, B, (4, 4), 1.))
 
 
 @pytest.mark.parametrize("N, K", [(37888, 3584), (3584, 18944), (5120, 27648), (576, 576), (77, 208)])
@@ -186,11 +203,14 @@ def interpreted():
         assert (base - x.double() @ W.T).norm() < 2**-18 * base.norm(), "without adapter: another path"
         again = [linear(x, packed, bias, lora_A, lora_B) for _ in range(2)]
         assert torch.equal(*again) and not packed.counters.any(), "the last arriver resets its counter"
+        plain = dense(W, lora_B, sizes)
+        check_forward_and_backward(linear, (x, plain, W, bias, lora_A, lora_B), sizes, 2**-18)
+        assert not plain.counters.any()
 
 
 def compiled():
     names_of = {"*i32": "words scales counters", "*fp32": "global_scales sums", "fp32": "scale",
-                "*bf16": "x xa lora_A lora_B y out"}
+                "*bf16": "x xa both lora_A lora_B y out"}
     for cc in SHARED:
         common = {"EVEN_K": True, "F32": False, "PDL": cc >= 90}
         for M in (1, 16, 32, 64, 128):
@@ -205,7 +225,8 @@ def compiled():
                 per_weight = len(loop) * 32 * 4 / (64 * 128)
                 assert 2 < per_weight < 4, f"M={M}: {per_weight:.2f} instructions a weight in the main loop"
                 check_registers_of_wgmma(loop, M >= 16)
-        build(fp4_gemm._shrink_kernel, cc, {"TILE_M": 16, "SPLIT_K": 14} | common, names_of, "NKR")
+        for both in ({}, {"both": None}):
+            build(fp4_gemm._shrink_kernel, cc, {"TILE_M": 32, "SPLIT_K": 28} | both | common, names_of, "NKR")
         build(fp4_gemm._dequantize_kernel, cc, {"F32": False}, names_of, "NKR")
 
 
@@ -260,26 +281,34 @@ def test_gpu_forward_and_backward(M, sizes, K):
 
     layer = adapted_layer(M, sizes, K, 32, "cuda", torch.bfloat16)
     check_forward_and_backward(watched(linear), layer, sizes, 2**-8)
+    x, _, W, *adapted = layer
+    W = W.bfloat16().double()
+    check_forward_and_backward(watched(linear), (x, dense(W, adapted[-1], sizes), W, *adapted), sizes, 2**-8)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("M, K", [(64, 576), (256, 576), (2048, 576), (300, 18944)])
-def test_gpu_an_adapter_below_the_last_bit_is_not_lost(M, K, bias):
+def test_gpu_an_adapter_below_the_last_bit_is_not_lost(M, K, bias, plain):
     """δ, what an adapter adds, is an eighth of y's last bit. If y is rounded once, <y(B) − y(0), δ> / <δ, δ>
     is 1 in the mean, here ± .013 (M = 64: 0.4 ulp / 0.125 ulp / √61440); if x @ W.T is rounded before δ is
-    added, .39 (roundings by hand on a CPU, which give 1.01, 1.00 and 1.00 for once); .38 of plain weights on
-    an H200, where cuBLAS does that. The sampler's kernel takes M = 64 and 256, the trainer's product more."""
+    added, .39 (roundings by hand on a CPU, which give 1.01, 1.00 and 1.00 for once); an H200's cuBLAS does
+    that at β = 1. The sampler's kernels take M = 64 and 256, the trainer's product more."""
     sizes = (576, 192, 192)
     x, packed, W, b, lora_A, lora_B = adapted_layer(M, sizes, K, 32, "cuda", torch.bfloat16)
     b = b if bias else None
-    y = [fp4_gemm.linear(x, packed, b, *adapter(lora_A, B, sizes)).double() for B in (0 * lora_B, lora_B)]
+
+    def linear(B):
+        weight = dense(W, B, sizes) if plain else packed
+        return fp4_gemm.linear(x, weight, b, *adapter(lora_A, B, sizes)).double()
+
+    y = [linear(B) for B in (0 * lora_B, lora_B)]
     size = 2**-11 * (y[0].norm() / (y[1] - y[0]).norm()).item()          # an ulp is 2^-8 to 2^-7 of a number
     small = (lora_B * size).detach()
     zero = torch.zeros_like(W[:, 0])
     delta = reference(*(t.double() for t in (x, 0 * W, zero, lora_A, small)), sizes, .5)
-    change = fp4_gemm.linear(x, packed, b, *adapter(lora_A, small, sizes)).double() - y[0]
-    assert abs((change * delta).sum() / delta.square().sum() - 1) < .1
+    assert abs(((linear(small) - y[0]) * delta).sum() / delta.square().sum() - 1) < .1
 
 
 @pytest.mark.gpu
@@ -287,20 +316,20 @@ def test_gpu_an_adapter_below_the_last_bit_is_not_lost(M, K, bias):
 def test_a_thousand_launches_give_the_same_bits(M):
     """Eagerly and in a CUDA graph: a race between the splits of K, or with the shrink kernel, would show. Two
     inputs take turns, so that what the launch before left behind is not what is wanted."""
-    for sizes, K in SIZES[:3]:
-        x, packed, _, bias, lora_A, lora_B = adapted_layer(M, sizes, K, 32, "cuda", torch.bfloat16)
-        xs = (x, torch.randn_like(x))
+    for (sizes, K), plain in itertools.product(SIZES[:3], (False, True)):
+        x, packed, W, bias, lora_A, lora_B = adapted_layer(M, sizes, K, 32, "cuda", torch.bfloat16)
+        weight, xs = dense(W, lora_B, sizes) if plain else packed, (x, torch.randn_like(x))
         with torch.no_grad():
-            first = [fp4_gemm.linear(x, packed, bias, *adapter(lora_A, lora_B, sizes)) for x in xs]
+            first = [fp4_gemm.linear(x, weight, bias, *adapter(lora_A, lora_B, sizes)) for x in xs]
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                ys = [fp4_gemm.linear(x, packed, bias, *adapter(lora_A, lora_B, sizes)) for x in 5 * xs]
+                ys = [fp4_gemm.linear(x, weight, bias, *adapter(lora_A, lora_B, sizes)) for x in 5 * xs]
             for _ in range(100):
                 for y in ys:
                     y.fill_(float("nan"))
                 graph.replay()
                 assert all(torch.equal(y, right) for y, right in zip(ys, 5 * first, strict=True))
-        assert not packed.counters.any()
+        assert not weight.counters.any()
 
 
 @pytest.mark.gpu

@@ -25,8 +25,10 @@ def test_weights_and_adapters_are_counted_as_they_are_stored(tmp_path, family, c
     assert plan.weights == stored + sum(ends.values())
     copies = sum(x.copy_A.numel() + x.copy_B.numel() for x in lora.lora_layers(m).values())
     assert plan.adapter == 12 * sum(p.numel() for p in m.parameters()) + 2 * copies
-    dense = memory.plan(m.config, "bf16", rank=4)
-    assert dense.weights == sum(2 * p.shape[0] * p.shape[1] for p in packed) + sum(ends.values())
+    plain, plan = model.load(str(tmp_path), "bf16", rank=4), memory.plan(m.config, "bf16", rank=4)
+    wide = sum(2 * x.base.dense.wide.numel() for x in lora.lora_layers(plain).values())
+    assert plan.weights + plan.adapter == wide + sum(ends.values()) + 2 * copies + 12 * sum(
+        p.numel() for p in m.parameters())
 
 
 def test_what_grows_with_what():

@@ -214,8 +214,8 @@ def test_a_three_word_language_gives_its_own_table(tmp_path):
     table = torch.tensor([[.5, .25, .25], [.1, .2, .7], [.6, .3, .1]])
     tiny_checkpoint(tmp_path, vocab_size=3, num_hidden_layers=1)
     m = load(tmp_path, learned=False)
-    m.layers[0].self_attn.o_proj.base.weight.zero_()
-    m.layers[0].mlp.down_proj.base.weight.zero_()
+    m.layers[0].self_attn.o_proj.base.dense.weight.zero_()
+    m.layers[0].mlp.down_proj.base.dense.weight.zero_()
     m.embed_tokens.zero_()[:, :3] = torch.eye(3)
     m.norm.weight.fill_(1)                                 # the norm makes 8 of 1, as D is 64
     m.lm_head.zero_()[:, :3] = table.log().T / 8
