@@ -143,18 +143,24 @@ class SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_up):
         gate_up = gate_up.contiguous()
-        F_ = gate_up.shape[-1] // 2
-        out = gate_up.new_empty(*gate_up.shape[:-1], F_)
-        _swiglu_kernel[*_rows(out), triton.cdiv(F_, 1024)](gate_up, out, None, F_, TILE=1024, **_flags(out))
+        out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+        _swiglu(gate_up, out, None, out.shape[-1])
         ctx.save_for_backward(gate_up)
         return out
 
     @staticmethod
     def backward(ctx, d):
         gate_up, = ctx.saved_tensors
-        d, d_gate_up, F_ = d.contiguous(), torch.empty_like(gate_up), d.shape[-1]
-        _swiglu_kernel[*_rows(d), triton.cdiv(F_, 1024)](gate_up, d_gate_up, d, F_, TILE=1024, **_flags(d))
+        d_gate_up = torch.empty_like(gate_up)
+        _swiglu(gate_up, d_gate_up, d.contiguous(), d.shape[-1])
         return d_gate_up
+
+
+def _swiglu(gate_up, out, d_out, F_):
+    rows, = _rows(gate_up)
+    tile = 512 if rows <= 16 else 1024                             # few rows are cut finer: all SMs have work
+    _swiglu_kernel[rows, triton.cdiv(F_, tile)](gate_up, out, d_out, F_, TILE=tile, num_warps=tile // 256,
+                                                **_flags(gate_up))
 
 
 @jit
@@ -361,15 +367,18 @@ def _attention_kernel(qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, 
             tl.store(counters + tile, 0)
             m, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
             acc = tl.zeros((ROWS, 2 * HALF), tl.float32)
-            for i in range(last + 1):                     # .cg: L1 may hold lines of an older launch
-                m_i = tl.load(max_ptr + 2 * i * REP, head < REP, other=0., cache_modifier=".cg")
-                total_i = tl.load(max_ptr + (2 * i + 1) * REP, head < REP, other=1., cache_modifier=".cg")
-                acc_i = tl.load(acc_ptr + i * REP * DH, mask=in_out, other=0., cache_modifier=".cg")
-                new = tl.maximum(m, m_i)
-                shrink, grow = tl.exp2(m - new), tl.exp2(m_i - new)
-                total = total * shrink + total_i * grow
-                acc = acc * shrink[:, None] + acc_i * grow[:, None]
-                m = new
+            for first in range(0, last + 1, 4):           # four loads in flight
+                for j in tl.static_range(4):              # .cg: L1 may hold lines of an older launch
+                    i = first + j
+                    here = head < tl.where(i <= last, REP, 0)
+                    m_i = tl.load(max_ptr + 2 * i * REP, here, -1e30, cache_modifier=".cg")
+                    total_i = tl.load(max_ptr + 2 * i * REP + REP, here, 1., cache_modifier=".cg")
+                    acc_i = tl.load(acc_ptr + i * REP * DH, in_out & here[:, None], 0., cache_modifier=".cg")
+                    new = tl.maximum(m, m_i)
+                    shrink, grow = tl.exp2(m - new), tl.exp2(m_i - new)
+                    total = total * shrink + total_i * grow
+                    acc = acc * shrink[:, None] + acc_i * grow[:, None]
+                    m = new
     if done:
         out_ptr = out + (b * H + h * REP + head)[:, None] * DH + dim[None, :]
         tl.store(out_ptr, (acc / total[:, None]).to(out.dtype.element_ty), mask=in_out)

@@ -115,15 +115,18 @@ def interpreted():
             for used in ((0, 1), (1,)):                                # the last norm's sum is read by nobody
                 alike(lambda *i, w=w: decode.AddNorm.apply(*i, w, 1e-5, torch.float32),
                       lambda *i, w=w: decode.add_norm(*i, w, 1e-5, torch.float32), inputs, 4e-6, used)
-    alike(decode.SwiGLU.apply, decode.swiglu, [torch.randn(3, 2 * 1501)], 4e-6)
+    for rows in (3, 17):
+        alike(decode.SwiGLU.apply, decode.swiglu, [torch.randn(rows, 2 * 1501)], 4e-6)
     for H, Dh in ((4, 16), (7, 40)):
         part = torch.randn(2, 5, H + 3, Dh)[:, :, 1:H + 1]             # as q is a part of qkv
         angle = torch.rand(2, 5, Dh // 2) * 7
         alike(lambda x, at=angle: decode.Rope.apply(x, at.cos(), at.sin()),
               lambda x, at=angle: decode.rope(x, at.cos(), at.sin()), [part], 4e-6)
     for H, Hkv, Dh, head_norms, positions in ((4, 2, 16, False, EDGES), (7, 1, 64, True, [5, 300, -1, 599]),
-                                              (9, 3, 40, True, [5, 300, 256])):
-        qkv, norms, cos, sin, cache, _, at = decode_step(H, Hkv, Dh, positions, 600, head_norms)
+                                              (9, 3, 40, True, [5, 300, 256]),
+                                              (2, 1, 16, False, [1023, 1024, 1300])):      # a fifth piece
+        length = max(positions) + 1
+        qkv, norms, cos, sin, cache, _, at = decode_step(H, Hkv, Dh, positions, length, head_norms)
         k, v, live = cache.k[1].clone(), cache.v[1].clone(), at >= 0
         plain = decode.cached_attention(qkv, norms, cos, sin, cache, 1, at)
         ours = decode._cached_attention(qkv, norms, cos, sin, k, v, cache.slots, at, cache.pieces,
@@ -147,6 +150,7 @@ def compiled():
          (decode._add_norm_kernel, dict(D=8192, TILE=8192), 8, 128, 1),
          (decode._add_norm_backward_kernel, dict(D=8192, TILE=8192), 8, 255, 1),
          (decode._swiglu_kernel, dict(TILE=1024, d_out=None), 4, 64, 1),
+         (decode._swiglu_kernel, dict(TILE=512, d_out=None), 2, 64, 1),
          (decode._swiglu_kernel, dict(TILE=1024), 4, 64, 1),
          (decode._rope_kernel, dict(DH=128, ROWS=128, HALF=64), 8, 128, 1)],
         {"*bf16": "qkv k_cache v_cache gate_up y out d_out dy", "*i32": "counters", "*i64": "slots positions",
@@ -165,8 +169,8 @@ def test_kernels_compile_for_four_generations():
                                                     (16, 8, 128, True), (5, 1, 80, True)])
 def test_gpu_attention(H, Hkv, Dh, head_norms):
     """bf16 against the plain lines in fp32 of the same numbers, and the same bits 50 times."""
-    positions = EDGES * 6
-    arguments = decode_step(H, Hkv, Dh, positions, 600, head_norms, "cuda", torch.bfloat16)
+    positions = EDGES * 6 + [1023, 1024, 1300, 2400]
+    arguments = decode_step(H, Hkv, Dh, positions, 2401, head_norms, "cuda", torch.bfloat16)
     qkv, norms, cos, sin, cache, layer, at = arguments
     wide = SimpleNamespace(k=cache.k.float().cpu(), v=cache.v.float().cpu(), slots=cache.slots.cpu())
     plain = decode.cached_attention(qkv.float().cpu(), norms and (norms[0].cpu(), norms[1].cpu(), norms[2]),
@@ -199,7 +203,8 @@ def test_gpu_norm_swiglu_and_rope():
     cos, sin = torch.rand(2, 2, 9, 64)
     jobs = [(lambda x, y, w: decode.add_norm(x, y, w, 1e-5, y.dtype), [x, y], [w[0]]),
             (lambda x, w: decode.add_norm(x, None, w, 1e-5, torch.bfloat16 if x.is_cuda else x.dtype)[1], [x],
-             [w[0]]), (decode.swiglu, [gate_up.bfloat16()], []), (decode.rope, [part.bfloat16()], [cos, sin])]
+             [w[0]]), (decode.rope, [part.bfloat16()], [cos, sin]),
+            *((decode.swiglu, [rows.bfloat16()], []) for rows in (gate_up, gate_up[:9]))]
     jobs[0][1][1] = y.bfloat16()
     for function, learn, others in jobs:
         found = []
