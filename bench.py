@@ -72,7 +72,8 @@ def main(arguments):
     gemm_args.add_argument("--shapes", help="only these, separated by commas", default="")
     gemm_args.add_argument("--check", action="store_true", help="compare with float64, time nothing")
     rollout_args = commands.add_parser("rollout", help="the sampler, and Hugging Face generate beside it")
-    rollout_args.add_argument("--batch", default="8,32,64,128,256", help="sequences at once, by commas")
+    rollout_args.add_argument("--batch", type=numbers, default="8,32,64,128,256",
+                              help="sequences at once, separated by commas")
     rollout_args.add_argument("--context", type=int, default=1000, help="mean length while it is timed")
     rollout_args.add_argument("--new", type=int, default=128, help="tokens that are timed")
     rollout_args.add_argument("--whole", action="store_true", help="32 prompts × 16 samples, mean length "
@@ -107,6 +108,10 @@ def main(arguments):
         with open(args.out, "a") as f:
             f.writelines(json.dumps(info | r) + "\n" for r in records)
     print(json.dumps(info | summary))
+
+
+def numbers(text):
+    return [int(n) for n in text.split(",")]
 
 
 def conditions():
@@ -283,7 +288,7 @@ def rollout(args):
     for quant in args.quant.split(","):
         model = None                                       # the last one's memory first
         model = hf_model(c) if quant == "hf" else random_model(shape, quant)
-        for batch in map(int, args.batch.split(",")):
+        for batch in args.batch:
             forget_peak()
             if args.whole:
                 tokens, seconds, steps, more = whole_rollout(model, batch)

@@ -260,6 +260,8 @@ def export(source, destination, format, adapter="", quant="", merge=False):
         source, adapter, quant = flags["model"], adapter or run / "adapter", quant or flags["quant"]
     if not adapter and (merge or format == "adapter"):
         raise ValueError(f"{source} has no adapter: name a run's folder, or an adapter's with --adapter")
+    if merge and format == "adapter":
+        raise ValueError("--format adapter writes the adapter alone: leave --merge out")
     if layout and quant == "bf16" and not merge:
         raise ValueError("--quant bf16, or a run that had it, has no 4 bits to write: take --format bf16, or "
                          "quantise the base with --quant nvfp4, or its sum with the adapter with --merge")

@@ -74,12 +74,11 @@ class Dense:
 
     def adapt(self, B, splits):
         """B (N, R / S) has changed: rewrite it where it stands, so that captured graphs see it."""
-        (N, K), r = self.shape, B.shape[1]
+        K, B = self.shape[1], _diagonal(B, splits).to(self.weight)
         if self.wide is self.weight:
-            self.wide = torch.cat([self.weight, self.weight.new_zeros(N, r * len(splits))], 1)
+            self.wide = torch.cat([self.weight, B], 1)
             self.weight = self.wide[:, :K]
-        for s, (rows, b) in enumerate(zip(self.wide.split(splits), B.split(splits), strict=True)):
-            rows[:, K + s * r:K + (s + 1) * r] = b
+        self.wide[:, K:] = B
 
 
 def pack(*qs):

@@ -293,7 +293,12 @@ def parse_cli(cls, arguments):
         if wrong:
             raise ValueError(f"{path} has {', '.join(wrong)}: no flag of this version, or not of its type")
         parser.set_defaults(**stored)
-    return cls(**vars(parser.parse_args(arguments)))
+    flags = vars(parser.parse_args(arguments))
+    for name in ("name", "out", "adapter") if folder else ():
+        if flags[name] != parser.get_default(name):
+            raise ValueError(f"--{name} {flags[name]} beside --resume {folder}: that run has its own; "
+                             "leave it out, or begin another run")
+    return cls(**flags)
 
 
 def peak_memory_gb():

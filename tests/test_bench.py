@@ -100,3 +100,9 @@ def test_gemm_needs_a_gpu(monkeypatch):
 def test_weights_that_cannot_be_timed_are_named(command, asked, known):
     with pytest.raises(SystemExit, match=f"^--quant {asked}: of {known}, separated by commas"):
         bench.main([command, "--quant", asked])
+
+
+def test_a_batch_that_is_no_number_is_named(capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["rollout", "--batch", "8,many"])
+    assert "argument --batch: invalid numbers value: '8,many'" in capsys.readouterr().err

@@ -563,6 +563,7 @@ def test_the_command_exports_a_run_or_says_why_not_in_one_line(runs, tmp_path, m
             ((run, tmp_path / "full", "--format", "bf16"), "full exists and is not an empty folder"),
             ((base, tmp_path / "out", "--format", "adapter"), "no adapter"),
             ((plain, tmp_path / "out", "--format", "nvfp4"), "--merge"),
+            ((run, tmp_path / "out", "--format", "adapter", "--merge"), "leave --merge out"),
             ((base, tmp_path / "out", "--format", "bf16", "--adapter", tmp_path), "adapter_config.json"),
             ((base, tmp_path / "out", "--format", "bf16", "--quant", "int3"), "quant='int3'"),
             ((tmp_path / "none", tmp_path / "out", "--format", "bf16"), "hub id"),

@@ -554,6 +554,8 @@ def test_a_folder_holds_one_run_and_one_writer(whole, start, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("flags, words", [(("--rank", "8"), "of shape .*was it another --model or --rank"),
+                                          (("--adapter", "other"), "--adapter other beside .* has its own"),
+                                          (("--name", "other"), "--name other beside .* has its own"),
                                           (("--steps", "0"), "--steps 0 .* has made 6 steps; take at"),
                                           (("--steps", "12", "--updates-per-rollout", "4"), "4: .* made 6"),
                                           (("--model", "/nonexistent"), "/nonexistent is neither a folder")])
