@@ -383,24 +383,27 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
             # An empty instruction that uses acc makes Triton wait for this step's wgmmas. It would leave them
             # in flight while the next step's decoding overwrites registers they read: wrong sums, on an H200.
             acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+    in_n, in_m = offs_n < N, (offs_m < M)[None, :]
+    if RANK > 0:           # under way while the splits are summed. Its registers would cost in the loop
+        r = tl.arange(0, 16 if RANK <= 16 else triton.next_power_of_2(RANK))
+        B = tl.load(lora_B + offs_n[:, None] * RANK + r[None, :], mask=in_n[:, None] & (r < RANK)[None, :],
+                    other=0.)
     acc, done = _sum_splits(acc, sums, counters + 2048, 64, TILE_M, SPLIT_K)
     if done:
-        in_n, in_m = offs_n < N, (offs_m < M)[None, :]
         acc *= tl.load(global_scales + offs_n, mask=in_n, other=0.)[:, None] * 1048576.      # 2^20
         if bias is not None:
             acc += tl.load(bias + offs_n, mask=in_n, other=0.).to(tl.float32)[:, None]
         if RANK > 0:
             if PDL:
                 tl.extra.cuda.gdc_wait()
-            begin, r = 0, tl.arange(0, 16 if RANK <= 16 else triton.next_power_of_2(RANK))
+            begin = 0
             for part in tl.static_range(len(SPLITS)):
                 end = begin + SPLITS[part]
                 if (begin < pid_n * 64 + 64) & (end > pid_n * 64):               # most tiles lie in one part
-                    mine = ((offs_n >= begin) & (offs_n < end))[:, None] & (r < RANK)[None, :]
-                    B = tl.load(lora_B + offs_n[:, None] * RANK + r[None, :], mask=mine, other=0.)
                     xa_t = tl.load(xa + offs_m[None, :] * (len(SPLITS) * RANK) + part * RANK + r[:, None],
                                    mask=in_m & (r < RANK)[:, None], other=0.)
-                    acc = tl.dot(B, xa_t, acc, input_precision="ieee")
+                    mine = (offs_n >= begin) & (offs_n < end)
+                    acc = tl.dot(tl.where(mine[:, None], B, 0.), xa_t, acc, input_precision="ieee")
                 begin = end
         y_ptr = y + offs_m[None, :] * N + offs_n[:, None]
         tl.store(y_ptr, acc.to(y.dtype.element_ty), mask=in_m & in_n[:, None])
