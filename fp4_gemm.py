@@ -29,7 +29,8 @@ normal and exact: 2 · 4 significant bits fit in bf16's 8. 2^20 · global_scale 
 The kernel computes y.T = W @ x.T: a tensor core's wide side must be the weights when M is small. Several CTAs
 share a row of tiles (split-K); each leaves fp32 sums, and the last to arrive adds them in a fixed order. The
 kernel for LoRA's x @ A.T is small, and the large one, which multiplies by B in its epilogue, runs beside it.
-For many rows, and in backward, the weight is decoded to bf16 for the moment of one cuBLAS call.
+For many rows, and in backward, the weight is decoded to bf16 for the moment of one cuBLAS call. A weight that
+is not quantised (Dense) has the same `linear`: LoRA's small kernel, and cuBLAS for [x, x @ A.T] @ [W, B].T.
 
 Left out: 4-bit activations (Hopper's tensor cores have no FP4), experts.  Needs: torch; on a GPU also triton.
 """
@@ -66,7 +67,8 @@ class PackedNVFP4:
 
 
 class Dense:
-    """A weight W (N, K) that is not quantised; wide (N, K + R) is [W, B] once there is an adapter."""
+    """A weight W (N, K) that is not quantised; wide (N, K + R) is [W, B] once there is an adapter, with the
+    parts of B in columns of their own. counters: those of LoRA's kernel, for one stream at a time."""
 
     def __init__(self, W):
         self.weight = self.wide = W
@@ -284,7 +286,7 @@ def _tile(M, N, K, sms, wgmma, deterministic=False, lora=False):
 
 
 def _fused(x, packed, bias, lora_A, lora_B, splits, scale, deterministic=False, tile=None):
-    """One launch, two with LoRA. → y (M, N), and xa = scale · x @ lora_A.T or None."""
+    """One launch, two with LoRA (a Dense: and cuBLAS). → y (M, N), and xa = scale · x @ lora_A.T or None."""
     (M, K), N, plain = x.shape, packed.shape[0], isinstance(packed, Dense)
     gpu = torch.cuda.get_device_properties(x.device) if x.is_cuda else None      # None: Triton's interpreter
     sms, generation = (gpu.multi_processor_count, gpu.major) if gpu else (132, 0)
@@ -384,7 +386,7 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
             # in flight while the next step's decoding overwrites registers they read: wrong sums, on an H200.
             acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
     in_n, in_m = offs_n < N, (offs_m < M)[None, :]
-    if RANK > 0:           # under way while the splits are summed. Its registers would cost in the loop
+    if RANK > 0:           # it comes while the splits are summed; in the loop it would cost registers
         r = tl.arange(0, 16 if RANK <= 16 else triton.next_power_of_2(RANK))
         B = tl.load(lora_B + offs_n[:, None] * RANK + r[None, :], mask=in_n[:, None] & (r < RANK)[None, :],
                     other=0.)
