@@ -3,8 +3,8 @@
     peak = weights + adapter and optimizer + the larger of rollout and update
 
     weights    0.5625 byte a quantised weight (4 bits, and 8 bits for each 16), 2 for embeddings and lm_head
-    adapter    12 bytes a parameter: itself and AdamW's two moments in fp32; and a copy in bf16, lora_B's
-               with the zeros of a block-diagonal matrix
+    adapter    12 bytes a parameter: itself and AdamW's two moments in fp32; and a copy in bf16. Of lora_B
+               one more beside a weight in bf16, with the zeros of a block-diagonal matrix
     rollout    keys and values of every slot, logits twice, one weight in bf16, a prefill's activations
     update     the gradient, and what backward keeps of a micro-batch: with gradient checkpointing the
                residual stream between layers (fp32), without it all of every layer. On top the most of:
@@ -86,7 +86,6 @@ def plan(c, quant="nvfp4", rank=32, slots=64, length=1152, micro_tokens=4096, ch
     layer = 2 * sum(N * K for _, N, K in linears(c)) if quant == "bf16" else 0.5625 * padded
     weights = L * layer + 2 * V * D * (1 if c.tie_word_embeddings else 2)
     learned = L * rank * sum(S * K + N for S, N, K in linears(c))
-    # plain weights have B once more, beside them: S parts, each in rank columns of its own
     adapter = 14 * learned + 2 * L * rank * sum(S * N for S, N, _ in linears(c)) * (quant == "bf16")
     scratch = 0 if quant == "bf16" else 2 * max(N * K for _, N, K in linears(c))
     # bytes a token that autograd keeps of a layer: two sums (fp32) and their norms, q, k and v, the rotated,

@@ -104,7 +104,8 @@ def main():
         x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
         plain, lora = adapter((), K), adapter(sizes, K)
         ref = [x.double() @ fp4_gemm.dequantize(packed).double().T]
-        ref.append(ref[0] + x.double() @ lora[0].double().T @ lora[1].double().T)
+        ref.append(ref[0] + x.double() @ lora[0].double().T @ torch.block_diag(
+            *lora[1].double().split(sizes)).T)
         for tile in candidates(M, N, K):
             for with_lora, adapted in enumerate((plain, lora)):
                 calls = [partial(fp4_gemm._fused, x, p, None, *adapted, 1., tile=tile) for p in fours]
