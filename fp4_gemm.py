@@ -80,6 +80,7 @@ class Dense:
         if self.wide is self.weight:
             self.wide = torch.cat([self.weight, B], 1)
             self.weight = self.wide[:, :K]
+        assert self.wide.shape[1] == K + B.shape[1], f"B, {tuple(B.shape)}, does not fit {self.wide.shape}"
         self.wide[:, K:] = B
 
 
@@ -172,7 +173,8 @@ def linear(x, packed, bias=None, lora=None, learn=(None, None), needed=True, det
         assert not is_dense or words.shape[1] == K + len(A), "this Dense has no B beside it: call its adapt"
         assert A.is_contiguous() and B.is_contiguous(), "A and B must be contiguous: call .contiguous()"
     rows = x.reshape(-1, K).contiguous()
-    fused = x.is_cuda and (deterministic or len(rows) <= FUSED_MAX) and not (is_dense and lora is None)
+    few = len(rows) <= FUSED_MAX
+    fused = x.is_cuda and (few and lora is not None if is_dense else few or deterministic)
     y = _Linear.apply(rows, packed, bias, A, B, tuple(splits), scale, fused, needed, deterministic, *learn)
     return y.view(*x.shape[:-1], N)
 
@@ -385,13 +387,12 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
             # An empty instruction that uses acc makes Triton wait for this step's wgmmas. It would leave them
             # in flight while the next step's decoding overwrites registers they read: wrong sums, on an H200.
             acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
-    in_n, in_m = offs_n < N, (offs_m < M)[None, :]
-    if RANK > 0:           # it comes while the splits are summed; in the loop it would cost registers
-        r = tl.arange(0, 16 if RANK <= 16 else triton.next_power_of_2(RANK))
-        B = tl.load(lora_B + offs_n[:, None] * RANK + r[None, :], mask=in_n[:, None] & (r < RANK)[None, :],
-                    other=0.)
+    in_n, r = offs_n < N, tl.arange(0, 16 if RANK <= 16 else triton.next_power_of_2(RANK))
+    if RANK > 0 and RANK <= 64:        # it comes while the splits are summed; no kernel of a step writes it
+        B = tl.load(lora_B + offs_n[:, None] * RANK + r[None, :], in_n[:, None] & (r < RANK)[None, :], 0.)
     acc, done = _sum_splits(acc, sums, counters + 2048, 64, TILE_M, SPLIT_K)
     if done:
+        in_m = (offs_m < M)[None, :]
         acc *= tl.load(global_scales + offs_n, mask=in_n, other=0.)[:, None] * 1048576.      # 2^20
         if bias is not None:
             acc += tl.load(bias + offs_n, mask=in_n, other=0.).to(tl.float32)[:, None]
@@ -404,8 +405,13 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
                 if (begin < pid_n * 64 + 64) & (end > pid_n * 64):               # most tiles lie in one part
                     xa_t = tl.load(xa + offs_m[None, :] * (len(SPLITS) * RANK) + part * RANK + r[:, None],
                                    mask=in_m & (r < RANK)[:, None], other=0.)
-                    mine = (offs_n >= begin) & (offs_n < end)
-                    acc = tl.dot(tl.where(mine[:, None], B, 0.), xa_t, acc, input_precision="ieee")
+                    mine = ((offs_n >= begin) & (offs_n < end))[:, None]
+                    if RANK <= 64:
+                        own_B = tl.where(mine, B, 0.)
+                    else:  # kept so long it would cost an SM a CTA
+                        own_B = tl.load(lora_B + offs_n[:, None] * RANK + r[None, :],
+                                        mine & (r < RANK)[None, :], 0.)
+                    acc = tl.dot(own_B, xa_t, acc, input_precision="ieee")
                 begin = end
         y_ptr = y + offs_m[None, :] * N + offs_n[:, None]
         tl.store(y_ptr, acc.to(y.dtype.element_ty), mask=in_m & in_n[:, None])

@@ -39,7 +39,8 @@ class LoRALinear(nn.Module):
 
     base: a module with in_features, out_features and forward(x). One that says `fuses_lora = True` adds the
     adapter itself: base(x, (copy_A, copy_B, splits, scale), (lora_A, lora_B), needed) multiplies by the
-    copies and gives the parameters their gradients. splits: rows of each fused part, their sum is N.
+    copies and gives the parameters their gradients; base.adapt(copy_B, splits) is called when copy_B has
+    changed. splits: rows of each fused part, their sum is N.
     """
 
     def __init__(self, base, rank, alpha, splits=None, dtype=torch.float32, device=None, generator=None):

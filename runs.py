@@ -268,7 +268,8 @@ def diagnose(records, needed=5, seen="five steps"):
 def parse_cli(cls, arguments):
     """One --flag per field of the dataclass, its comment as the help → an instance.
 
-    --resume takes the run's own config, and flags given beside it win. An unknown flag or a wrong type stops.
+    --resume takes the run's own config, and flags given beside it win. An unknown flag, a wrong type or one
+    that the run could not heed stops.
     """
     comments = dict(re.findall(r"^    (\w+):.*?#\s*(.*)$", inspect.getsource(cls), re.M))
     parser = argparse.ArgumentParser(allow_abbrev=False)
@@ -294,7 +295,8 @@ def parse_cli(cls, arguments):
             raise ValueError(f"{path} has {', '.join(wrong)}: no flag of this version, or not of its type")
         parser.set_defaults(**stored)
     flags = vars(parser.parse_args(arguments))
-    for name in ("name", "out", "adapter") if folder else ():
+    fixed = ["name", "out"] + ["adapter"] * any(Path(folder).glob("checkpoint*")) if folder else []
+    for name in fixed:
         if flags[name] != parser.get_default(name):
             raise ValueError(f"--{name} {flags[name]} beside --resume {folder}: that run has its own; "
                              "leave it out, or begin another run")

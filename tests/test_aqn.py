@@ -6,6 +6,7 @@ import torch
 from conftest import tiny_checkpoint
 
 import aqn
+import lora
 import model as decoder
 
 # the released code's list for K = 10, 1e-2 → 1e-4, to three digits
@@ -20,9 +21,10 @@ def model(request, tmp_path):
 
 
 def state(model):
-    """Every parameter and buffer, as bytes."""
+    """Every parameter, buffer and frozen weight, as bytes."""
+    frozen = [(name, layer.base.dense.wide) for name, layer in lora.lora_layers(model).items()]
     return {n: t.detach().contiguous().view(torch.uint8).clone() for n, t in
-            [*model.named_parameters(), *model.named_buffers()]}
+            [*model.named_parameters(), *model.named_buffers(), *frozen]}
 
 
 def moved(before, model):

@@ -216,17 +216,22 @@ def compiled():
         for M in (1, 16, 32, 64, 128):
             tile_m, split, stages = fp4_gemm._tile(M, 4608, 3584, 132, cc in (90, 100))
             tile = {"TILE_M": tile_m, "SPLIT_K": split, "bias": None} | common
+            # TILES says how many CTAs an SM has: of 128 threads, and registers come to a thread by eights
+            most = [65536 // 128 // n // 8 * 8 for n in fp4_gemm.TILES[tile_m][:2]]
             with_lora = tile | {"RANK": 32, "SPLITS": (3584, 512, 512)}
-            _, sass = build(fp4_gemm._linear_kernel, cc, with_lora, names_of, "NKR", stages=stages)
+            _, sass = build(fp4_gemm._linear_kernel, cc, with_lora, names_of, "NKR", 4, stages, most[1])
             without = tile | {"RANK": 0, "SPLITS": (), "xa": None, "lora_B": None}
-            build(fp4_gemm._linear_kernel, cc, without, names_of, "NKR", stages=stages)
+            build(fp4_gemm._linear_kernel, cc, without, names_of, "NKR", 4, stages, most[0])
             if cc == 90:
                 loop = main_loop(sass)
                 per_weight = len(loop) * 32 * 4 / (64 * 128)
                 assert 2 < per_weight < 4, f"M={M}: {per_weight:.2f} instructions a weight in the main loop"
                 check_registers_of_wgmma(loop, M >= 16)
-        for both in ({}, {"both": None}):
-            build(fp4_gemm._shrink_kernel, cc, {"TILE_M": 32, "SPLIT_K": 28} | both | common, names_of, "NKR")
+                if M == 64:
+                    wide = with_lora | {"RANK": 128}
+                    build(fp4_gemm._linear_kernel, cc, wide, names_of, "NKR", 4, stages, most[1])
+        for both in ({"PDL": False}, {"both": None}):
+            build(fp4_gemm._shrink_kernel, cc, common | {"TILE_M": 32, "SPLIT_K": 28} | both, names_of, "NKR")
         build(fp4_gemm._dequantize_kernel, cc, {"F32": False}, names_of, "NKR")
 
 

@@ -55,7 +55,8 @@ def test_a_fresh_adapter_is_the_identity_and_alone_is_trained(tmp_path):
     assert (logits(model) - oracle(IDS).logits).abs().max() < 1e-4
     with lora.disabled(model):
         base = logits(model)
-    assert torch.equal(logits(model), base)
+    # fp32 sums of fewer than 600 terms, in another order with zeros among them
+    assert (logits(model) - base).abs().max() < 2**-18 * base.abs().max()
     assert {n.rpartition(".")[2] for n, p in model.named_parameters()} == {"lora_A", "lora_B"}
     assert all(p.requires_grad and p.dtype == torch.float32 for p in model.parameters())
     layers, other = lora.lora_layers(model), lora.lora_layers(load(tmp_path, rank=64, seed=1))
@@ -92,7 +93,7 @@ class Told(nn.Linear):
     fuses_lora = True
 
     def adapt(self, B, splits):
-        self.adapted = B.data_ptr(), splits
+        self.adapted = B.clone(), splits
 
     def forward(self, x, lora, learn, needed):
         A, B, splits, scale = self.lora = lora
@@ -112,7 +113,8 @@ def test_a_base_that_fuses_gets_copies_that_refresh_rewrites_in_place(dtype):
     layer(x)
     A, B, splits, scale = base.lora
     assert torch.equal(A, layer.lora_A.to(dtype)) and splits == (16, 8, 4) and scale == 2
-    assert torch.equal(B, layer.lora_B.to(dtype)) and base.adapted == (B.data_ptr(), splits)
+    assert torch.equal(B, layer.lora_B.to(dtype)) and torch.equal(B, base.adapted[0])
+    assert base.adapted[1] == splits
     assert (A.data_ptr(), B.data_ptr()) == addresses and layer.lora_A.dtype == torch.float32
 
 
@@ -125,7 +127,7 @@ def test_the_reference_policy_is_the_frozen_base_whatever_was_learnt(tmp_path):
     model = load(tmp_path)
     with lora.disabled(model):
         reference = logits(model).detach()
-    assert torch.equal(reference, logits(model))
+    assert (logits(model) - reference).abs().max() < 2**-18 * reference.abs().max()       # other sums of fp32
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(3):
         optimizer.zero_grad()
