@@ -144,7 +144,7 @@ class SwiGLU(torch.autograd.Function):
     def forward(ctx, gate_up):
         gate_up = gate_up.contiguous()
         out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-        _swiglu(gate_up, out, None, out.shape[-1])
+        _swiglu(gate_up, out, None)
         ctx.save_for_backward(gate_up)
         return out
 
@@ -152,12 +152,12 @@ class SwiGLU(torch.autograd.Function):
     def backward(ctx, d):
         gate_up, = ctx.saved_tensors
         d_gate_up = torch.empty_like(gate_up)
-        _swiglu(gate_up, d_gate_up, d.contiguous(), d.shape[-1])
+        _swiglu(gate_up, d_gate_up, d.contiguous())
         return d_gate_up
 
 
-def _swiglu(gate_up, out, d_out, F_):
-    rows, = _rows(gate_up)
+def _swiglu(gate_up, out, d_out):
+    (rows,), F_ = _rows(gate_up), gate_up.shape[-1] // 2
     tile = 512 if rows <= 16 else 1024                             # few rows are cut finer: all SMs have work
     _swiglu_kernel[rows, triton.cdiv(F_, tile)](gate_up, out, d_out, F_, TILE=tile, num_warps=tile // 256,
                                                 **_flags(gate_up))

@@ -36,6 +36,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import tables  # noqa: E402
 import torch  # noqa: E402
 
 import bench  # noqa: E402
@@ -107,8 +108,7 @@ def show(name, card_gb=80):                             # the paper's H100
 
 def measured(name):
     """The last step that `try` logged of a recipe."""
-    lines = (Path(__file__).parent / "recipes_bench.jsonl").read_text().splitlines()
-    return [r for r in map(json.loads, lines) if r["recipe"] == name and r["kind"] == "step"][-1]
+    return [r for r in tables.read("recipes") if r["recipe"] == name and r["kind"] == "step"][-1]
 
 
 class StandIn(bench.RandomWeights, checkpoint.Source):
@@ -144,8 +144,8 @@ def attempt(name, data, steps, new, **changes):
         records = [r | dict(seconds=r["rollout_s"] + r["update_s"], peak_gb=r["memory_gb"])
                    for r in runs.read(run.folder).values() if r["kind"] == "step"]
     config = dataclasses.replace(config, **SAMPLED)
-    measured = train.evaluate(config, Sampler(model), tried, tokenizer, stop_ids)
-    records.append(dict(kind="eval", step=steps) | measured)
+    evaluated = train.evaluate(config, Sampler(model), tried, tokenizer, stop_ids)
+    records.append(dict(kind="eval", step=steps) | evaluated)
     longest = max(len(checkpoint.encode(tokenizer, task.prompt(problem)))
                   for step in range(steps) for problem in train.batch(task.train, config, step))
     slots = min(SLOTS, config.prompts * config.group_size)
