@@ -10,11 +10,12 @@ too, have one for the gradient. Attention over whole rows is torch's.
 
 A decode step has a few hundred kernels of a few microseconds, so the time between two of them counts. Each
 may start before the one in front has ended (PDL, programmatic dependent launch): it loads what that one does
-not write (attention: positions, slots, cos, sin), waits, and lets the next one come.
+not write (attention: positions, slots, cos, sin, older keys and values), waits, and lets the next one come.
 
 Attention reads a row's own length from the GPU: one captured graph serves every length. A program takes 256
 cached positions of one row and one key head, with all the query heads that share it; the last to finish adds
-up the pieces in their order. Pieces have a fixed size, so that a row's result depends on nothing but the row.
+up the pieces in their order. As in fp4_gemm.py operands are swapped, scores.T = K @ q.T, for a tensor core's
+wide side must not be the few queries. Pieces have a fixed size, so that no other row's length is in a result.
 
 Needs: torch; on a GPU also triton.
 """
@@ -277,11 +278,16 @@ def _cached_attention(qkv, head_norms, cos, sin, k_cache, v_cache, slots, positi
     sums = qkv.new_empty(B, Hkv, pieces, H // Hkv, Dh, dtype=torch.float32)
     maxima = qkv.new_empty(B, Hkv, pieces, 2, H // Hkv, dtype=torch.float32)
     assert counters.numel() >= B * Hkv and pieces * SPLIT < length + SPLIT
+    gpu = torch.cuda.get_device_properties(qkv.device) if qkv.is_cuda else None          # None: interpreter
+    sms, shared = (gpu.multi_processor_count, gpu.shared_memory_per_block_optin) if gpu else (132, 2**20)
+    # few rows: a whole piece is under way at once. Many: small tiles, so that an SM has several pieces
+    few = 4 * B * Hkv <= sms and shared > 200 * 2**10
+    half = max(16, triton.next_power_of_2(Dh) // 2)
     _attention_kernel[Hkv, pieces, B](
         qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, slots, positions, out, sums, maxima,
-        counters, length, Dh**-0.5 * 1.4426950408889634, H, DH=Dh, REP=H // Hkv, SPLIT=SPLIT, TILE=64,
-        ROWS=max(16, triton.next_power_of_2(H // Hkv)), HALF=max(16, triton.next_power_of_2(Dh) // 2),
-        **_flags(qkv), num_warps=2 if Dh <= 64 else 4, num_stages=3)
+        counters, length, Dh**-0.5 * 1.4426950408889634, H, DH=Dh, REP=H // Hkv, SPLIT=SPLIT,
+        TILE=min((8192 if few else 2048) // half, SPLIT), ROWS=max(8, triton.next_power_of_2(H // Hkv)),
+        HALF=half, **_flags(qkv), num_warps=4 if few else 2, num_stages=3)
     return out
 
 
@@ -314,49 +320,54 @@ def _attention_kernel(qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, 
     at = (tl.load(slots + b) * Hkv + h) * length * DH                    # this head's first key in the cache
     k_cache += at
     v_cache += at
-    if PDL:
-        if begin < position:           # the first tile may come to L2 in the meantime, 128 B at a time
-            line = tl.minimum(begin * DH + tl.arange(0, TILE * HALF // 32) * 64, position * DH - 1)
-            line = tl.join(k_cache + line, v_cache + line)
-            tl.inline_asm_elementwise("prefetch.global.L2 [$1];", "=r,l", [line], tl.int32, False, 1)
-    _start(PDL)
     if begin > position:
+        _start(PDL)
         return
     qkv += b.to(tl.int64) * (H + 2 * Hkv) * DH
-    q_at = (h * REP + head)[:, None] * DH + d[None, :]
-    q1, q2 = _rotated(qkv, q_at, in_q, q_weight, d, in_d, c, s, eps, DH)
-    m, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, 2 * HALF), tl.float32)
-    if piece == last:                                     # the new token: its key is here before it is cached
-        k1, k2 = _rotated(qkv, (H + h) * DH + d[None, :], in_d[None, :], k_weight, d, in_d, c, s, eps, DH)
-        v = tl.load(qkv + (H + Hkv + h) * DH + dim, mask=dim < DH, other=0.)
-        tl.store(k_cache + position * DH + d[None, :], k1, mask=in_d[None, :])
-        tl.store(k_cache + position * DH + DH // 2 + d[None, :], k2, mask=in_d[None, :])
-        tl.store(v_cache + position * DH + dim, v, mask=dim < DH)
-        m = tl.sum(q1.to(tl.float32) * k1.to(tl.float32) + q2.to(tl.float32) * k2.to(tl.float32), 1) * scale
-        total += 1.
-        acc += v.to(tl.float32)[None, :]
-    for start in range(begin, tl.minimum(begin + SPLIT, position), TILE):
+    q1, q2 = tl.zeros((HALF, ROWS), qkv.dtype.element_ty), tl.zeros((HALF, ROWS), qkv.dtype.element_ty)
+    m, total = tl.full((ROWS,), -1e30, tl.float32), tl.zeros((TILE, ROWS), tl.float32)
+    acc = tl.zeros((2 * HALF, ROWS), tl.float32)
+    for start in range(begin, tl.maximum(begin + 1, tl.minimum(begin + SPLIT, position)), TILE):
         t = start + tl.arange(0, TILE)
-        k_at = t[None, :] * DH + d[:, None]
-        live = (t < position)[None, :]
-        k1 = tl.load(k_cache + k_at, mask=live & in_d[:, None], other=0.)                # (HALF, TILE)
-        k2 = tl.load(k_cache + k_at + DH // 2, mask=live & in_d[:, None], other=0.)
-        v = tl.load(v_cache + t[:, None] * DH + dim[None, :], other=0.,
-                    mask=(t < position)[:, None] & (dim < DH)[None, :])                  # (TILE, 2·HALF)
-        scores = tl.dot(q2, k2, tl.dot(q1, k1, input_precision="ieee"), input_precision="ieee")
-        scores = tl.where(live, scores * scale, float("-inf"))
-        new = tl.maximum(m, tl.max(scores, 1))
-        p, shrink = tl.exp2(scores - new[:, None]), tl.exp2(m - new)
-        total = total * shrink + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        live = (t < position)[:, None]
+        k_at = t[:, None] * DH + d[None, :]
+        k1 = tl.load(k_cache + k_at, mask=live & in_d[None, :], other=0.)                # (TILE, HALF)
+        k2 = tl.load(k_cache + k_at + DH // 2, mask=live & in_d[None, :], other=0.)
+        v = tl.load(v_cache + t[None, :] * DH + dim[:, None], other=0.,
+                    mask=(t < position)[None, :] & (dim < DH)[:, None])                  # (2·HALF, TILE)
+        if start == begin:                 # these are on their way while the kernel before still makes qkv
+            if PDL:                        # 0 comes out of the wait: no compiler can load earlier from there
+                qkv += tl.multiple_of(tl.inline_asm_elementwise(
+                    "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [],
+                    tl.int32, is_pure=False, pack=1), 16)
+            q_at = (h * REP + head)[:, None] * DH + d[None, :]
+            q1_rows, q2_rows = _rotated(qkv, q_at, in_q, q_weight, d, in_d, c, s, eps, DH)
+            q1, q2 = tl.trans(q1_rows), tl.trans(q2_rows)
+            if piece == last:                             # the new token: its key is here before it is cached
+                new_at = (H + h) * DH + d[None, :]
+                new1, new2 = _rotated(qkv, new_at, in_d[None, :], k_weight, d, in_d, c, s, eps, DH)
+                new_v = tl.load(qkv + (H + Hkv + h) * DH + dim, mask=dim < DH, other=0.)
+                tl.store(k_cache + position * DH + d[None, :], new1, mask=in_d[None, :])
+                tl.store(k_cache + position * DH + DH // 2 + d[None, :], new2, mask=in_d[None, :])
+                tl.store(v_cache + position * DH + dim, new_v, mask=dim < DH)
+                m = tl.sum(q1_rows.to(tl.float32) * new1.to(tl.float32)
+                           + q2_rows.to(tl.float32) * new2.to(tl.float32), 1) * scale
+                total += (tl.arange(0, TILE) == 0)[:, None].to(tl.float32)
+                acc += new_v.to(tl.float32)[:, None]
+        scores = tl.dot(k2, q2, tl.dot(k1, q1, input_precision="ieee"), input_precision="ieee")
+        scores = tl.where(live, scores * scale, float("-inf"))                           # (TILE, ROWS)
+        new = tl.maximum(m, tl.max(scores, 0))
+        p, shrink = tl.exp2(scores - new[None, :]), tl.exp2(m - new)
+        total = total * shrink[None, :] + p
+        acc = tl.dot(v, p.to(v.dtype), acc * shrink[None, :], input_precision="ieee")
         m = new
-    in_out = (head < REP)[:, None] & (dim < DH)[None, :]
+    total = tl.sum(total, 0)
+    in_out = (head < REP)[None, :] & (dim < DH)[:, None]
     done = last == 0
     if last > 0:
         tile = b * Hkv + h
         at = (tile * tl.num_programs(1)).to(tl.int64) * REP
-        acc_ptr = sums + at * DH + head[:, None] * DH + dim[None, :]
+        acc_ptr = sums + at * DH + head[None, :] * DH + dim[:, None]
         max_ptr = maxima + at * 2 + head
         tl.store(acc_ptr + piece * REP * DH, acc, mask=in_out)
         tl.store(max_ptr + piece * 2 * REP, m, mask=head < REP)
@@ -366,19 +377,19 @@ def _attention_kernel(qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, 
         if done:
             tl.store(counters + tile, 0)
             m, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
-            acc = tl.zeros((ROWS, 2 * HALF), tl.float32)
+            acc = tl.zeros((2 * HALF, ROWS), tl.float32)
             for first in range(0, last + 1, 4):           # four loads in flight
                 for j in tl.static_range(4):              # .cg: L1 may hold lines of an older launch
                     i = first + j
                     here = head < tl.where(i <= last, REP, 0)
                     m_i = tl.load(max_ptr + 2 * i * REP, here, -1e30, cache_modifier=".cg")
                     total_i = tl.load(max_ptr + 2 * i * REP + REP, here, 1., cache_modifier=".cg")
-                    acc_i = tl.load(acc_ptr + i * REP * DH, in_out & here[:, None], 0., cache_modifier=".cg")
+                    acc_i = tl.load(acc_ptr + i * REP * DH, in_out & here[None, :], 0., cache_modifier=".cg")
                     new = tl.maximum(m, m_i)
                     shrink, grow = tl.exp2(m - new), tl.exp2(m_i - new)
                     total = total * shrink + total_i * grow
-                    acc = acc * shrink[:, None] + acc_i * grow[:, None]
+                    acc = acc * shrink[None, :] + acc_i * grow[None, :]
                     m = new
     if done:
-        out_ptr = out + (b * H + h * REP + head)[:, None] * DH + dim[None, :]
-        tl.store(out_ptr, (acc / total[:, None]).to(out.dtype.element_ty), mask=in_out)
+        out_ptr = out + (b * H + h * REP + head)[None, :] * DH + dim[:, None]
+        tl.store(out_ptr, (acc / total[None, :]).to(out.dtype.element_ty), mask=in_out)

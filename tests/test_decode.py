@@ -1,9 +1,10 @@
 """python -m pytest tests/test_decode.py -q"""
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import compile_everywhere, run_alone
+from conftest import build, compile_everywhere, run_alone
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 import decode
@@ -122,7 +123,7 @@ def interpreted():
         angle = torch.rand(2, 5, Dh // 2) * 7
         alike(lambda x, at=angle: decode.Rope.apply(x, at.cos(), at.sin()),
               lambda x, at=angle: decode.rope(x, at.cos(), at.sin()), [part], 4e-6)
-    for H, Hkv, Dh, head_norms, positions in ((4, 2, 16, False, EDGES), (7, 1, 64, True, [5, 300, -1, 599]),
+    for H, Hkv, Dh, head_norms, positions in ((8, 4, 16, False, EDGES), (7, 1, 64, True, [5, 300, -1, 599]),
                                               (9, 3, 40, True, [5, 300, 256]),
                                               (2, 1, 16, False, [1023, 1024, 1300])):      # a fifth piece
         length = max(positions) + 1
@@ -142,20 +143,27 @@ def test_kernels_in_the_interpreter():
 
 
 def compiled():
-    """For the widest heads."""
-    wide, narrow = ([dict(SPLIT=decode.SPLIT, TILE=64, ROWS=16) | more for more in (
+    """For the widest heads; of attention also that keys and values are on their way before it waits."""
+    names_of = {"*bf16": "qkv k_cache v_cache gate_up y out d_out dy", "*i32": "counters",
+                "*i64": "slots positions", "fp32": "eps scale sign",
+                "*fp32": "sums maxima cos sin x weight q_weight k_weight total d_total dx"}
+    wide, narrow = ([dict(SPLIT=decode.SPLIT, ROWS=8) | more for more in (
         dict(DH=128, REP=7, HALF=64), dict(DH=64, REP=3, HALF=32, q_weight=None, k_weight=None))])
+    for cc, few in ((80, False), (90, False), (90, True), (100, False), (100, True), (120, False)):
+        for shape in (wide, narrow):
+            tile = dict(TILE=(8192 if few else 2048) // shape["HALF"], PDL=cc >= 90)
+            ptx, _ = build(decode._attention_kernel, cc, shape | tile, names_of, (), 4 if few else 2)
+            waits = [m.start() for m in re.finditer("griddepcontrol.wait", ptx)]
+            assert len(waits) == (2 if cc >= 90 else 0), "one that does not wait lets the next overtake"
+            assert not waits or ptx.count("cp.async.cg", 0, waits[1]) >= 8
     compile_everywhere(
-        [(decode._attention_kernel, wide, 4, 128, 3), (decode._attention_kernel, narrow, 2, 128, 3),
-         (decode._add_norm_kernel, dict(D=8192, TILE=8192), 8, 128, 1),
+        [(decode._add_norm_kernel, dict(D=8192, TILE=8192), 8, 128, 1),
          (decode._add_norm_backward_kernel, dict(D=8192, TILE=8192), 8, 255, 1),
          (decode._swiglu_kernel, dict(TILE=1024, d_out=None), 4, 64, 1),
          (decode._swiglu_kernel, dict(TILE=512, d_out=None), 2, 64, 1),
          (decode._swiglu_kernel, dict(TILE=1024), 4, 64, 1),
          (decode._rope_kernel, dict(DH=128, ROWS=128, HALF=64), 8, 128, 1)],
-        {"*bf16": "qkv k_cache v_cache gate_up y out d_out dy", "*i32": "counters", "*i64": "slots positions",
-         "*fp32": "sums maxima cos sin x weight q_weight k_weight total d_total dx",
-         "fp32": "eps scale sign"}, ("F_",))
+        names_of, ("F_",))
 
 
 def test_kernels_compile_for_four_generations():
