@@ -272,7 +272,8 @@ SPLIT_K = {(37888, 3584): {8: (3, 1), 16: (2, 1)}, (27648, 5120): {8: (2, 2), 16
 
 
 def _tile(M, N, K, sms, wgmma, deterministic=False, lora=False):
-    """→ TILE_M, SPLIT_K, stages. Without wgmma a tile of 64 columns would decode its weights twice."""
+    """→ TILE_M, SPLIT_K, stages, rows of tiles that are not split after all (`whole`, the first ones).
+    Without wgmma a tile of 64 columns would decode its weights twice."""
     rows, tiles_n = triton.next_power_of_2(M), triton.cdiv(N, ROWS)
     most = max(16 if deterministic else 8, min(rows, 128 if wgmma else 32))
     # a small weight is decoded once for every few rows, so that all SMs have work; a long row rather split
@@ -281,10 +282,15 @@ def _tile(M, N, K, sms, wgmma, deterministic=False, lora=False):
         tile_m *= 2
     m = 16 if deterministic else max(8, min(rows, FUSED_MAX))
     tiles = tiles_n * triton.cdiv(m, tile_m)
-    # a sum is not worth it where a row has less than eight steps
-    rule = (TILES[min(m, tile_m)][lora] * sms // tiles if K >= 8 * COLS else 1,) * 2
-    split = SPLIT_K.get((N, K), {}).get(m, rule)[lora]
-    return tile_m, max(1, min(split, 14, K // (2 * COLS))), TILES[tile_m][2]
+    split, whole = 1, 0
+    if m in SPLIT_K.get((N, K), {}):
+        split = SPLIT_K[N, K][m][lora]
+    elif tiles == tiles_n > sms and m > 16:    # all SMs have as many, and what is left over is shared
+        whole = tiles_n // sms * sms
+        split = round(sms / max(1, tiles_n - whole))
+    elif K >= 8 * COLS:                        # a sum is not worth it where a row has less than eight steps
+        split = TILES[min(m, tile_m)][lora] * sms // tiles
+    return tile_m, max(1, min(split, 14, K // (2 * COLS))), TILES[tile_m][2], whole
 
 
 def _fused(x, packed, bias, lora_A, lora_B, splits, scale, deterministic=False, tile=None):
@@ -308,14 +314,16 @@ def _fused(x, packed, bias, lora_A, lora_B, splits, scale, deterministic=False, 
                              TILE_M=xa_m, SPLIT_K=xa_split, **flags, num_stages=3, launch_pdl=flags["PDL"])
         if plain:
             return F.linear(both, packed.wide, bias), xa
-    tile_m, split, stages = tile or _tile(M, N, K, sms, generation in (9, 10), deterministic, bool(splits))
-    (tiles_n, tiles_k), y = packed.words.shape[:2], x.new_empty(M, N)
-    grid = (triton.cdiv(M, tile_m), tiles_n, split)
+    tile = tile or _tile(M, N, K, sms, generation in (9, 10), deterministic, bool(splits))
+    (tile_m, split, stages, whole), (tiles_n, tiles_k) = tile, packed.words.shape[:2]
+    y = x.new_empty(M, N)
+    grid = (triton.cdiv(M, tile_m), *((whole + (tiles_n - whole) * split, 1) if whole else (tiles_n, split)))
     assert grid[0] <= 64 and split <= tiles_k and tile_m < max(32, 2 * M), f"x {M, K}, tile {tile_m, split}"
-    sums = x.new_empty(*grid, tile_m * ROWS if split > 1 else 0, dtype=torch.float32)
+    sums = x.new_empty((tiles_n - whole) * split * grid[0] * (split > 1), tile_m * ROWS, dtype=torch.float32)
     _linear_kernel[grid](x, packed.words, packed.scales, packed.global_scales, bias, xa, lora_B, y, sums,
-                         packed.counters, M, N, K, tiles_k, EXPONENT, TILE_M=tile_m, SPLIT_K=split, RANK=rank,
-                         SPLITS=splits, **flags, num_stages=stages, launch_pdl=flags["PDL"])
+                         packed.counters, M, N, K, tiles_k, EXPONENT, TILE_M=tile_m, SPLIT_K=split,
+                         WHOLE=whole, RANK=rank, SPLITS=splits, **flags, num_stages=stages,
+                         launch_pdl=flags["PDL"])
     return y, xa
 
 
@@ -355,13 +363,21 @@ def _decode(words, scales, exponent, F32: constexpr):
 
 @jit(do_not_specialize=["M"])
 def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, counters, M, N, K, tiles_k,
-                   exponent, TILE_M: constexpr, SPLIT_K: constexpr, RANK: constexpr, SPLITS: constexpr,
-                   PDL: constexpr, EVEN_K: constexpr, F32: constexpr):
-    """y[m, n] = Σ_k x[m, k] W[n, k], as a tile (64, TILE_M) of y.T. Grid (M tiles, N tiles, SPLIT_K)."""
+                   exponent, TILE_M: constexpr, SPLIT_K: constexpr, WHOLE: constexpr, RANK: constexpr,
+                   SPLITS: constexpr, PDL: constexpr, EVEN_K: constexpr, F32: constexpr):
+    """y[m, n] = Σ_k x[m, k] W[n, k], as a tile (64, TILE_M) of y.T. Grid (M tiles, N tiles, SPLIT_K), or
+    (M tiles, WHOLE + the rest of the N tiles · SPLIT_K, 1)."""
     pid_m, pid_n, pid_k = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    shared = SPLIT_K > 1
+    if WHOLE > 0:
+        shared = pid_n >= WHOLE
+        if shared:
+            pid_n, pid_k = WHOLE + (pid_n - WHOLE) // SPLIT_K, (pid_n - WHOLE) % SPLIT_K
+    first, last = pid_k * tiles_k // SPLIT_K, (pid_k + 1) * tiles_k // SPLIT_K
+    if WHOLE > 0:
+        last = tl.where(shared, last, tiles_k)
     row, col = tl.arange(0, 64), tl.arange(0, 128)
     offs_n, offs_m = pid_n * 64 + row, pid_m * TILE_M + tl.arange(0, TILE_M)
-    first, last = pid_k * tiles_k // SPLIT_K, (pid_k + 1) * tiles_k // SPLIT_K
     words += (pid_n * tiles_k + first) * 1024
     if PDL:
         if RANK == 0:      # the kernel before makes x. With LoRA it is the one for xa, which waited for x
@@ -390,7 +406,10 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
     in_n, r = offs_n < N, tl.arange(0, 16 if RANK <= 16 else triton.next_power_of_2(RANK))
     if RANK > 0 and RANK <= 64:        # it comes while the splits are summed; no kernel of a step writes it
         B = tl.load(lora_B + offs_n[:, None] * RANK + r[None, :], in_n[:, None] & (r < RANK)[None, :], 0.)
-    acc, done = _sum_splits(acc, sums, counters + 2048, 64, TILE_M, SPLIT_K)
+    done = not shared
+    if shared:
+        tile = (pid_n - WHOLE) * tl.num_programs(0) + pid_m
+        acc, done = _sum_splits(acc, sums, counters + 2048, tile, pid_k, 64, TILE_M, SPLIT_K)
     if done:
         in_m = (offs_m < M)[None, :]
         acc *= tl.load(global_scales + offs_n, mask=in_n, other=0.)[:, None] * 1048576.      # 2^20
@@ -418,20 +437,18 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
 
 
 @jit
-def _sum_splits(acc, sums, counters, R: constexpr, C: constexpr, SPLIT_K: constexpr):
-    """→ (sum over the CTAs of this tile, whether this CTA came last and so has it)."""
-    done, tile = True, tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    if SPLIT_K > 1:
-        offs = tile * SPLIT_K * R * C + tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]
-        tl.store(sums + tl.program_id(2) * R * C + offs, acc)
-        tl.debug_barrier()                             # every warp has stored before this CTA arrives
-        done = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT_K - 1
-        if done:
-            tl.store(counters + tile, 0)
-            acc = tl.zeros((R, C), tl.float32)
-            # .cg: L1 may hold an older launch's lines. A small tile has all its loads in flight at once
-            for i in tl.range(SPLIT_K, loop_unroll_factor=SPLIT_K if R * C <= 4096 else 1, num_stages=1):
-                acc += tl.load(sums + i * R * C + offs, cache_modifier=".cg")
+def _sum_splits(acc, sums, counters, tile, part, R: constexpr, C: constexpr, SPLIT_K: constexpr):
+    """→ (sum over the SPLIT_K CTAs of a tile, whether this CTA came last and so has it)."""
+    offs = tile * SPLIT_K * R * C + tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]
+    tl.store(sums + part * R * C + offs, acc)
+    tl.debug_barrier()                                 # every warp has stored before this CTA arrives
+    done = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT_K - 1
+    if done:
+        tl.store(counters + tile, 0)
+        acc = tl.zeros((R, C), tl.float32)
+        # .cg: L1 may hold an older launch's lines. A small tile has all its loads in flight at once
+        for i in tl.range(SPLIT_K, loop_unroll_factor=SPLIT_K if R * C <= 4096 else 1, num_stages=1):
+            acc += tl.load(sums + i * R * C + offs, cache_modifier=".cg")
     return acc, done
 
 
@@ -460,7 +477,8 @@ def _shrink_kernel(x, lora_A, xa, both, sums, counters, M, R, K, stride, scale, 
                 tl.store(both + offs_m[None, :] * stride + offs_k[:, None] + i * 128, xt,
                          mask=(offs_m < M)[None, :] & in_k[:, None])
         acc = tl.dot(a, xt, acc, input_precision="ieee")
-    acc, done = _sum_splits(acc, sums, counters, 32, TILE_M, SPLIT_K)
+    tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    acc, done = _sum_splits(acc, sums, counters, tile, tl.program_id(2), 32, TILE_M, SPLIT_K)
     if done:
         tl.store(xa + offs_m[None, :] * stride + offs_r[:, None], (acc * scale).to(xa.dtype.element_ty),
                  mask=(offs_m < M)[None, :] & (offs_r < R)[:, None])

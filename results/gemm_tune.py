@@ -35,19 +35,19 @@ STAGES = {8: (4, 6), 16: (4, 5, 6), 32: (3, 4), 64: (3, 4), 128: (3,)}
 
 
 def wide_candidates(M, N, K):
-    """(TILE_M, SPLIT_K, stages): up to 14 splits, at least two steps a CTA and at most 14 CTAs an SM."""
+    """(TILE_M, SPLIT_K, stages, whole=0): up to 14 splits, two steps a CTA or more, up to 14 CTAs an SM."""
     tile_m = min(128, M)
     tiles = -(-N // 64) * -(-M // tile_m)
     most = max(1, min(14, K // 256, 14 * 132 // tiles))
-    return [(tile_m, split, s) for split in range(1, most + 1) for s in STAGES[tile_m]]
+    return [(tile_m, split, s, 0) for split in range(1, most + 1) for s in STAGES[tile_m]]
 
 
 SMALL = ("135M qkv", "135M o", "135M gate_up", "135M down", "0.5B gate_up", "0.5B down", "7B qkv", "7B o")
 
 
 def narrow_candidates(M, N, K):
-    """(TILE_M, SPLIT_K, stages) of a small weight: every tile, and at most 6 CTAs an SM."""
-    return [(tile_m, split, fp4_gemm.TILES[tile_m][2]) for tile_m in (16, 32, 64, 128) if tile_m <= M
+    """(TILE_M, SPLIT_K, stages, whole=0) of a small weight: every tile, and at most 6 CTAs an SM."""
+    return [(tile_m, split, fp4_gemm.TILES[tile_m][2], 0) for tile_m in (16, 32, 64, 128) if tile_m <= M
             for split in (1, 2, 3, 4, 6, 8, 9, 14) if split <= max(1, K // 256)
             and -(-N // 64) * -(-M // tile_m) * split <= 6 * 132]
 

@@ -172,10 +172,11 @@ def test_mistakes_are_named():
 def test_tiles_suit_every_shape(N, K):
     """A deterministic row is summed in the same splits in every batch; no tile has a half of unused rows."""
     for lora in (False, True):
-        assert len({fp4_gemm._tile(M, N, K, 132, True, True, lora)[1] for M in range(1, 600)}) == 1
+        assert len({fp4_gemm._tile(M, N, K, 132, True, True, lora)[1::2] for M in range(1, 600)}) == 1
         for M, wgmma in itertools.product(range(1, 600), (False, True)):
-            tile_m, split, _ = fp4_gemm._tile(M, N, K, 132, wgmma, False, lora)
+            tile_m, split, _, whole = fp4_gemm._tile(M, N, K, 132, wgmma, False, lora)
             assert 1 <= split <= max(1, K // 256) and tile_m < max(9, 2 * M), (M, tile_m, split)
+            assert whole == (528 if N == 37888 and 16 < M <= min(tile_m, 128) else 0), (M, tile_m, whole)
 
 
 # --- the Triton kernels without a GPU
@@ -187,8 +188,8 @@ def interpreted():
     stored = p.words, p.scales, p.global_scales
     fp4_gemm._dequantize_kernel[4,](*stored, out, *p.shape, 261, 2, fp4_gemm.EXPONENT, F32=True)
     assert torch.equal(out[:, :256].double(), exact(q)) and out[:, 256:].isnan().all()
-    for M, sizes, K, rank, tile in [(1, (70, 33, 5), 208, 5, (8, 2, 3)), (9, (64, 1), 640, 16, None),
-                                    (19, (130,), 512, 17, (32, 3, 3))]:
+    for M, sizes, K, rank, tile in [(1, (70, 33, 5), 208, 5, (8, 2, 3, 0)), (9, (64, 1), 640, 16, None),
+                                    (19, (130,), 512, 17, (32, 3, 3, 2))]:
         x, packed, W, bias, lora_A, lora_B = layer = adapted_layer(M, sizes, K, rank)
         tile = tile or fp4_gemm._tile(M, *packed.shape, 132, True)
         fp4_gemm._tile = lambda *args, tile=tile: tile
@@ -214,8 +215,8 @@ def compiled():
     for cc in SHARED:
         common = {"EVEN_K": True, "F32": False, "PDL": cc >= 90}
         for M in (1, 16, 32, 64, 128):
-            tile_m, split, stages = fp4_gemm._tile(M, 4608, 3584, 132, cc in (90, 100))
-            tile = {"TILE_M": tile_m, "SPLIT_K": split, "bias": None} | common
+            tile_m, split, stages, _ = fp4_gemm._tile(M, 4608, 3584, 132, cc in (90, 100))
+            tile = {"TILE_M": tile_m, "SPLIT_K": split, "WHOLE": 0, "bias": None} | common
             # TILES says how many CTAs an SM has: of 128 threads, and registers come to a thread by eights
             most = [65536 // 128 // n // 8 * 8 for n in fp4_gemm.TILES[tile_m][:2]]
             with_lora = tile | {"RANK": 32, "SPLITS": (3584, 512, 512)}
