@@ -285,11 +285,11 @@ def _tile(M, N, K, sms, wgmma, deterministic=False, lora=False):
     split, whole = 1, 0
     if m in SPLIT_K.get((N, K), {}):
         split = SPLIT_K[N, K][m][lora]
-    elif tiles == tiles_n > sms and m > 16:    # all SMs have as many, and what is left over is shared
-        whole = tiles_n // sms * sms
-        split = round(sms / max(1, tiles_n - whole))
-    elif K >= 8 * COLS:                        # a sum is not worth it where a row has less than eight steps
+    elif K >= 8 * COLS:      # a sum is not worth it where a row has less than eight steps
         split = TILES[min(m, tile_m)][lora] * sms // tiles
+        if tiles == tiles_n > sms and m > 16:    # all SMs have as many, and what is left over is shared
+            whole = tiles_n // sms * sms
+            split = round(sms / max(1, tiles_n - whole))
     return tile_m, max(1, min(split, 14, K // (2 * COLS))), TILES[tile_m][2], whole
 
 
