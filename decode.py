@@ -15,7 +15,8 @@ not write (attention: positions, slots, cos, sin, older keys and values), waits,
 Attention reads a row's own length from the GPU: one captured graph serves every length. A program takes 256
 cached positions of one row and one key head, with all the query heads that share it; the last to finish adds
 up the pieces in their order. As in fp4_gemm.py operands are swapped, scores.T = K @ q.T, for a tensor core's
-wide side must not be the few queries. Pieces have a fixed size, so that no other row's length is in a result.
+wide side must not be the few queries. Pieces have a fixed size: of the other rows a result depends on their
+number at most, which picks the tiles.
 
 Needs: torch; on a GPU also triton.
 """
@@ -248,7 +249,8 @@ def cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
 
     qkv (B, (H + 2·Hkv)·Dh) as the projection leaves it. head_norms: (q's weight, k's weight, eps) or None.
     cos, sin (B, Dh/2) f32. cache: a model.KVCache; row b lives in its slot cache.slots[b]. positions (B,)
-    int64, −1 for a row that is over: nothing is written for it and its result is undefined. → (B, H·Dh)"""
+    int64, −1 for a row that is over: nothing is written for it and its result is undefined. → (B, H·Dh)
+    What is cached before `positions` must be there when the kernel in front of this one starts."""
     k_cache, v_cache, slots = cache.k[layer], cache.v[layer], cache.slots               # (S, Hkv, L, Dh)
     if qkv.is_cuda:
         return _cached_attention(qkv, head_norms, cos, sin, k_cache, v_cache, slots, positions, cache.pieces,
@@ -310,7 +312,8 @@ def _attention_kernel(qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, 
                       TILE: constexpr, ROWS: constexpr, HALF: constexpr, PDL: constexpr):
     """Grid (Hkv, pieces, B): the REP query heads of one key head over SPLIT positions of one row."""
     h, piece, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # before the wait: what was written before this layer's norm, whose end those in front have awaited
+    # before the wait: what was written before this layer's norm, whose end those in front have awaited, older
+    # keys and values among it
     position = tl.load(positions + b).to(tl.int32)
     Hkv, last, begin = tl.num_programs(0), position // SPLIT, piece * SPLIT
     head, d, dim = tl.arange(0, ROWS), tl.arange(0, HALF), tl.arange(0, 2 * HALF)

@@ -258,7 +258,7 @@ def _weight(packed, dtype):
     return dequantize(packed, dtype) if packed._dense is None else packed._dense
 
 
-# --- launching; the numbers come from results/gemm_tune.py on an H200
+# --- launching; TILES and SPLIT_K come from results/gemm_tune.py on an H200
 
 FUSED_MAX = 256          # rows up to which decoding inside the GEMM beats decoding before it
 # TILE_M: CTAs on an SM, without and with LoRA (room is left, where the next kernel's wait), and stages
@@ -286,10 +286,10 @@ def _tile(M, N, K, sms, wgmma, deterministic=False, lora=False):
     if m in SPLIT_K.get((N, K), {}):
         split = SPLIT_K[N, K][m][lora]
     elif K >= 8 * COLS:      # a sum is not worth it where a row has less than eight steps
-        split = TILES[min(m, tile_m)][lora] * sms // tiles
-        if tiles == tiles_n > sms and m > 16:    # all SMs have as many, and what is left over is shared
-            whole = tiles_n // sms * sms
-            split = round(sms / max(1, tiles_n - whole))
+        split, rest = TILES[min(m, tile_m)][lora] * sms // tiles, tiles_n % sms
+        if tiles == tiles_n > sms and m > 16 and K >= 3584 and 0 < rest <= sms * 2 // 3:
+            # all SMs have had as many tiles, and one wave more has so few that all can share them
+            split, whole = min(4, round(sms / rest)), tiles_n - rest
     return tile_m, max(1, min(split, 14, K // (2 * COLS))), TILES[tile_m][2], whole
 
 
@@ -318,7 +318,8 @@ def _fused(x, packed, bias, lora_A, lora_B, splits, scale, deterministic=False, 
     (tile_m, split, stages, whole), (tiles_n, tiles_k) = tile, packed.words.shape[:2]
     y = x.new_empty(M, N)
     grid = (triton.cdiv(M, tile_m), *((whole + (tiles_n - whole) * split, 1) if whole else (tiles_n, split)))
-    assert grid[0] <= 64 and split <= tiles_k and tile_m < max(32, 2 * M), f"x {M, K}, tile {tile_m, split}"
+    assert grid[0] <= 64 and (split > 1 or not whole) and split <= tiles_k and tile_m < max(32, 2 * M), \
+        f"x {M, K}, tile {tile}"
     sums = x.new_empty((tiles_n - whole) * split * grid[0] * (split > 1), tile_m * ROWS, dtype=torch.float32)
     _linear_kernel[grid](x, packed.words, packed.scales, packed.global_scales, bias, xa, lora_B, y, sums,
                          packed.counters, M, N, K, tiles_k, EXPONENT, TILE_M=tile_m, SPLIT_K=split,

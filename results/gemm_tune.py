@@ -5,6 +5,8 @@ Every candidate is first compared with the product in float64 (relative error < 
 not timed. Kernels are compiled beforehand, in parallel, into Triton's cache. With BENCH.jsonl, bench.py gemm
 follows, with the winners in place.
 
+Whole tiles in front of split ones (_tile's `whole`) are not tuned: an entry in SPLIT_K switches them off.
+
 gemm_splits.jsonl is the log behind SPLIT_K and the CTAs in TILES: every split, with and without LoRA;
 "behind_us" is the time behind an ordinary kernel that writes x, as in a model, that kernel included.
 gemm_small.jsonl, of --small, is the log behind _tile's narrow tiles.
