@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import checkpoint
 import decode
@@ -196,9 +195,8 @@ class Decoder(nn.Module):
             source.unread.discard("lm_head.weight")
         self.register_buffer("lm_head", self.embed_tokens if tied else
                              source.tensor("lm_head.weight", (V, D)).to(device, self.dtype))
-        rotary = LlamaRotaryEmbedding(config)                    # transformers' own tables, scaling included
-        self.register_buffer("inv_freq", rotary.inv_freq.float().to(device))
-        self.rope_scale = rotary.attention_scaling
+        inv_freq, self.rope_scale = rope_frequencies(config, self.head_dim)
+        self.register_buffer("inv_freq", inv_freq.float().to(device))
 
     def forward(self, ids, positions, cache=None):
         """ids, positions (B, T) → hidden (B, T, D) after the final norm.
@@ -328,3 +326,12 @@ def family(config):
         if bad:
             raise ValueError(f"{name} with {key}={getattr(config, key)!r} is not supported by this decoder")
     return FAMILIES[name](config)
+
+
+def rope_frequencies(config, head_dim):
+    """→ radians a position for each of the Dh/2 pairs, and what cos and sin are multiplied by. Of the scaled
+    kinds transformers knows the formulas; its models, which hold the plain one, take seconds to import."""
+    kind = config.rope_parameters.get("rope_type", "default")
+    if kind != "default":
+        return ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    return 1 / config.rope_parameters["rope_theta"] ** (torch.arange(0, head_dim, 2) / head_dim), 1.0
