@@ -89,11 +89,6 @@ def projections(m):
     return dict(zip(names, parts, strict=True))
 
 
-@pytest.fixture(scope="module")
-def smollm2():
-    return checkpoint.open("smollm2")
-
-
 def refuses(name, *words):
     """model.load says no in one line of one sentence that holds these words."""
     with pytest.raises(ValueError) as error:
@@ -208,11 +203,11 @@ def test_stop_ids_gather_every_list(tmp_path):
 
 def test_the_default_models_prompt_ends_with_the_assistants_header(smollm2):
     """And holds the question once; its stop token is the one that closes a turn."""
-    tokenizer = smollm2.tokenizer()
+    source, tokenizer = smollm2
     text = tokenizer.decode(checkpoint.encode(tokenizer, "What is 7 * 8?"))
     assert text.startswith("<|im_start|>system") and text.count("What is 7 * 8?") == 1
     assert text.endswith("<|im_end|>\n<|im_start|>assistant\n")
-    assert tokenizer.convert_ids_to_tokens(smollm2.stop_ids()) == ["<|im_end|>"]
+    assert tokenizer.convert_ids_to_tokens(source.stop_ids()) == ["<|im_end|>"]
 
 
 def test_a_prompt_begins_with_one_bos():
@@ -600,10 +595,11 @@ def test_an_export_that_is_interrupted_or_wrong_is_not_at_its_place(runs, tmp_pa
 
 def test_a_gguf_models_tokenizer_and_ends_travel(smollm2, tmp_path):
     """What the default model's file knows of both is read back from the folder: same prompt, same end."""
-    smollm2.companions(tmp_path)
-    smollm2.config.save_pretrained(tmp_path)
+    source, tokenizer = smollm2
+    source.companions(tmp_path)
+    source.config.save_pretrained(tmp_path)
     save_file({}, tmp_path / "model.safetensors")
-    source = checkpoint.open(str(tmp_path))
-    ours, theirs = (checkpoint.encode(s.tokenizer(), "What is 7 * 8?") for s in (source, smollm2))
-    assert ours == theirs and source.stop_ids() == smollm2.stop_ids()
-    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] in source.stop_ids()
+    found = checkpoint.open(str(tmp_path))
+    ours, theirs = (checkpoint.encode(t, "What is 7 * 8?") for t in (found.tokenizer(), tokenizer))
+    assert ours == theirs and found.stop_ids() == source.stop_ids()
+    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] in found.stop_ids()

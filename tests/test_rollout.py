@@ -59,10 +59,10 @@ def test_recorded_logprobs_are_the_trainers(m, temperature):
     assert len(t) == ends.max() and not r.tokens[t >= ends].any()
 
 
-def test_recorded_logprobs_are_the_trainers_on_smollm2_in_nvfp4():
+def test_recorded_logprobs_are_the_trainers_on_smollm2_in_nvfp4(smollm2):
     """The default model with quantised weights and an adapter; 24 layers deeper, the same bound."""
-    source = checkpoint.open("smollm2")
-    real, tokenizer = learned(model.load(source, rank=4), 0.02), source.tokenizer()
+    source, tokenizer = smollm2
+    real = learned(model.load(source, rank=4), 0.02)
     prompts = [checkpoint.encode(tokenizer, text) for text in ("What is 7 * 8?", "Say hello in French.")]
     r = generate(real, prompts, G=4, new=10, temperature=0.7, stops=source.stop_ids())
     assert gap(real, r, 0.7) < 1e-4
@@ -289,10 +289,10 @@ def test_rows_join_and_micro_batches_lose_nothing(m):
 # --- on a GPU
 
 @pytest.fixture(scope="module")
-def real():
+def real(smollm2):
     """SmolLM2 in NVFP4 on a GPU with an adapter that is not zero, and its tokenizer."""
-    source = checkpoint.open("smollm2")
-    return learned(model.load(source, device="cuda"), 0.02), source.tokenizer()
+    source, tokenizer = smollm2
+    return learned(model.load(source, device="cuda"), 0.02), tokenizer
 
 
 def gpu_prompts(n):
@@ -336,15 +336,14 @@ def test_gpu_graph_equals_eager(real, monkeypatch, top_p):
 
 
 @pytest.mark.gpu
-def test_gpu_recorded_logprobs_are_the_trainers_when_the_adapter_is_small():
+def test_gpu_recorded_logprobs_are_the_trainers_when_the_adapter_is_small(smollm2):
     """256 rows, B = ±5e-4 as a step of AdamW leaves it. Roundings alone give a KL of 5e-4 nats a token (made
     by hand on a CPU; an H200 3e-4 where B = 0); the runs of results/ablation had 2e-3 to 8e-3 on NVFP4."""
-    source = checkpoint.open("smollm2")
+    source, tokenizer = smollm2
     m = learned(model.load(source, device="cuda"), 1.)
     for layer in lora.lora_layers(m).values():
         layer.lora_B.data.sign_().mul_(5e-4)
     lora.refresh(m)
-    tokenizer = source.tokenizer()
     prompts = [checkpoint.encode(tokenizer, f"What is {i} + {3 * i}?") for i in range(16)]
     r = Sampler(m).generate(prompts, 16, 16, 1.0, source.stop_ids(), 0, 1)
     with torch.no_grad():
