@@ -359,8 +359,8 @@ def plot(folders, path):
         (1, "step", "entropy", "entropy", dict()),
         (2, "step", "kl_noise", "KL(noisy ‖ clean), nats a token", dict(marker=".")),
         (2, "step", "sigma", "σ of the noise", dict(linestyle=":")))
-    figure = Figure(figsize=(13, 3.8), layout="constrained")
-    axes = figure.subplots(1, 3)
+    figure = Figure(figsize=(13, 3.8))
+    axes = figure.subplots(1, 3, gridspec_kw=dict(left=.05, right=.99, bottom=.13, top=.92, wspace=.22))
     for i, folder in enumerate(folders):
         records = read(folder).values()
         for axis, kind, key, label, style in curves:
