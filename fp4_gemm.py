@@ -293,6 +293,13 @@ def _tile(M, N, K, sms, wgmma, deterministic=False, lora=False):
     return tile_m, max(1, min(split, 14, K // (2 * COLS))), TILES[tile_m][2], whole
 
 
+def _shrink_tile(M, K, plain):
+    """→ TILE_M, SPLIT_K, stages of LoRA's kernel. A short row has all its steps under way at once and no sum.
+    A packed weight comes while this kernel runs; a Dense waits for it, so it is cut finer."""
+    tile_m = 16 if plain or K < 8 * COLS else max(16, min(triton.next_power_of_2(M), 32))
+    return tile_m, *((1, 6) if K < 8 * COLS else (min(28, triton.cdiv(K, 256)), 3))
+
+
 def _fused(x, packed, bias, lora_A, lora_B, splits, scale, deterministic=False, tile=None):
     """One launch, two with LoRA (a Dense: and cuBLAS). → y (M, N), and xa = scale · x @ lora_A.T or None."""
     (M, K), N, plain = x.shape, packed.shape[0], isinstance(packed, Dense)
@@ -300,18 +307,19 @@ def _fused(x, packed, bias, lora_A, lora_B, splits, scale, deterministic=False, 
     sms, generation = (gpu.multi_processor_count, gpu.major) if gpu else (132, 0)
     # PDL, programmatic dependent launch: a kernel starts beside the one before it, and waits inside. One that
     # waits beside cuBLAS has room that cuBLAS wants (M=256, K=18944: 99 µs instead of 72)
-    flags = {"PDL": generation >= 9 and not plain, "EVEN_K": K % COLS == 0, "F32": x.dtype == torch.float32}
+    pdl = generation >= 9 and not plain
+    flags = {"PDL": pdl, "launch_pdl": pdl, "EVEN_K": K % COLS == 0, "F32": x.dtype == torch.float32}
     xa, rank = None, 0
     if lora_A is not None:
         R, rank = lora_A.shape[0], lora_A.shape[0] // len(splits)
-        xa_m, xa_split = max(16, min(triton.next_power_of_2(M), 32)), min(28, triton.cdiv(K, 256))
+        xa_m, xa_split, xa_stages = _shrink_tile(M, K, plain)
         grid = (triton.cdiv(M, xa_m), triton.cdiv(R, 32), xa_split)
         assert grid[0] * grid[1] <= 2048, f"M={M} rows and lora_A of {R} are too many for one launch"
         sums = x.new_empty(*grid, xa_m * 32, dtype=torch.float32)
         both = x.new_empty(M, K + R) if plain else None
         xa = both[:, K:] if plain else x.new_empty(M, R)
         _shrink_kernel[grid](x, lora_A, xa, both, sums, packed.counters, M, R, K, xa.stride(0), scale,
-                             TILE_M=xa_m, SPLIT_K=xa_split, **flags, num_stages=3, launch_pdl=flags["PDL"])
+                             TILE_M=xa_m, SPLIT_K=xa_split, **flags, num_stages=xa_stages)
         if plain:
             return F.linear(both, packed.wide, bias), xa
     tile = tile or _tile(M, N, K, sms, generation in (9, 10), deterministic, bool(splits))
@@ -323,8 +331,7 @@ def _fused(x, packed, bias, lora_A, lora_B, splits, scale, deterministic=False, 
     sums = x.new_empty((tiles_n - whole) * split * grid[0] * (split > 1), tile_m * ROWS, dtype=torch.float32)
     _linear_kernel[grid](x, packed.words, packed.scales, packed.global_scales, bias, xa, lora_B, y, sums,
                          packed.counters, M, N, K, tiles_k, EXPONENT, TILE_M=tile_m, SPLIT_K=split,
-                         WHOLE=whole, RANK=rank, SPLITS=splits, **flags, num_stages=stages,
-                         launch_pdl=flags["PDL"])
+                         WHOLE=whole, RANK=rank, SPLITS=splits, **flags, num_stages=stages)
     return y, xa
 
 
@@ -440,6 +447,8 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
 @jit
 def _sum_splits(acc, sums, counters, tile, part, R: constexpr, C: constexpr, SPLIT_K: constexpr):
     """→ (sum over the SPLIT_K CTAs of a tile, whether this CTA came last and so has it)."""
+    if SPLIT_K == 1:
+        return acc, True
     offs = tile * SPLIT_K * R * C + tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]
     tl.store(sums + part * R * C + offs, acc)
     tl.debug_barrier()                                 # every warp has stored before this CTA arrives

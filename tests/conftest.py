@@ -103,11 +103,11 @@ def run_alone(function, interpret):
 
 
 # compute capability → the most shared memory that a CTA may have
-SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+SHARED = {90: 232448, 100: 232448, 80: 166912, 86: 101376, 89: 101376, 120: 101376}      # the longest first
 
 
 def build(kernel, cc, constants, names_of, aligned, warps=4, stages=3, registers=255):
-    """→ the PTX and SASS of a kernel; no spills, no more registers or shared memory than there may be.
+    """→ the PTX and the cubin of a kernel; no spills, no more registers or shared memory than there may be.
 
     names_of: a type → the arguments that have it; others are i32. aligned: integers that are multiples of 16.
     """
@@ -121,16 +121,20 @@ def build(kernel, cc, constants, names_of, aligned, warps=4, stages=3, registers
     made = triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs),
                           target=GPUTarget("cuda", cc, 32),
                           options=dict(num_warps=warps, num_stages=stages, launch_pdl=cc >= 90))
-    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(made.asm["cubin"])
-        cubin.flush()
-        usage, sass = (subprocess.run([cuobjdump, flag, cubin.name], capture_output=True, text=True,
-                                      check=True).stdout for flag in ("-res-usage", "-sass"))
+    usage = cuobjdump("-res-usage", made.asm["cubin"])
     used = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     fits = used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= registers
     assert fits and made.metadata.shared <= SHARED[cc], (cc, kernel, constants, used, made.metadata.shared)
-    return made.asm["ptx"], sass
+    return made.asm["ptx"], made.asm["cubin"]
+
+
+def cuobjdump(flag, cubin):
+    import triton
+    program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([program, flag, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def on_all_cores(check, generations):

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from conftest import SHARED, build, on_all_cores, run_alone
+from conftest import SHARED, build, cuobjdump, on_all_cores, run_alone
 
 import fp4_gemm
 
@@ -192,10 +192,10 @@ def interpreted():
     stored = p.words, p.scales, p.global_scales
     fp4_gemm._dequantize_kernel[4,](*stored, out, *p.shape, 261, 2, fp4_gemm.EXPONENT, F32=True)
     assert torch.equal(out[:, :256].double(), exact(q)) and out[:, 256:].isnan().all()
-    for M, sizes, K, rank, tile in [(1, (70, 33, 5), 208, 5, (8, 2, 3, 0)), (9, (64, 1), 640, 16, None),
-                                    (35, (130,), 512, 17, (32, 3, 3, 1))]:
+    for M, sizes, K, rank, tile in [
+            (1, (70, 33, 5), 208, 5, (8, 2, 3, 0)), (9, (64, 1), 1088, 16, (8, 3, 3, 0)),
+            (35, (130,), 512, 17, (32, 3, 3, 1))]:
         x, packed, W, bias, lora_A, lora_B = layer = adapted_layer(M, sizes, K, rank)
-        tile = tile or fp4_gemm._tile(M, *packed.shape, 132, True)
         fp4_gemm._tile = lambda *args, tile=tile: tile
         assert tile[1] > 1, "split-K is what this is to test"
 
@@ -225,11 +225,11 @@ def compiled_for(cc):
         # TILES says how many CTAs an SM has: of 128 threads, and registers come to a thread by eights
         most = [65536 // 128 // n // 8 * 8 for n in fp4_gemm.TILES[tile_m][:2]]
         with_lora = tile | {"RANK": 32, "SPLITS": (3584, 512, 512)}
-        _, sass = build(fp4_gemm._linear_kernel, cc, with_lora, names_of, "NKR", 4, stages, most[1])
+        _, cubin = build(fp4_gemm._linear_kernel, cc, with_lora, names_of, "NKR", 4, stages, most[1])
         without = tile | {"RANK": 0, "SPLITS": (), "xa": None, "lora_B": None}
         build(fp4_gemm._linear_kernel, cc, without, names_of, "NKR", 4, stages, most[0])
         if cc == 90:
-            loop = main_loop(sass)
+            loop = main_loop(cuobjdump("-sass", cubin))
             per_weight = len(loop) * 32 * 4 / (64 * 128)
             assert 2 < per_weight < 4, f"M={M}: {per_weight:.2f} instructions a weight in the main loop"
             check_registers_of_wgmma(loop, M >= 16)
@@ -239,8 +239,10 @@ def compiled_for(cc):
             if M == 64:
                 wide = with_lora | {"RANK": 128}
                 build(fp4_gemm._linear_kernel, cc, wide, names_of, "NKR", 4, stages, most[1])
-    for both in ({"PDL": False}, {"both": None}):
-        build(fp4_gemm._shrink_kernel, cc, common | {"TILE_M": 32, "SPLIT_K": 28} | both, names_of, "NKR")
+    for K, both in ((576, {"both": None}), (18944, {"both": None}), (18944, {"PDL": False})):
+        tile_m, split, stages = fp4_gemm._shrink_tile(64, K, "PDL" in both)
+        tile = common | {"TILE_M": tile_m, "SPLIT_K": split} | both
+        build(fp4_gemm._shrink_kernel, cc, tile, names_of, "NKR", 4, stages)
     build(fp4_gemm._dequantize_kernel, cc, {"F32": False}, names_of, "NKR")
 
 
