@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# compute-sanitizer on our kernels, on a Hopper GPU with nvcc: bash results/sanitize.sh > results/sanitizer.log
+# For each tool first a kernel with all three faults, which it must find; then tests, in which it must find nothing.
+# It takes the compute-sanitizer in PATH. Version 2025.3.1, of CUDA 13.0, ends in an "Internal Sanitizer Error" at the
+# first kernel of ours; 2026.4 does not: pip install nvidia-cuda-sanitizer-api
+set -euo pipefail
+cd "$(dirname "$0")/.."
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+cat > "$folder/control.cu" <<'CUDA'
+__global__ void _linear_kernel(int *out) {
+    __shared__ int race;
+    race = threadIdx.x;
+    if (threadIdx.x % 32 < 16) __syncthreads();
+    out[threadIdx.x] = race;
+}
+int main() {
+    int *out;
+    cudaMalloc(&out, 4);
+    _linear_kernel<<<1, 64>>>(out);
+    return cudaDeviceSynchronize() == cudaSuccess ? 0 : 1;
+}
+CUDA
+nvcc -o "$folder/control" "$folder/control.cu"
+gemm='forward_and_backward and (sizes3 or sizes4 or 16-sizes0 or 33-sizes1 or 128-sizes1)'
+step='gpu_attention and positions1 or gpu_norm_swiglu_and_rope'
+nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
+echo "commit ${COMMIT:-$(git describe --always --dirty)}; $(compute-sanitizer --version | tail -n 1)"
+python -m pytest -m gpu tests/test_fp4_gemm.py tests/test_decode.py -k "$gemm or $step" > /dev/null     # compiles
+for tool in racecheck synccheck memcheck; do
+    run=(compute-sanitizer --tool $tool --error-exitcode 9)
+    for kernel in linear shrink dequantize attention add_norm swiglu rope; do
+        run+=(--kernel-name "kns=_${kernel}_")
+    done
+    "${run[@]}" "$folder/control" > "$folder/found" && { echo "$tool missed the control's fault"; exit 1; }
+    echo "$tool, control: $(tail -n 1 "$folder/found")"
+    for tests in "tests/test_fp4_gemm.py;$gemm" "tests/test_decode.py;$step"; do
+        "${run[@]}" python -m pytest -m gpu "${tests%;*}" -k "${tests#*;}" > "$folder/found" ||
+            { grep "=====" "$folder/found"; exit 1; }
+        echo "$tool, ${tests%;*}: $(tail -n 2 "$folder/found" | tr '\n' ' ')"
+    done
+done
