@@ -40,10 +40,8 @@ def check_against(oracle, m, ids, tolerance=1e-4):
     ours = m.logits(m(ids, torch.arange(ids.shape[1]).expand_as(ids)).flatten(0, 1)).view(*ids.shape, -1)
     assert (ours - oracle(ids).logits).abs().max() < tolerance
     oracle.generation_config.eos_token_id = None
-    for row in ids:
-        theirs = oracle.generate(row[None], attention_mask=torch.ones_like(row[None]), max_new_tokens=50,
-                                 do_sample=False)
-        assert Sampler(m).generate([row.tolist()], 1, 50, 0.0, [], 0, 0).tokens.tolist() == theirs.tolist()
+    theirs = oracle.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=50, do_sample=False)
+    assert Sampler(m).generate(ids.tolist(), 1, 50, 0.0, [], 0, 0).tokens.tolist() == theirs.tolist()
 
 
 def answers(m):
