@@ -218,7 +218,7 @@ class GGUF(Source):
     def parsed(self):
         """A context in which transformers gets the reader that is here. For config, tokenizer and weights it
         would parse the file anew, in Python: for SmolLM2's 49 152 tokens 5 s on a CPU each time."""
-        return patch("gguf.GGUFReader", lambda path, *_: self.reader)
+        return patch("gguf.GGUFReader", return_value=self.reader)
 
     def tokenizer(self):
         with self.parsed():

@@ -294,10 +294,11 @@ def _tile(M, N, K, sms, wgmma, deterministic=False, lora=False):
 
 
 def _shrink_tile(M, K, plain):
-    """→ TILE_M, SPLIT_K, stages of LoRA's kernel. A short row has all its steps under way at once and no sum.
-    A packed weight comes while this kernel runs; a Dense waits for it, so it is cut finer."""
-    tile_m = 16 if plain or K < 8 * COLS else max(16, min(triton.next_power_of_2(M), 32))
-    return tile_m, *((1, 6) if K < 8 * COLS else (min(28, triton.cdiv(K, 256)), 3))
+    """→ TILE_M, SPLIT_K, stages of LoRA's kernel. A short row has five steps under way at once, and no sum.
+    A packed weight comes while this kernel runs; a Dense's cuBLAS call waits for it, so it is cut finer."""
+    if K < 8 * COLS:
+        return 16, 1, 6
+    return 16 if plain or M <= 16 else 32, min(28, triton.cdiv(K, 256)), 3
 
 
 def _fused(x, packed, bias, lora_A, lora_B, splits, scale, deterministic=False, tile=None):
@@ -314,7 +315,7 @@ def _fused(x, packed, bias, lora_A, lora_B, splits, scale, deterministic=False, 
         R, rank = lora_A.shape[0], lora_A.shape[0] // len(splits)
         xa_m, xa_split, xa_stages = _shrink_tile(M, K, plain)
         grid = (triton.cdiv(M, xa_m), triton.cdiv(R, 32), xa_split)
-        assert grid[0] * grid[1] <= 2048, f"M={M} rows and lora_A of {R} are too many for one launch"
+        assert xa_split == 1 or grid[0] * grid[1] <= 2048, f"{M} rows, lora_A of {R}: too many for a launch"
         sums = x.new_empty(*grid, xa_m * 32, dtype=torch.float32)
         both = x.new_empty(M, K + R) if plain else None
         xa = both[:, K:] if plain else x.new_empty(M, R)

@@ -10,7 +10,7 @@ lm_head, norms and biases stay as they are; the norms' weights are fp32 buffers 
 Weights stream in layer by layer and are quantised on the way: the peak is the model plus one layer. On a CPU
 everything computes in fp32, on a GPU in bf16 with fp32 logits.
 
-transformers supplies the config and the RoPE frequencies; its own models are the tests' oracle.
+transformers supplies the config and the formulas of scaled RoPE; its own models are the tests' oracle.
 Left out: mixtures of experts, sliding windows, encoder parts, dropout.
 Needs: torch, transformers; nvfp4.py, fp4_gemm.py, lora.py, decode.py, checkpoint.py.
 """

@@ -23,7 +23,8 @@ int main() {
 CUDA
 nvcc -o "$folder/control" "$folder/control.cu"
 gemm='forward_and_backward and (sizes3 or sizes4 or 16-sizes0 or 33-sizes1 or 128-sizes1)'
-step='gpu_attention and positions1 or gpu_norm_swiglu_and_rope'
+step='gpu_attention and (positions1 or positions0-9) or gpu_norm_swiglu_and_rope'
+export PYTORCH_NO_CUDA_MEMORY_CACHING=1               # or a tensor's end lies inside the allocator's block
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 echo "commit ${COMMIT:-$(git describe --always --dirty)}; $(compute-sanitizer --version | tail -n 1)"
 python -m pytest -m gpu tests/test_fp4_gemm.py tests/test_decode.py -k "$gemm or $step" > /dev/null     # compiles
@@ -32,7 +33,8 @@ for tool in racecheck synccheck memcheck; do
     for kernel in linear shrink dequantize attention add_norm swiglu rope; do
         run+=(--kernel-name "kns=_${kernel}_")
     done
-    "${run[@]}" "$folder/control" > "$folder/found" && { echo "$tool missed the control's fault"; exit 1; }
+    "${run[@]}" "$folder/control" > "$folder/found" || true
+    grep -q 'SUMMARY: [1-9]' "$folder/found" || { echo "$tool missed the control's fault"; exit 1; }
     echo "$tool, control: $(tail -n 1 "$folder/found")"
     for tests in "tests/test_fp4_gemm.py;$gemm" "tests/test_decode.py;$step"; do
         "${run[@]}" python -m pytest -m gpu "${tests%;*}" -k "${tests#*;}" > "$folder/found" ||

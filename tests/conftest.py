@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import checkpoint
-
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 signal.signal(signal.SIGINT, signal.default_int_handler)      # a shell ignores it for what runs behind it
 
@@ -67,6 +65,7 @@ def tiny(tmp_path_factory):
 @pytest.fixture(scope="session")
 def smollm2():
     """The default model's checkpoint and its tokenizer: parsing its vocabulary takes seconds."""
+    import checkpoint
     source = checkpoint.open("smollm2")
     return source, source.tokenizer()
 
@@ -138,9 +137,9 @@ def cuobjdump(flag, cubin):
 
 
 def on_all_cores(check, generations):
-    """check(compute capability) of each: on two cores twice as fast, for Triton's compiler is one thread."""
+    """Call check with each compute capability, in processes side by side: Triton's compiler is one thread."""
     with ProcessPoolExecutor() as pool:
-        assert len(list(pool.map(check, generations))) == len(generations) > 0
+        list(pool.map(check, generations))                            # raises what one of them raised
 
 
 def compile_with_a_wait(cc, jobs, names_of, aligned):

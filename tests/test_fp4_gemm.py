@@ -217,9 +217,10 @@ def compiled_for(cc):
     names_of = {"*i32": "words scales counters", "*fp32": "global_scales sums", "fp32": "scale",
                 "*bf16": "x xa both lora_A lora_B y out"}
     common = {"EVEN_K": True, "F32": False, "PDL": cc >= 90}
-    for M in (1, 16, 32, 64, 128):
-        tile_m, split, stages, _ = fp4_gemm._tile(M, 4608, 3584, 132, cc in (90, 100))
-        if tile_m < min(M, 128):      # the tile of fewer rows, which was compiled
+    for M, K in ((1, 3584), (16, 896), (32, 3584), (64, 3584), (128, 896)):           # K=896 is not split
+        tile_m, split, stages, _ = fp4_gemm._tile(M, 4608, K, 132, cc in (90, 100))
+        assert (split > 1) == (K == 3584)
+        if tile_m < min(M, 128):      # without wgmma there is no wider tile than that of 32 rows
             continue
         tile = {"TILE_M": tile_m, "SPLIT_K": split, "WHOLE": 0, "bias": None} | common
         # TILES says how many CTAs an SM has: of 128 threads, and registers come to a thread by eights
@@ -239,7 +240,7 @@ def compiled_for(cc):
             if M == 64:
                 wide = with_lora | {"RANK": 128}
                 build(fp4_gemm._linear_kernel, cc, wide, names_of, "NKR", 4, stages, most[1])
-    for K, both in ((576, {"both": None}), (18944, {"both": None}), (18944, {"PDL": False})):
+    for K, both in itertools.product((576, 18944), ({"both": None}, {"PDL": False})):
         tile_m, split, stages = fp4_gemm._shrink_tile(64, K, "PDL" in both)
         tile = common | {"TILE_M": tile_m, "SPLIT_K": split} | both
         build(fp4_gemm._shrink_kernel, cc, tile, names_of, "NKR", 4, stages)

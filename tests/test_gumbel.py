@@ -203,7 +203,7 @@ def test_kernels_in_the_interpreter():
 def compiled_for(cc):
     compile_with_a_wait(
         cc, [(gumbel._tile_kernel, dict(GREEDY=False, TILE=gumbel.VOCAB_TILE), 4, 128, 1),
-         (gumbel._merge_kernel, dict(TILES=64), 1, 64, 1), (gumbel._append_kernel, {}, 1, 64, 1)],
+             (gumbel._merge_kernel, dict(TILES=64), 1, 64, 1), (gumbel._append_kernel, {}, 1, 64, 1)],
         {"*i1": "finished", "*fp32": "logits found logprob logprobs", "fp32": "temperature",
          "*i64": "positions sequence position winner token rows stops last tokens lengths"}, ("V",))
 
