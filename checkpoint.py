@@ -186,7 +186,7 @@ class GGUF(Source):
         from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
         self.path, self.folder = path, path.parent
         self.gguf = {"gguf_file": path.name}
-        self.reader = reader = _readable(path, lambda: GGUFReader(path))
+        self.reader = reader = _readable(path, lambda: GGUFReader(path), "cannot be read, fetch it again")
         with self.parsed():
             self.config = _readable(path, lambda: AutoConfig.from_pretrained(self.folder, **self.gguf))
         arch_name = reader.fields["general.architecture"].contents()

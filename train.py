@@ -87,7 +87,7 @@ class Config:
     device: str = ""                    # cuda or cpu; empty: cuda where there is one
     out: str = "runs"                   # folder of run folders
     name: str = ""                      # this run's folder; empty: task and time
-    resume: str = ""                    # run folder to go on with; its config holds, flags beside it win
+    resume: str = ""                    # run folder to go on with; most flags beside it win over its config
     adapter: str = ""                   # a PEFT adapter to start from
     preflight: bool = False             # a step of 32 prompts without update, then advice; exit 3: pointless
 
