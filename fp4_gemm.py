@@ -316,7 +316,7 @@ def _fused(x, packed, bias, lora_A, lora_B, splits, scale, deterministic=False, 
         xa_m, xa_split, xa_stages = _shrink_tile(M, K, plain)
         grid = (triton.cdiv(M, xa_m), triton.cdiv(R, 32), xa_split)
         assert xa_split == 1 or grid[0] * grid[1] <= 2048, f"{M} rows, lora_A of {R}: too many for a launch"
-        sums = x.new_empty(*grid, xa_m * 32, dtype=torch.float32)
+        sums = x.new_empty(*grid, xa_m * 32 * (xa_split > 1), dtype=torch.float32)
         both = x.new_empty(M, K + R) if plain else None
         xa = both[:, K:] if plain else x.new_empty(M, R)
         _shrink_kernel[grid](x, lora_A, xa, both, sums, packed.counters, M, R, K, xa.stride(0), scale,

@@ -136,7 +136,7 @@ def cuobjdump(flag, cubin):
         return subprocess.run([program, flag, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def on_all_cores(check, generations):
+def on_all_cores(check, generations=(90, 100, 80, 120)):
     """Call check with each compute capability, in processes side by side: Triton's compiler is one thread."""
     with ProcessPoolExecutor() as pool:
         list(pool.map(check, generations))                            # raises what one of them raised
