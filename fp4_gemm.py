@@ -27,10 +27,13 @@ subnormals are normal. Below exponent bits 7000 it is a bf16 worth s · 2^106, a
 normal and exact: 2 · 4 significant bits fit in bf16's 8. 2^20 · global_scale waits for the fp32 epilogue.
 
 The kernel computes y.T = W @ x.T: a tensor core's wide side must be the weights when M is small. Several CTAs
-share a row of tiles (split-K); each leaves fp32 sums, and the last to arrive adds them in a fixed order. The
+share a row of tiles (split-K); each leaves fp32 sums, and the last to arrive adds them in a fixed order. With
+many rows in x the weights are cheap and x is not, which each 64 rows of W read again: TMA brings it (a tensor
+map, no address in a register), and a tile is decoded and multiplied in two halves, to save registers too. The
 kernel for LoRA's x @ A.T is small, and the large one, which multiplies by B in its epilogue, runs beside it.
-For many rows, and in backward, the weight is decoded to bf16 for the moment of one cuBLAS call. A weight that
-is not quantised (Dense) has the same `linear`: LoRA's small kernel, and cuBLAS for [x, x @ A.T] @ [W, B].T.
+For still more rows, and in backward, the weight is decoded to bf16 for the moment of one cuBLAS call. A
+weight that is not quantised (Dense) has the same `linear`: LoRA's small kernel, and cuBLAS for
+[x, x @ A.T] @ [W, B].T.
 
 Left out: 4-bit activations (Hopper's tensor cores have no FP4), experts.  Needs: torch; on a GPU also triton.
 """
@@ -44,6 +47,7 @@ try:
     import triton.language as tl
     from triton import jit
     from triton.language import constexpr
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:      # the CPU path needs no triton
     jit, constexpr = (lambda kernel=None, **options: kernel or jit), int
 
@@ -260,15 +264,14 @@ def _weight(packed, dtype):
 
 # --- launching; TILES and SPLIT_K come from results/gemm_tune.py on an H200
 
-FUSED_MAX = 256          # rows up to which decoding inside the GEMM beats decoding before it
+FUSED_MAX = 512          # rows up to which decoding inside the GEMM beats decoding before it
 # TILE_M: CTAs on an SM, without and with LoRA (room is left, where the next kernel's wait), and stages
 TILES = {8: (3, 3, 4), 16: (5, 4, 4), 32: (4, 3, 4), 64: (3, 3, 3), 128: (2, 2, 3)}
 SPLIT_K = {(37888, 3584): {8: (3, 1), 16: (2, 1)}, (27648, 5120): {8: (2, 2), 16: (3, 3)},    # beats the rule
-           (5120, 27648): {8: (11, 8), 16: (8, 8), 32: (6, 6), 64: (8, 8), 256: (3, 3)},
-           (5120, 13824): {8: (11, 8)}, (5120, 5120): {256: (3, 3)}, (2048, 11008): {16: (8, 8)},
-           (1152, 896): {8: (3, 3), 16: (3, 3)}, (896, 896): {8: (3, 3), 16: (3, 3)},
-           (896, 4864): {16: (8, 8), 32: (8, 8), 64: (4, 4)}, (3584, 3584): {32: (4, 4)},
-           (576, 1536): {64: (3, 3), 128: (3, 3), 256: (3, 1)}}
+           (5120, 27648): {8: (11, 8), 16: (8, 8), 32: (6, 6), 256: (3, 3)}, (5120, 13824): {8: (11, 8)},
+           (5120, 5120): {256: (3, 3)}, (2048, 11008): {16: (8, 8)}, (1152, 896): {8: (3, 3), 16: (3, 3)},
+           (896, 896): {8: (3, 3), 16: (3, 3)}, (896, 4864): {16: (8, 8), 32: (8, 8), 64: (4, 4)},
+           (3584, 3584): {32: (4, 4)}, (576, 1536): {64: (3, 3), 128: (3, 3), 256: (3, 1)}}
 
 
 def _tile(M, N, K, sms, wgmma, deterministic=False, lora=False):
@@ -282,15 +285,17 @@ def _tile(M, N, K, sms, wgmma, deterministic=False, lora=False):
         tile_m *= 2
     m = 16 if deterministic else max(8, min(rows, FUSED_MAX))
     tiles = tiles_n * triton.cdiv(m, tile_m)
-    split, whole = 1, 0
+    ctas, stages, split, whole = TILES[min(m, tile_m)], TILES[tile_m][2], 1, 0
+    if m > 16 and tile_m == 64 and tiles <= sms and K < 64 * COLS:      # short rows in fewer pieces, of which
+        ctas, stages = (2, 2), 4                                        # more is under way
     if m in SPLIT_K.get((N, K), {}):
         split = SPLIT_K[N, K][m][lora]
     elif K >= 8 * COLS:      # a sum is not worth it where a row has less than eight steps
-        split, rest = TILES[min(m, tile_m)][lora] * sms // tiles, tiles_n % sms
+        split, rest = ctas[lora] * sms // tiles, tiles_n % sms
         if tiles == tiles_n > sms and m > 16 and K >= 3584 and 0 < rest <= sms * 2 // 3:
             # all SMs have had as many tiles, and one wave more has so few that all can share them
             split, whole = min(4, round(sms / rest)), tiles_n - rest
-    return tile_m, max(1, min(split, 14, K // (2 * COLS))), TILES[tile_m][2], whole
+    return tile_m, max(1, min(split, 14, K // (2 * COLS))), stages, whole
 
 
 def _shrink_tile(M, K, plain):
@@ -330,9 +335,12 @@ def _fused(x, packed, bias, lora_A, lora_B, splits, scale, deterministic=False, 
     assert grid[0] <= 64 and (split > 1 or not whole) and split <= tiles_k and tile_m < max(32, 2 * M), \
         f"x {M, K}, tile {tile}"
     sums = x.new_empty((tiles_n - whole) * split * grid[0] * (split > 1), tile_m * ROWS, dtype=torch.float32)
+    tma = tile_m >= 32 and generation in (0, 9, 10) and x.data_ptr() % 16 == 0
+    if tma:
+        x = TensorDescriptor(x, [M, K], [K, 1], [tile_m, COLS // 2 if tile_m >= 64 else COLS])
     _linear_kernel[grid](x, packed.words, packed.scales, packed.global_scales, bias, xa, lora_B, y, sums,
                          packed.counters, M, N, K, tiles_k, EXPONENT, TILE_M=tile_m, SPLIT_K=split,
-                         WHOLE=whole, RANK=rank, SPLITS=splits, **flags, num_stages=stages)
+                         WHOLE=whole, RANK=rank, SPLITS=splits, TMA=tma, **flags, num_stages=stages)
     return y, xa
 
 
@@ -354,26 +362,43 @@ def _halves(t, F32: constexpr):
 
 
 @jit
-def _decode(words, scales, exponent, F32: constexpr):
-    """words (64, 16), scales (64, 2) → (64, 128) weights · 2^-20, without global_scale."""
-    w = words.to(tl.uint32, bitcast=True)
-    q = (w & 0x6C006C00).to(tl.uint64) * 270592                                  # 2^18 + 2^13 + 2^8
-    t3 = (q.to(tl.uint32) & 0x81C00000) | ((q >> 32).to(tl.uint32) & 0x000081C0)
-    s = scales.to(tl.uint32, bitcast=True)
-    f0, f1 = _halves(((s << 4) & 0x0FF00FF0) | exponent.to(tl.uint32), F32)
-    f2, f3 = _halves(((s >> 4) & 0x0FF00FF0) | exponent.to(tl.uint32), F32)
-    w0 = tl.join(*_halves(w & 0x81C081C0, F32)).reshape(64, 2, 16) * f0[:, :, None]
-    w1 = tl.join(*_halves((w << 3) & 0x81C081C0, F32)).reshape(64, 2, 16) * f1[:, :, None]
-    w2 = tl.join(*_halves((w << 6) & 0x81C081C0, F32)).reshape(64, 2, 16) * f2[:, :, None]
-    w3 = tl.join(*_halves(t3, F32)).reshape(64, 2, 16) * f3[:, :, None]
-    w = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(64, 32, 2, 2)
-    return w.permute(0, 2, 3, 1).reshape(64, 128)                     # registers get new names, nothing moves
+def _decode(words, scales, exponent, PART: constexpr, PARTS: constexpr, F32: constexpr):
+    """words (64, 16), scales (64, 2) → (64, 128 / PARTS) weights · 2^-20, without global_scale."""
+    w, s = words.to(tl.uint32, bitcast=True), scales.to(tl.uint32, bitcast=True)
+    if PART == 0:
+        f0, f1 = _halves(((s << 4) & 0x0FF00FF0) | exponent.to(tl.uint32), F32)
+        w0 = tl.join(*_halves(w & 0x81C081C0, F32)).reshape(64, 2, 16) * f0[:, :, None]
+        w1 = tl.join(*_halves((w << 3) & 0x81C081C0, F32)).reshape(64, 2, 16) * f1[:, :, None]
+    if PART == PARTS - 1:
+        q = (w & 0x6C006C00).to(tl.uint64) * 270592                              # 2^18 + 2^13 + 2^8
+        t3 = (q.to(tl.uint32) & 0x81C00000) | ((q >> 32).to(tl.uint32) & 0x000081C0)
+        f2, f3 = _halves(((s >> 4) & 0x0FF00FF0) | exponent.to(tl.uint32), F32)
+        w2 = tl.join(*_halves((w << 6) & 0x81C081C0, F32)).reshape(64, 2, 16) * f2[:, :, None]
+        w3 = tl.join(*_halves(t3, F32)).reshape(64, 2, 16) * f3[:, :, None]
+    if PARTS == 1:
+        tile = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(64, 32, 4)
+    elif PART == 0:
+        tile = tl.join(w0, w1).reshape(64, 32, 2)
+    else:
+        tile = tl.join(w2, w3).reshape(64, 32, 2)
+    return tile.permute(0, 2, 1).reshape(64, 128 // PARTS)            # registers get new names, nothing moves
+
+
+@jit
+def _multiply(acc, w, x_tile, F32: constexpr):
+    acc = tl.dot(w, tl.trans(x_tile), acc, input_precision="ieee")
+    if not F32:
+        # An empty instruction that uses acc makes Triton wait for these wgmmas. It would leave them in flight
+        # while more decoding overwrites registers they read: wrong sums, on an H200.
+        acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+    return acc
 
 
 @jit(do_not_specialize=["M"])
 def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, counters, M, N, K, tiles_k,
                    exponent, TILE_M: constexpr, SPLIT_K: constexpr, WHOLE: constexpr, RANK: constexpr,
-                   SPLITS: constexpr, PDL: constexpr, EVEN_K: constexpr, F32: constexpr):
+                   SPLITS: constexpr, TMA: constexpr, PDL: constexpr, EVEN_K: constexpr,
+                   F32: constexpr):
     """y[m, n] = Σ_k x[m, k] W[n, k], as a tile (64, TILE_M) of y.T. Grid (M tiles, N tiles, SPLIT_K), or
     (M tiles, WHOLE + the rest of the N tiles · SPLIT_K, 1)."""
     pid_m, pid_n, pid_k = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -396,22 +421,24 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
         tl.extra.cuda.gdc_launch_dependents()
     w_ptr = words + row[:, None] * 16 + tl.arange(0, 16)[None, :]
     s_ptr = scales + (pid_n * tiles_k + first) * 128 + row[:, None] * 2 + tl.arange(0, 2)[None, :]
-    # Rows beyond M are masked in a small tile. In a large one that costs more than reading other rows again;
-    # if all were one row, every CTA would queue for its few cache lines, and the kernel took twice the time.
-    in_x = (offs_m < M) | (TILE_M > 16)
-    x_ptr = x + tl.where(offs_m < M, offs_m, offs_m - M)[None, :] * K + first * 128 + col[:, None]
+    PARTS: constexpr = 2 if TMA and TILE_M >= 64 else 1        # half of a tile takes half of the registers
+    if not TMA:
+        x_ptr, in_x = x + offs_m[:, None] * K + first * 128 + col[None, :], offs_m < M
     acc = tl.zeros((64, TILE_M), tl.float32)
     # could the loop be empty, acc could be those zeros behind it, and ptxas would serialise all wgmmas for it
     tl.assume(first < last)
     for k in range(last - first):
         w, s = tl.load(w_ptr + k * 1024), tl.load(s_ptr + k * 128)
-        in_k = col < (128 if EVEN_K else K - (first + k) * 128)                  # no mask is left if EVEN_K
-        xt = tl.load(x_ptr + k * 128, mask=in_k[:, None] & in_x[None, :], other=0.)     # (128, TILE_M)
-        acc = tl.dot(_decode(w, s, exponent, F32), xt, acc, input_precision="ieee")
-        if not F32:
-            # An empty instruction that uses acc makes Triton wait for this step's wgmmas. It would leave them
-            # in flight while the next step's decoding overwrites registers they read: wrong sums, on an H200.
-            acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+        if TMA:                                          # (TILE_M, 128 / PARTS), zeros beyond the ends of x
+            x_tile = x.load([pid_m * TILE_M, (first + k) * 128])
+            if PARTS == 2:                               # at once, so that one barrier waits for both
+                x_tile2 = x.load([pid_m * TILE_M, (first + k) * 128 + 64])
+        else:
+            in_k = col < (128 if EVEN_K else K - (first + k) * 128)              # no mask is left if EVEN_K
+            x_tile = tl.load(x_ptr + k * 128, mask=in_x[:, None] & in_k[None, :], other=0.)
+        acc = _multiply(acc, _decode(w, s, exponent, 0, PARTS, F32), x_tile, F32)
+        if PARTS == 2:
+            acc = _multiply(acc, _decode(w, s, exponent, 1, PARTS, F32), x_tile2, F32)
     in_n, r = offs_n < N, tl.arange(0, 16 if RANK <= 16 else triton.next_power_of_2(RANK))
     if RANK > 0 and RANK <= 64:        # it comes while the splits are summed; no kernel of a step writes it
         B = tl.load(lora_B + offs_n[:, None] * RANK + r[None, :], in_n[:, None] & (r < RANK)[None, :], 0.)
@@ -504,7 +531,7 @@ def _dequantize_kernel(words, scales, global_scales, out, N, K, stride, tiles_k,
     s = tl.load(scales + tile * 128 + row[:, None] * 2 + tl.arange(0, 2)[None, :])
     offs_n, offs_k = tile // tiles_k * 64 + row, tile % tiles_k * 128 + col
     scale = tl.load(global_scales + offs_n, mask=offs_n < N, other=0.) * 1048576.            # 2^20
-    out_tile = _decode(w, s, exponent, F32).to(tl.float32) * scale[:, None]
+    out_tile = _decode(w, s, exponent, 0, 1, F32).to(tl.float32) * scale[:, None]
     tl.store(out + offs_n[:, None] * stride + offs_k[None, :], out_tile.to(out.dtype.element_ty),
              mask=(offs_n < N)[:, None] & (offs_k < K)[None, :])
 

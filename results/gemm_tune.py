@@ -10,6 +10,8 @@ Whole tiles in front of split ones (_tile's `whole`) are not tuned: an entry in 
 gemm_splits.jsonl is the log behind SPLIT_K and the CTAs in TILES: every split, with and without LoRA;
 "behind_us" is the time behind an ordinary kernel that writes x, as in a model, that kernel included.
 gemm_small.jsonl, of --small, is the log behind _tile's narrow tiles.
+gemm_tma.jsonl (--rows 32,64,128,256,512) is the same since x comes by TMA, made when a step's two loads stood
+apart: side by side they gave another 5 %.
 gemm_tiles.jsonl is the log behind the stages. gemm_rows.jsonl compares, also between the powers of two, the
 kernel of commit 344a185 with the one that took these numbers. gemm_tiles_wide.jsonl is that of a sweep over
 tiles of 64 to 256 rows and 128 or 256 columns, 4 or 8 warps, with the next kernel released early or not:
@@ -33,14 +35,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import bench  # noqa: E402, I001
 import fp4_gemm  # noqa: E402
 
-STAGES = {8: (4, 6), 16: (4, 5, 6), 32: (3, 4), 64: (3, 4), 128: (3,)}
+STAGES = {8: (4, 6), 16: (4, 5, 6), 32: (3, 4), 64: (3, 4), 128: (2, 3)}
 
 
 def wide_candidates(M, N, K):
-    """(TILE_M, SPLIT_K, stages, whole=0): up to 14 splits, two steps a CTA or more, up to 14 CTAs an SM."""
+    """(TILE_M, SPLIT_K, stages, whole=0): up to 14 splits, two steps a CTA or more, up to 14 CTAs an SM, 4 of
+    large tiles."""
     tile_m = min(128, M)
     tiles = -(-N // 64) * -(-M // tile_m)
-    most = max(1, min(14, K // 256, 14 * 132 // tiles))
+    most = max(1, min(14, K // 256, (14 if M < 32 else 4) * 132 // tiles))
     return [(tile_m, split, s, 0) for split in range(1, most + 1) for s in STAGES[tile_m]]
 
 
@@ -86,10 +89,12 @@ def main():
     parser.add_argument("out")
     parser.add_argument("bench", nargs="?")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--rows", type=bench.numbers, default="8,16,32,64,128,256")
+    parser.add_argument("--shapes", help="only these, separated by commas", default=",".join(bench.SHAPES))
     args = parser.parse_args()
     began, candidates = time.time(), narrow_candidates if args.small else wide_candidates
     rows = [(name, M) for name, (_, _, Ms) in bench.SHAPES.items() if name in SMALL or not args.small
-            for M in ((8, 16, 32, 64, 128, 256) if len(Ms) > 3 or args.small else (8, 16))]
+            for M in args.rows if name in args.shapes.split(",") and (len(Ms) > 3 or args.small or M <= 16)]
     jobs = {(M, tile, K % 128 == 0, -(-K // 128) % 16 == 0, lora) for name, M in rows
             for sizes, K, _ in [bench.SHAPES[name]] for tile in candidates(M, sum(sizes), K)
             for lora in ((), sizes)}
@@ -126,7 +131,7 @@ def main():
         return
 
     stages = {}
-    for tile_m in STAGES:                    # the number of stages that loses least on average
+    for tile_m in {k[3] for k in times[0]}:  # the number of stages that loses least on average
         plain = {k: us for k, us in times[0].items() if k[3] == tile_m}
         shapes = {k[:3] for k in plain}
         loss = {s: mean(min(us for k, us in plain.items() if k[:3] == shape and k[5] == s)
