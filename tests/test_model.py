@@ -132,8 +132,8 @@ def test_logprobs_and_entropy_are_those_of_each_row_alone(tiny, monkeypatch, tem
         for at_once in (model.LOGITS_AT_ONCE, 5 * 97):
             monkeypatch.setattr(model, "LOGITS_AT_ONCE", at_once)
             result = torch.stack(m.logprobs(tokens, prompts, lengths, temperature))
-            # a row alone adds a logit's 64 products in another order (which one depends on the CPU), each sum off
-            # by about √64 · 2⁻²⁴ · Σ|h·w| / T, with Σ|h·w| / T < 18: both by 1.7e-5. In bf16 it is 2⁻⁵
+            # a row alone adds a logit's 64 products in another order (which one depends on the CPU), each sum
+            # off by about √64 · 2⁻²⁴ · Σ|h·w| / T, with Σ|h·w| / T < 18: both by 1.7e-5. In bf16 it is 2⁻⁵
             assert (result - ref).abs().max() < 1.7e-5
     mask = model.answer_mask(tokens, prompts, lengths)
     assert mask.sum(1).tolist() == lengths.tolist() and mask[1, 1] and mask[2, 14]
