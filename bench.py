@@ -124,24 +124,28 @@ def conditions():
     return {"gpu": gpu, "torch": torch.__version__, "triton": triton.__version__, "commit": commit}
 
 
-def graph_time(calls, replays=25, at_least=16):
-    """Seconds of one call, where `calls` are run one after the other, several rounds, in a CUDA graph."""
-    calls = calls * math.ceil(at_least / len(calls))          # so that the start of the graph weighs little
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
+def graph_times(kinds, replays=25, at_least=16):
+    """Name → calls; name → seconds of one call, where `calls` are run one after the other, several rounds, in
+    a CUDA graph. The graphs take turns: a GPU at its power limit is slower a second later."""
+    graphs, times = {}, {name: [] for name in kinds}
+    for name, calls in kinds.items():
+        calls = calls * math.ceil(at_least / len(calls))      # so that the start of the graph weighs little
+        calls[0]()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        graphs[name] = graph, len(calls)
     for _ in range(replays + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e-3 / len(calls))
-    return statistics.median(times[3:])
+        for name, (graph, count) in graphs.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) * 1e-3 / count)
+    return {name: statistics.median(t[3:]) for name, t in times.items()}
 
 
 def copies(nbytes):
@@ -200,7 +204,8 @@ def gemm(args):
                 if M >= 2048:
                     calls |= {"dx_bf16": [partial(torch.matmul, dy, w) for w in dense],
                               "dx": [partial(dx, dy, p) for p in fours]}
-                us = {k: 1e6 * graph_time(c, at_least=16 if M < 2048 else 4) for k, c in calls.items()}
+                seconds = graph_times(calls, at_least=16 if M < 2048 else 4)
+                us = {kind: 1e6 * s for kind, s in seconds.items()}
             us["bound"] = 1e6 * max(.5625 * N * K / BYTES_PER_S, 2 * M * N * K / FLOP_PER_S)
             speedup, of_bound = us["bf16"] / us["ours"], us["bound"] / us["ours"]
             records.append({"shape": name, "N": N, "K": K, "M": M, "speedup": speedup}

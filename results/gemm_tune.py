@@ -117,7 +117,7 @@ def main():
             for with_lora, adapted in enumerate((plain, lora)):
                 calls = [partial(fp4_gemm._fused, x, p, None, *adapted, 1., tile=tile) for p in fours]
                 error = bench.rel_err(calls[0]()[0], ref[with_lora])
-                us = bench.graph_time(calls, 9) * 1e6 if error < 2**-8 else None
+                us = bench.graph_times({"": calls}, 9)[""] * 1e6 if error < 2**-8 else None
                 record = {"shape": name, "N": N, "K": K, "M": M, "tile": tile, "lora": bool(with_lora)}
                 log.write(json.dumps(record | {"us": us, "error": error}) + "\n")
                 times[with_lora][N, K, M, *tile] = us or float("inf")
