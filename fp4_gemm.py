@@ -264,7 +264,7 @@ def _weight(packed, dtype):
 
 # --- launching; TILES and SPLIT_K come from results/gemm_tune.py on an H200
 
-FUSED_MAX = 512          # rows up to which decoding inside the GEMM beats decoding before it
+FUSED_MAX = 256          # rows up to which decoding inside the GEMM beats decoding before it
 # TILE_M: CTAs on an SM, without and with LoRA (room is left, where the next kernel's wait), and stages
 TILES = {8: (3, 3, 4), 16: (5, 4, 4), 32: (4, 3, 4), 64: (3, 3, 3), 128: (2, 2, 3)}
 SPLIT_K = {(37888, 3584): {8: (3, 1), 16: (2, 1)}, (27648, 5120): {8: (2, 2), 16: (3, 3)},    # beats the rule
