@@ -286,8 +286,8 @@ def _tile(M, N, K, sms, wgmma, deterministic=False, lora=False):
     m = 16 if deterministic else max(8, min(rows, FUSED_MAX))
     tiles = tiles_n * triton.cdiv(m, tile_m)
     ctas, stages, split, whole = TILES[min(m, tile_m)], TILES[tile_m][2], 1, 0
-    if m > 16 and tile_m == 64 and tiles <= sms and K < 64 * COLS:      # short rows in fewer pieces, of which
-        ctas, stages = (2, 2), 4                                        # more is under way
+    if m > 16 and tile_m == 64 and tiles <= sms and K < 64 * COLS:
+        ctas, stages = (2, 2), 4                  # short rows in fewer pieces, more of each under way
     if m in SPLIT_K.get((N, K), {}):
         split = SPLIT_K[N, K][m][lora]
     elif K >= 8 * COLS:      # a sum is not worth it where a row has less than eight steps
@@ -397,10 +397,9 @@ def _multiply(acc, w, x_tile, F32: constexpr):
 @jit(do_not_specialize=["M"])
 def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, counters, M, N, K, tiles_k,
                    exponent, TILE_M: constexpr, SPLIT_K: constexpr, WHOLE: constexpr, RANK: constexpr,
-                   SPLITS: constexpr, TMA: constexpr, PDL: constexpr, EVEN_K: constexpr,
-                   F32: constexpr):
+                   SPLITS: constexpr, TMA: constexpr, PDL: constexpr, EVEN_K: constexpr, F32: constexpr):
     """y[m, n] = Σ_k x[m, k] W[n, k], as a tile (64, TILE_M) of y.T. Grid (M tiles, N tiles, SPLIT_K), or
-    (M tiles, WHOLE + the rest of the N tiles · SPLIT_K, 1)."""
+    (M tiles, WHOLE + the rest of the N tiles · SPLIT_K, 1). TMA: x is a tensor descriptor, no pointer."""
     pid_m, pid_n, pid_k = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     shared = SPLIT_K > 1
     if WHOLE > 0:
@@ -429,9 +428,9 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
     tl.assume(first < last)
     for k in range(last - first):
         w, s = tl.load(w_ptr + k * 1024), tl.load(s_ptr + k * 128)
-        if TMA:                                          # (TILE_M, 128 / PARTS), zeros beyond the ends of x
+        if TMA:                                                # (TILE_M, 128 / PARTS), zeros beyond x's ends
             x_tile = x.load([pid_m * TILE_M, (first + k) * 128])
-            if PARTS == 2:                               # at once, so that one barrier waits for both
+            if PARTS == 2:                                     # at once, so that one barrier waits for both
                 x_tile2 = x.load([pid_m * TILE_M, (first + k) * 128 + 64])
         else:
             in_k = col < (128 if EVEN_K else K - (first + k) * 128)              # no mask is left if EVEN_K

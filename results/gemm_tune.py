@@ -131,7 +131,7 @@ def main():
         return
 
     stages = {}
-    for tile_m in {k[3] for k in times[0]}:  # the number of stages that loses least on average
+    for tile_m in sorted({k[3] for k in times[0]}):      # the number of stages that loses least on average
         plain = {k: us for k, us in times[0].items() if k[3] == tile_m}
         shapes = {k[:3] for k in plain}
         loss = {s: mean(min(us for k, us in plain.items() if k[:3] == shape and k[5] == s)
