@@ -2,7 +2,8 @@
 
 gemm: y = x @ W.T of fp4_gemm.py against bf16 (cuBLAS), and its distance from the bound
     max(0.5625 · N · K bytes / 4.3 TB/s, 2 · M · N · K / 790 TFLOP/s)        (both rates measured on an H200)
-A time is the median of 25 replays of a CUDA graph that walks over enough copies of the weight to spill L2.
+A time is the median of 25 replays of a CUDA graph that walks over enough copies of the weight to spill L2;
+the graphs that are compared take turns.
 
 rollout: steady decoding of a model of random weights, whose values do not matter to the speed, with LoRA of
 rank 32 at temperature 1: tokens a second, and their share of the bound
@@ -125,8 +126,8 @@ def conditions():
 
 
 def graph_times(kinds, replays=25, at_least=16):
-    """Name → calls; name → seconds of one call, where `calls` are run one after the other, several rounds, in
-    a CUDA graph. The graphs take turns: a GPU at its power limit is slower a second later."""
+    """kinds: name → calls. → name → seconds of one call, its calls run one after the other, some rounds, in a
+    CUDA graph. The graphs take turns: a GPU at its power limit is slower a second later."""
     graphs, times = {}, {name: [] for name in kinds}
     for name, calls in kinds.items():
         calls = calls * math.ceil(at_least / len(calls))      # so that the start of the graph weighs little

@@ -28,14 +28,15 @@ normal and exact: 2 · 4 significant bits fit in bf16's 8. 2^20 · global_scale 
 
 The kernel computes y.T = W @ x.T: a tensor core's wide side must be the weights when M is small. Several CTAs
 share a row of tiles (split-K); each leaves fp32 sums, and the last to arrive adds them in a fixed order. With
-many rows in x the weights are cheap and x is not, which each 64 rows of W read again: TMA brings it (a tensor
-map, no address in a register), and a tile is decoded and multiplied in two halves, to save registers too. The
+many rows in x the weights are cheap and x is not, which each 64 rows of W read again: on Hopper TMA brings it
+from 32 rows on (no address in a register), and from 64 on a tile is decoded and multiplied in two halves. The
 kernel for LoRA's x @ A.T is small, and the large one, which multiplies by B in its epilogue, runs beside it.
 For still more rows, and in backward, the weight is decoded to bf16 for the moment of one cuBLAS call. A
 weight that is not quantised (Dense) has the same `linear`: LoRA's small kernel, and cuBLAS for
 [x, x @ A.T] @ [W, B].T.
 
-Left out: 4-bit activations (Hopper's tensor cores have no FP4), experts.  Needs: torch; on a GPU also triton.
+Left out: 4-bit activations (Hopper's tensor cores have no FP4), experts.
+Needs: torch; on a GPU also triton 3.6.
 """
 from dataclasses import dataclass
 
@@ -177,6 +178,8 @@ def linear(x, packed, bias=None, lora=None, learn=(None, None), needed=True, det
         assert not is_dense or words.shape[1] == K + len(A), "this Dense has no B beside it: call its adapt"
         assert A.is_contiguous() and B.is_contiguous(), "A and B must be contiguous: call .contiguous()"
     rows = x.reshape(-1, K).contiguous()
+    if rows.data_ptr() % 16:                    # a view from the middle of a tensor: TMA wants whole 16 bytes
+        rows = rows.clone()
     few = len(rows) <= FUSED_MAX
     fused = x.is_cuda and (few and lora is not None if is_dense else few or deterministic)
     y = _Linear.apply(rows, packed, bias, A, B, tuple(splits), scale, fused, needed, deterministic, *learn)
@@ -262,7 +265,7 @@ def _weight(packed, dtype):
     return dequantize(packed, dtype) if packed._dense is None else packed._dense
 
 
-# --- launching; TILES and SPLIT_K come from results/gemm_tune.py on an H200
+# --- launching; TILES, SPLIT_K and _tile's exception come from results/gemm_tune.py on an H200
 
 FUSED_MAX = 256          # rows up to which decoding inside the GEMM beats decoding before it
 # TILE_M: CTAs on an SM, without and with LoRA (room is left, where the next kernel's wait), and stages
@@ -286,8 +289,8 @@ def _tile(M, N, K, sms, wgmma, deterministic=False, lora=False):
     m = 16 if deterministic else max(8, min(rows, FUSED_MAX))
     tiles = tiles_n * triton.cdiv(m, tile_m)
     ctas, stages, split, whole = TILES[min(m, tile_m)], TILES[tile_m][2], 1, 0
-    if m > 16 and tile_m == 64 and tiles <= sms and K < 64 * COLS:
-        ctas, stages = (2, 2), 4                  # short rows in fewer pieces, more of each under way
+    if tile_m == 64 and tiles <= sms and K < 64 * COLS and not deterministic:
+        ctas, stages = (2, 2), 4      # few and short rows: in fewer pieces, with more of each under way
     if m in SPLIT_K.get((N, K), {}):
         split = SPLIT_K[N, K][m][lora]
     elif K >= 8 * COLS:      # a sum is not worth it where a row has less than eight steps
@@ -332,15 +335,14 @@ def _fused(x, packed, bias, lora_A, lora_B, splits, scale, deterministic=False, 
     (tile_m, split, stages, whole), (tiles_n, tiles_k) = tile, packed.words.shape[:2]
     y = x.new_empty(M, N)
     grid = (triton.cdiv(M, tile_m), *((whole + (tiles_n - whole) * split, 1) if whole else (tiles_n, split)))
-    assert grid[0] <= 64 and (split > 1 or not whole) and split <= tiles_k and tile_m < max(32, 2 * M), \
-        f"x {M, K}, tile {tile}"
+    assert grid[0] <= 64 and (split > 1 or not whole) and split <= tiles_k, f"x {M, K}, tile {tile}"
     sums = x.new_empty((tiles_n - whole) * split * grid[0] * (split > 1), tile_m * ROWS, dtype=torch.float32)
-    tma = tile_m >= 32 and generation in (0, 9, 10) and x.data_ptr() % 16 == 0
-    if tma:
-        x = TensorDescriptor(x, [M, K], [K, 1], [tile_m, COLS // 2 if tile_m >= 64 else COLS])
-    _linear_kernel[grid](x, packed.words, packed.scales, packed.global_scales, bias, xa, lora_B, y, sums,
-                         packed.counters, M, N, K, tiles_k, EXPONENT, TILE_M=tile_m, SPLIT_K=split,
-                         WHOLE=whole, RANK=rank, SPLITS=splits, TMA=tma, **flags, num_stages=stages)
+    tma = tile_m >= 32 and generation in (0, 9, 10)
+    box = [tile_m, COLS // 2 if tile_m >= 64 else COLS]                               # as PARTS in the kernel
+    _linear_kernel[grid](TensorDescriptor(x, [M, K], [K, 1], box) if tma else x, packed.words, packed.scales,
+                         packed.global_scales, bias, xa, lora_B, y, sums, packed.counters, M, N, K, tiles_k,
+                         EXPONENT, TILE_M=tile_m, SPLIT_K=split, WHOLE=whole, RANK=rank, SPLITS=splits,
+                         TMA=tma, **flags, num_stages=stages)
     return y, xa
 
 
@@ -362,8 +364,9 @@ def _halves(t, F32: constexpr):
 
 
 @jit
-def _decode(words, scales, exponent, PART: constexpr, PARTS: constexpr, F32: constexpr):
-    """words (64, 16), scales (64, 2) → (64, 128 / PARTS) weights · 2^-20, without global_scale."""
+def _decode(words, scales, exponent, F32: constexpr, PART: constexpr = 0, PARTS: constexpr = 1):
+    """words (64, 16), scales (64, 2) → (64, 128) weights · 2^-20, without global_scale. Of two PARTS one is
+    the 64 columns of sub-tiles 0 and 1, the other those of 2 and 3."""
     w, s = words.to(tl.uint32, bitcast=True), scales.to(tl.uint32, bitcast=True)
     if PART == 0:
         f0, f1 = _halves(((s << 4) & 0x0FF00FF0) | exponent.to(tl.uint32), F32)
@@ -420,7 +423,7 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
         tl.extra.cuda.gdc_launch_dependents()
     w_ptr = words + row[:, None] * 16 + tl.arange(0, 16)[None, :]
     s_ptr = scales + (pid_n * tiles_k + first) * 128 + row[:, None] * 2 + tl.arange(0, 2)[None, :]
-    PARTS: constexpr = 2 if TMA and TILE_M >= 64 else 1        # half of a tile takes half of the registers
+    PARTS: constexpr = 2 if TILE_M >= 64 else 1                # half of a tile takes half of the registers
     if not TMA:
         x_ptr, in_x = x + offs_m[:, None] * K + first * 128 + col[None, :], offs_m < M
     acc = tl.zeros((64, TILE_M), tl.float32)
@@ -435,9 +438,9 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
         else:
             in_k = col < (128 if EVEN_K else K - (first + k) * 128)              # no mask is left if EVEN_K
             x_tile = tl.load(x_ptr + k * 128, mask=in_x[:, None] & in_k[None, :], other=0.)
-        acc = _multiply(acc, _decode(w, s, exponent, 0, PARTS, F32), x_tile, F32)
+        acc = _multiply(acc, _decode(w, s, exponent, F32, 0, PARTS), x_tile, F32)
         if PARTS == 2:
-            acc = _multiply(acc, _decode(w, s, exponent, 1, PARTS, F32), x_tile2, F32)
+            acc = _multiply(acc, _decode(w, s, exponent, F32, 1, PARTS), x_tile2, F32)
     in_n, r = offs_n < N, tl.arange(0, 16 if RANK <= 16 else triton.next_power_of_2(RANK))
     if RANK > 0 and RANK <= 64:        # it comes while the splits are summed; no kernel of a step writes it
         B = tl.load(lora_B + offs_n[:, None] * RANK + r[None, :], in_n[:, None] & (r < RANK)[None, :], 0.)
@@ -530,7 +533,7 @@ def _dequantize_kernel(words, scales, global_scales, out, N, K, stride, tiles_k,
     s = tl.load(scales + tile * 128 + row[:, None] * 2 + tl.arange(0, 2)[None, :])
     offs_n, offs_k = tile // tiles_k * 64 + row, tile % tiles_k * 128 + col
     scale = tl.load(global_scales + offs_n, mask=offs_n < N, other=0.) * 1048576.            # 2^20
-    out_tile = _decode(w, s, exponent, 0, 1, F32).to(tl.float32) * scale[:, None]
+    out_tile = _decode(w, s, exponent, F32).to(tl.float32) * scale[:, None]
     tl.store(out + offs_n[:, None] * stride + offs_k[None, :], out_tile.to(out.dtype.element_ty),
              mask=(offs_n < N)[:, None] & (offs_k < K)[None, :])
 

@@ -9,9 +9,9 @@ Whole tiles in front of split ones (_tile's `whole`) are not tuned: an entry in 
 
 gemm_splits.jsonl is the log behind SPLIT_K and the CTAs in TILES: every split, with and without LoRA;
 "behind_us" is the time behind an ordinary kernel that writes x, as in a model, that kernel included.
+gemm_tma.jsonl is the same for the rows from 32 on, whose x comes by TMA since (--rows 32,64,128,256,512, nine
+shapes; a step's two loads still stood apart): behind _tile's exception and what SPLIT_K has there no longer.
 gemm_small.jsonl, of --small, is the log behind _tile's narrow tiles.
-gemm_tma.jsonl (--rows 32,64,128,256,512) is the same since x comes by TMA, made when a step's two loads stood
-apart: side by side they gave another 5 %.
 gemm_tiles.jsonl is the log behind the stages. gemm_rows.jsonl compares, also between the powers of two, the
 kernel of commit 344a185 with the one that took these numbers. gemm_tiles_wide.jsonl is that of a sweep over
 tiles of 64 to 256 rows and 128 or 256 columns, 4 or 8 warps, with the next kernel released early or not:
@@ -39,8 +39,8 @@ STAGES = {8: (4, 6), 16: (4, 5, 6), 32: (3, 4), 64: (3, 4), 128: (2, 3)}
 
 
 def wide_candidates(M, N, K):
-    """(TILE_M, SPLIT_K, stages, whole=0): up to 14 splits, two steps a CTA or more, up to 14 CTAs an SM, 4 of
-    large tiles."""
+    """(TILE_M, SPLIT_K, stages, whole=0): up to 14 splits, two steps a CTA or more, up to 14 CTAs an SM (from
+    32 rows on 4)."""
     tile_m = min(128, M)
     tiles = -(-N // 64) * -(-M // tile_m)
     most = max(1, min(14, K // 256, (14 if M < 32 else 4) * 132 // tiles))
@@ -113,14 +113,16 @@ def main():
         ref = [x.double() @ fp4_gemm.dequantize(packed).double().T]
         ref.append(ref[0] + x.double() @ lora[0].double().T @ torch.block_diag(
             *lora[1].double().split(sizes)).T)
-        for tile in candidates(M, N, K):
-            for with_lora, adapted in enumerate((plain, lora)):
-                calls = [partial(fp4_gemm._fused, x, p, None, *adapted, 1., tile=tile) for p in fours]
-                error = bench.rel_err(calls[0]()[0], ref[with_lora])
-                us = bench.graph_times({"": calls}, 9)[""] * 1e6 if error < 2**-8 else None
-                record = {"shape": name, "N": N, "K": K, "M": M, "tile": tile, "lora": bool(with_lora)}
-                log.write(json.dumps(record | {"us": us, "error": error}) + "\n")
-                times[with_lora][N, K, M, *tile] = us or float("inf")
+        calls = {(tile, with_lora): [partial(fp4_gemm._fused, x, p, None, *adapted, 1., tile=tile)
+                                     for p in fours]
+                 for tile in candidates(M, N, K) for with_lora, adapted in enumerate((plain, lora))}
+        errors = {key: bench.rel_err(runs[0]()[0], ref[key[1]]) for key, runs in calls.items()}
+        seconds = bench.graph_times({key: calls[key] for key in calls if errors[key] < 2**-8}, 9)
+        for (tile, with_lora), error in errors.items():
+            us = 1e6 * seconds[tile, with_lora] if error < 2**-8 else None
+            record = {"shape": name, "N": N, "K": K, "M": M, "tile": tile, "lora": bool(with_lora)}
+            log.write(json.dumps(record | {"us": us, "error": error}) + "\n")
+            times[with_lora][N, K, M, *tile] = us or float("inf")
     log.close()
     if args.small:
         for (N, K, M), t in ((key, t) for key in sorted({k[:3] for k in times[1]}) for t in times):
