@@ -117,9 +117,9 @@ def main():
                                      for p in fours]
                  for tile in candidates(M, N, K) for with_lora, adapted in enumerate((plain, lora))}
         errors = {key: bench.rel_err(runs[0]()[0], ref[key[1]]) for key, runs in calls.items()}
-        seconds = bench.graph_times({key: calls[key] for key in calls if errors[key] < 2**-8}, 9)
+        seconds = bench.graph_times({key: runs for key, runs in calls.items() if errors[key] < 2**-8}, 9)
         for (tile, with_lora), error in errors.items():
-            us = 1e6 * seconds[tile, with_lora] if error < 2**-8 else None
+            us = 1e6 * seconds[tile, with_lora] if (tile, with_lora) in seconds else None
             record = {"shape": name, "N": N, "K": K, "M": M, "tile": tile, "lora": bool(with_lora)}
             log.write(json.dumps(record | {"us": us, "error": error}) + "\n")
             times[with_lora][N, K, M, *tile] = us or float("inf")

@@ -235,7 +235,8 @@ def compiled_for(cc):
         tile = common | {"TILE_M": tile_m, "SPLIT_K": split, "WHOLE": 0, "TMA": tma, "bias": None}
         types = names_of | ({f"tensordesc<bf16[{tile_m},{128 // parts}]>": "x"} if tma else {})
         # TILES says how many CTAs an SM has: of 128 threads, and registers come to a thread by eights
-        most = [65536 // 128 // n // 8 * 8 for n in fp4_gemm.TILES[tile_m][:2]]
+        *ctas, of_wide = fp4_gemm.TILES[tile_m]
+        most = [65536 // 128 // n // 8 * 8 for n in ctas]
         with_lora = tile | {"RANK": 32, "SPLITS": (3584, 512, 512)}
         _, cubin = build(fp4_gemm._linear_kernel, cc, with_lora, types, "NKR", 4, stages, most[1])
         without = tile | {"RANK": 0, "SPLITS": (), "xa": None, "lora_B": None}
@@ -247,10 +248,10 @@ def compiled_for(cc):
             check_registers_of_wgmma(loop, M >= 16, parts)
             if M > 16:
                 whole = with_lora | {"SPLIT_K": 2, "WHOLE": 528}
-                build(fp4_gemm._linear_kernel, cc, whole, types, "NKR", 4, fp4_gemm.TILES[tile_m][2], most[1])
+                build(fp4_gemm._linear_kernel, cc, whole, types, "NKR", 4, of_wide, most[1])
             if M == 64:
                 wide = with_lora | {"RANK": 128}
-                build(fp4_gemm._linear_kernel, cc, wide, types, "NKR", 4, fp4_gemm.TILES[tile_m][2], most[1])
+                build(fp4_gemm._linear_kernel, cc, wide, types, "NKR", 4, of_wide, most[1])
     for K, both in itertools.product((576, 18944), ({"both": None}, {"PDL": False})):
         tile_m, split, stages = fp4_gemm._shrink_tile(64, K, "PDL" in both)
         tile = common | {"TILE_M": tile_m, "SPLIT_K": split} | both
