@@ -29,8 +29,9 @@ normal and exact: 2 · 4 significant bits fit in bf16's 8. 2^20 · global_scale 
 The kernel computes y.T = W @ x.T: a tensor core's wide side must be the weights when M is small. Several CTAs
 share a row of tiles (split-K); each leaves fp32 sums, and the last to arrive adds them in a fixed order. With
 many rows in x the weights are cheap and x is not, which each 64 rows of W read again: on Hopper TMA brings it
-from 32 rows on (no address in a register), and from 64 on a tile is decoded and multiplied in two halves. The
-kernel for LoRA's x @ A.T is small, and the large one, which multiplies by B in its epilogue, runs beside it.
+from 32 rows on (no address in a register), from 64 on a tile is decoded and multiplied in two halves, and
+from 129 on, where there are enough of them, tiles of 128 rows of W and 256 of x have an SM each. The kernel
+for LoRA's x @ A.T is small, and the large one, which multiplies by B in its epilogue, runs beside it.
 For still more rows, and in backward, the weight is decoded to bf16 for the moment of one cuBLAS call. A
 weight that is not quantised (Dense) has the same `linear`: LoRA's small kernel, and cuBLAS for
 [x, x @ A.T] @ [W, B].T.
@@ -180,8 +181,10 @@ def linear(x, packed, bias=None, lora=None, learn=(None, None), needed=True, det
     rows = x.reshape(-1, K).contiguous()
     if rows.data_ptr() % 16:                    # a view from the middle of a tensor: TMA wants whole 16 bytes
         rows = rows.clone()
-    few = len(rows) <= FUSED_MAX
-    fused = x.is_cuda and (few and lora is not None if is_dense else few or deterministic)
+    if is_dense or not (x.is_cuda and needed):
+        fused = x.is_cuda and needed and lora is not None and len(rows) <= FUSED_MAX
+    else:
+        fused = _tile(len(rows), N, K, *_gpu(x), deterministic, B.shape[1] if lora else 0) is not None
     y = _Linear.apply(rows, packed, bias, A, B, tuple(splits), scale, fused, needed, deterministic, *learn)
     return y.view(*x.shape[:-1], N)
 
@@ -267,9 +270,9 @@ def _weight(packed, dtype):
 
 # --- launching; TILES, SPLIT_K and _tile's exception come from results/gemm_tune.py on an H200
 
-FUSED_MAX = 256          # rows up to which decoding inside the GEMM beats decoding before it
+FUSED_MAX = 256          # rows up to which decoding inside the GEMM always beats decoding before it
 # TILE_M: CTAs on an SM, without and with LoRA (room is left, where the next kernel's wait), and stages
-TILES = {8: (3, 3, 4), 16: (5, 4, 4), 32: (4, 3, 4), 64: (3, 3, 3), 128: (2, 2, 3)}
+TILES = {8: (3, 3, 4), 16: (5, 4, 4), 32: (4, 3, 4), 64: (3, 3, 3), 128: (2, 2, 3), 256: (1, 1, 3)}
 SPLIT_K = {(37888, 3584): {8: (3, 1), 16: (2, 1)}, (27648, 5120): {8: (2, 2), 16: (3, 3)},    # beats the rule
            (5120, 27648): {8: (11, 8), 16: (8, 8), 32: (6, 6), 256: (3, 3)}, (5120, 13824): {8: (11, 8)},
            (5120, 5120): {256: (3, 3)}, (2048, 11008): {16: (8, 8)}, (1152, 896): {8: (3, 3), 16: (3, 3)},
@@ -277,24 +280,56 @@ SPLIT_K = {(37888, 3584): {8: (3, 1), 16: (2, 1)}, (27648, 5120): {8: (2, 2), 16
            (3584, 3584): {32: (4, 4)}, (576, 1536): {64: (3, 3), 128: (3, 3), 256: (3, 1)}}
 
 
-def _tile(M, N, K, sms, wgmma, deterministic=False, lora=False):
-    """→ TILE_M, SPLIT_K, stages, rows of tiles that are not split after all (`whole`, the first ones).
-    Without wgmma a tile of 64 columns would decode its weights twice."""
+def _gpu(x):
+    """→ SMs, major compute capability; an H200's SMs and 0 where Triton's interpreter runs."""
+    gpu = torch.cuda.get_device_properties(x.device) if x.is_cuda else None
+    return (gpu.multi_processor_count, gpu.major) if gpu else (132, 0)
+
+
+def _large_tile(M, N, K, sms, rank, fused):
+    """→ what _tile returns, with TILE_M = 256, or None where smaller tiles (fused) or decoding before wins.
+    Such a tile has 128 rows of W, two warpgroups and an SM of its own. x is read and a weight decoded half as
+    often, which wins a third; but these tiles are few, and in their last wave SMs may be without work."""
+    tiles_n, tiles_m, whole = triton.cdiv(N, 2 * ROWS), triton.cdiv(M, 256), 0
+    if not 128 < M <= 1024 or K < 3584 or rank > 64 or triton.cdiv(N, ROWS) % 2:
+        return None
+    tiles, rest = tiles_n * tiles_m, tiles_n % sms
+    if tiles == tiles_n > sms and 0 < rest <= sms // 2:
+        split, whole = min(4, sms // rest), tiles_n - rest
+        waves = whole / sms + 1 / split
+    else:      # sums of so many rows and columns want a long K
+        most = min(4, K // 4096) if tiles < sms else 1
+        split = min(range(1, most + 1), key=lambda split: triton.cdiv(tiles * split, sms) / split, default=1)
+        waves = triton.cdiv(tiles * split, sms) / split
+    at_work = tiles / (waves * sms)
+    # of an H200 a weight takes 2.9 fs for each row of x; decoded before 600, and then 2.6, with LoRA more
+    before = (600 + 2.6 * M) * (1.1 if rank else 1)
+    wins = at_work > .6 if fused else 2.9 * 256 * tiles_m / at_work < before
+    return (256, split, TILES[256][2], whole) if wins else None
+
+
+def _tile(M, N, K, sms, generation, deterministic=False, rank=0):
+    """→ TILE_M, SPLIT_K, stages, rows of tiles that are not split after all (`whole`, the first ones); None
+    where decoding before is faster. Without wgmma a tile of 64 columns would decode its weights twice."""
+    fused = M <= FUSED_MAX * (2 if rank and generation == 9 else 1)      # LoRA's path around cuBLAS is longer
+    large = _large_tile(M, N, K, sms, rank, fused) if generation == 9 and not deterministic else None
+    if large or not (fused or deterministic):
+        return large
     rows, tiles_n = triton.next_power_of_2(M), triton.cdiv(N, ROWS)
-    most = max(16 if deterministic else 8, min(rows, 128 if wgmma else 32))
+    most = max(16 if deterministic else 8, min(rows, 128 if generation in (9, 10) else 32))
     # a small weight is decoded once for every few rows, so that all SMs have work; a long row rather split
     tile_m = min(16 if K < 3584 else 32, most)
     while tile_m < most and tiles_n * max(1, K // 2048) * triton.cdiv(M, tile_m) > sms:
         tile_m *= 2
-    m = 16 if deterministic else max(8, min(rows, FUSED_MAX))
+    m = 16 if deterministic else max(8, rows)
     tiles = tiles_n * triton.cdiv(m, tile_m)
     ctas, stages, split, whole = TILES[min(m, tile_m)], TILES[tile_m][2], 1, 0
     if tile_m == 64 and tiles <= sms and K < 64 * COLS and not deterministic:
         ctas, stages = (2, 2), 4      # few and short rows: in fewer pieces, with more of each under way
     if m in SPLIT_K.get((N, K), {}):
-        split = SPLIT_K[N, K][m][lora]
+        split = SPLIT_K[N, K][m][rank > 0]
     elif K >= 8 * COLS:      # a sum is not worth it where a row has less than eight steps
-        split, rest = ctas[lora] * sms // tiles, tiles_n % sms
+        split, rest = ctas[rank > 0] * sms // tiles, tiles_n % sms
         if tiles == tiles_n > sms and m > 16 and K >= 3584 and 0 < rest <= sms * 2 // 3:
             # all SMs have had as many tiles, and one wave more has so few that all can share them
             split, whole = min(4, round(sms / rest)), tiles_n - rest
@@ -312,8 +347,7 @@ def _shrink_tile(M, K, plain):
 def _fused(x, packed, bias, lora_A, lora_B, splits, scale, deterministic=False, tile=None):
     """One launch, two with LoRA (a Dense: and cuBLAS). → y (M, N), and xa = scale · x @ lora_A.T or None."""
     (M, K), N, plain = x.shape, packed.shape[0], isinstance(packed, Dense)
-    gpu = torch.cuda.get_device_properties(x.device) if x.is_cuda else None      # None: Triton's interpreter
-    sms, generation = (gpu.multi_processor_count, gpu.major) if gpu else (132, 0)
+    sms, generation = _gpu(x)
     # PDL, programmatic dependent launch: a kernel starts beside the one before it, and waits inside. One that
     # waits beside cuBLAS has room that cuBLAS wants (M=256, K=18944: 99 µs instead of 72)
     pdl = generation >= 9 and not plain
@@ -331,18 +365,21 @@ def _fused(x, packed, bias, lora_A, lora_B, splits, scale, deterministic=False, 
                              TILE_M=xa_m, SPLIT_K=xa_split, **flags, num_stages=xa_stages)
         if plain:
             return F.linear(both, packed.wide, bias), xa
-    tile = tile or _tile(M, N, K, sms, generation in (9, 10), deterministic, bool(splits))
-    (tile_m, split, stages, whole), (tiles_n, tiles_k) = tile, packed.words.shape[:2]
+    tile_m, split, stages, whole = tile = tile or _tile(M, N, K, sms, generation, deterministic, rank)
+    tile_n = 2 * ROWS if tile_m == 256 else ROWS
+    tiles_n, tiles_k = len(packed.words) * ROWS // tile_n, packed.words.shape[1]
     y = x.new_empty(M, N)
     grid = (triton.cdiv(M, tile_m), *((whole + (tiles_n - whole) * split, 1) if whole else (tiles_n, split)))
     assert grid[0] <= 64 and (split > 1 or not whole) and split <= tiles_k, f"x {M, K}, tile {tile}"
-    sums = x.new_empty((tiles_n - whole) * split * grid[0] * (split > 1), tile_m * ROWS, dtype=torch.float32)
+    assert len(packed.words) * ROWS == tiles_n * tile_n, f"{N} rows of W are not in tiles of {tile_n}"
+    sums = (tiles_n - whole) * split * grid[0] * (split > 1)
+    sums = x.new_empty(sums, tile_m * tile_n, dtype=torch.float32)
     tma = tile_m >= 32 and generation in (0, 9, 10)
     box = [tile_m, COLS // 2 if tile_m >= 64 else COLS]                               # as PARTS in the kernel
     _linear_kernel[grid](TensorDescriptor(x, [M, K], [K, 1], box) if tma else x, packed.words, packed.scales,
                          packed.global_scales, bias, xa, lora_B, y, sums, packed.counters, M, N, K, tiles_k,
-                         EXPONENT, TILE_M=tile_m, SPLIT_K=split, WHOLE=whole, RANK=rank, SPLITS=splits,
-                         TMA=tma, **flags, num_stages=stages)
+                         EXPONENT, TILE_M=tile_m, TILE_N=tile_n, SPLIT_K=split, WHOLE=whole, RANK=rank,
+                         SPLITS=splits, TMA=tma, **flags, num_warps=tile_n // 16, num_stages=stages)
     return y, xa
 
 
@@ -365,32 +402,33 @@ def _halves(t, F32: constexpr):
 
 @jit
 def _decode(words, scales, exponent, F32: constexpr, PART: constexpr = 0, PARTS: constexpr = 1):
-    """words (64, 16), scales (64, 2) → (64, 128) weights · 2^-20, without global_scale. Of two PARTS one is
-    the 64 columns of sub-tiles 0 and 1, the other those of 2 and 3."""
+    """words (N, 16), scales (N, 2) → (N, 128) weights · 2^-20, without global_scale. Of two PARTS one is the
+    64 columns of sub-tiles 0 and 1, the other those of 2 and 3."""
+    N: constexpr = words.shape[0]
     w, s = words.to(tl.uint32, bitcast=True), scales.to(tl.uint32, bitcast=True)
     if PART == 0:
         f0, f1 = _halves(((s << 4) & 0x0FF00FF0) | exponent.to(tl.uint32), F32)
-        w0 = tl.join(*_halves(w & 0x81C081C0, F32)).reshape(64, 2, 16) * f0[:, :, None]
-        w1 = tl.join(*_halves((w << 3) & 0x81C081C0, F32)).reshape(64, 2, 16) * f1[:, :, None]
+        w0 = tl.join(*_halves(w & 0x81C081C0, F32)).reshape(N, 2, 16) * f0[:, :, None]
+        w1 = tl.join(*_halves((w << 3) & 0x81C081C0, F32)).reshape(N, 2, 16) * f1[:, :, None]
     if PART == PARTS - 1:
         q = (w & 0x6C006C00).to(tl.uint64) * 270592                              # 2^18 + 2^13 + 2^8
         t3 = (q.to(tl.uint32) & 0x81C00000) | ((q >> 32).to(tl.uint32) & 0x000081C0)
         f2, f3 = _halves(((s >> 4) & 0x0FF00FF0) | exponent.to(tl.uint32), F32)
-        w2 = tl.join(*_halves((w << 6) & 0x81C081C0, F32)).reshape(64, 2, 16) * f2[:, :, None]
-        w3 = tl.join(*_halves(t3, F32)).reshape(64, 2, 16) * f3[:, :, None]
+        w2 = tl.join(*_halves((w << 6) & 0x81C081C0, F32)).reshape(N, 2, 16) * f2[:, :, None]
+        w3 = tl.join(*_halves(t3, F32)).reshape(N, 2, 16) * f3[:, :, None]
     if PARTS == 1:
-        tile = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(64, 32, 4)
+        tile = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(N, 32, 4)
     elif PART == 0:
-        tile = tl.join(w0, w1).reshape(64, 32, 2)
+        tile = tl.join(w0, w1).reshape(N, 32, 2)
     else:
-        tile = tl.join(w2, w3).reshape(64, 32, 2)
-    return tile.permute(0, 2, 1).reshape(64, 128 // PARTS)            # registers get new names, nothing moves
+        tile = tl.join(w2, w3).reshape(N, 32, 2)
+    return tile.permute(0, 2, 1).reshape(N, 128 // PARTS)            # registers get new names, nothing moves
 
 
 @jit
-def _multiply(acc, w, x_tile, F32: constexpr):
+def _multiply(acc, w, x_tile, WAIT: constexpr):
     acc = tl.dot(w, tl.trans(x_tile), acc, input_precision="ieee")
-    if not F32:
+    if WAIT:
         # An empty instruction that uses acc makes Triton wait for these wgmmas. It would leave them in flight
         # while more decoding overwrites registers they read: wrong sums, on an H200.
         acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
@@ -399,9 +437,10 @@ def _multiply(acc, w, x_tile, F32: constexpr):
 
 @jit(do_not_specialize=["M"])
 def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, counters, M, N, K, tiles_k,
-                   exponent, TILE_M: constexpr, SPLIT_K: constexpr, WHOLE: constexpr, RANK: constexpr,
-                   SPLITS: constexpr, TMA: constexpr, PDL: constexpr, EVEN_K: constexpr, F32: constexpr):
-    """y[m, n] = Σ_k x[m, k] W[n, k], as a tile (64, TILE_M) of y.T. Grid (M tiles, N tiles, SPLIT_K), or
+                   exponent, TILE_M: constexpr, TILE_N: constexpr, SPLIT_K: constexpr, WHOLE: constexpr,
+                   RANK: constexpr, SPLITS: constexpr, TMA: constexpr, PDL: constexpr, EVEN_K: constexpr,
+                   F32: constexpr):
+    """y[m, n] = Σ_k x[m, k] W[n, k], as a tile (TILE_N, TILE_M) of y.T. Grid (M tiles, N tiles, SPLIT_K), or
     (M tiles, WHOLE + the rest of the N tiles · SPLIT_K, 1). TMA: x is a tensor descriptor, no pointer."""
     pid_m, pid_n, pid_k = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     shared = SPLIT_K > 1
@@ -412,23 +451,28 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
     first, last = pid_k * tiles_k // SPLIT_K, (pid_k + 1) * tiles_k // SPLIT_K
     if WHOLE > 0:
         last = tl.where(shared, last, tiles_k)
-    row, col = tl.arange(0, 64), tl.arange(0, 128)
-    offs_n, offs_m = pid_n * 64 + row, pid_m * TILE_M + tl.arange(0, TILE_M)
-    words += (pid_n * tiles_k + first) * 1024
+    row, col = tl.arange(0, TILE_N), tl.arange(0, 128)
+    offs_n, offs_m = pid_n * TILE_N + row, pid_m * TILE_M + tl.arange(0, TILE_M)
+    start = pid_n * (TILE_N // 64) * tiles_k + first
+    words += start * 1024
     if PDL:
         if RANK == 0:      # the kernel before makes x. With LoRA it is the one for xa, which waited for x
             # weights never change: their first 8 KB may come to L2 in the meantime
             _prefetch(words + tl.minimum(tl.arange(0, 64), (last - first) * 32 - 1) * 32)        # 128 B each
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    w_ptr = words + row[:, None] * 16 + tl.arange(0, 16)[None, :]
-    s_ptr = scales + (pid_n * tiles_k + first) * 128 + row[:, None] * 2 + tl.arange(0, 2)[None, :]
+    stored = row[:, None]
+    if TILE_N > 64:                                              # the rest is in the next row of stored tiles
+        stored += row[:, None] // 64 * (tiles_k - 1) * 64
+    w_ptr = words + stored * 16 + tl.arange(0, 16)[None, :]
+    s_ptr = scales + start * 128 + stored * 2 + tl.arange(0, 2)[None, :]
     PARTS: constexpr = 2 if TILE_M >= 64 else 1                # half of a tile takes half of the registers
+    WAIT: constexpr = not F32
     if not TMA:
         x_ptr, in_x = x + offs_m[:, None] * K + first * 128 + col[None, :], offs_m < M
-    acc = tl.zeros((64, TILE_M), tl.float32)
+    acc = tl.zeros((TILE_N, TILE_M), tl.float32)
     # could the loop be empty, acc could be those zeros behind it, and ptxas would serialise all wgmmas for it
-    tl.assume(first < last)
+    tl.assume(last - first > 0)
     for k in range(last - first):
         w, s = tl.load(w_ptr + k * 1024), tl.load(s_ptr + k * 128)
         if TMA:                                                # (TILE_M, 128 / PARTS), zeros beyond x's ends
@@ -438,16 +482,18 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
         else:
             in_k = col < (128 if EVEN_K else K - (first + k) * 128)              # no mask is left if EVEN_K
             x_tile = tl.load(x_ptr + k * 128, mask=in_x[:, None] & in_k[None, :], other=0.)
-        acc = _multiply(acc, _decode(w, s, exponent, F32, 0, PARTS), x_tile, F32)
+        acc = _multiply(acc, _decode(w, s, exponent, F32, 0, PARTS), x_tile, WAIT)
         if PARTS == 2:
-            acc = _multiply(acc, _decode(w, s, exponent, F32, 1, PARTS), x_tile2, F32)
+            # two warpgroups leave these products in flight while the next step's first half is decoded, into
+            # other registers; its product waits for both
+            acc = _multiply(acc, _decode(w, s, exponent, F32, 1, PARTS), x_tile2, WAIT and TILE_N == 64)
     in_n, r = offs_n < N, tl.arange(0, 16 if RANK <= 16 else triton.next_power_of_2(RANK))
     if RANK > 0 and RANK <= 64:        # it comes while the splits are summed; no kernel of a step writes it
         B = tl.load(lora_B + offs_n[:, None] * RANK + r[None, :], in_n[:, None] & (r < RANK)[None, :], 0.)
     done = not shared
     if shared:
         tile = (pid_n - WHOLE) * tl.num_programs(0) + pid_m
-        acc, done = _sum_splits(acc, sums, counters + 2048, tile, pid_k, 64, TILE_M, SPLIT_K)
+        acc, done = _sum_splits(acc, sums, counters + 2048, tile, pid_k, TILE_N, TILE_M, SPLIT_K)
     if done:
         in_m = (offs_m < M)[None, :]
         acc *= tl.load(global_scales + offs_n, mask=in_n, other=0.)[:, None] * 1048576.      # 2^20
@@ -459,7 +505,7 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
             begin = 0
             for part in tl.static_range(len(SPLITS)):
                 end = begin + SPLITS[part]
-                if (begin < pid_n * 64 + 64) & (end > pid_n * 64):               # most tiles lie in one part
+                if (begin < (pid_n + 1) * TILE_N) & (end > pid_n * TILE_N):             # most lie in one part
                     xa_t = tl.load(xa + offs_m[None, :] * (len(SPLITS) * RANK) + part * RANK + r[:, None],
                                    mask=in_m & (r < RANK)[:, None], other=0.)
                     mine = ((offs_n >= begin) & (offs_n < end))[:, None]

@@ -1,6 +1,7 @@
 """Choose TILES and SPLIT_K of fp4_gemm.py on one GPU: python results/gemm_tune.py OUT.jsonl [BENCH.jsonl]
 
 With --small instead: weights that leave SMs without work, in every TILE_M from 16 on; no winners are chosen.
+With --large instead: many rows in tiles of 128 and of 256, and decoded before cuBLAS; the same.
 Every candidate is first compared with the product in float64 (relative error < 2^-8); a wrong one is logged,
 not timed. Kernels are compiled beforehand, in parallel, into Triton's cache. With BENCH.jsonl, bench.py gemm
 follows, with the winners in place.
@@ -12,6 +13,7 @@ gemm_splits.jsonl is the log behind SPLIT_K and the CTAs in TILES: every split, 
 gemm_tma.jsonl is the same for the rows from 32 on, whose x comes by TMA since (--rows 32,64,128,256,512, nine
 shapes; a step's two loads still stood apart): behind _tile's exception and what SPLIT_K has there no longer.
 gemm_small.jsonl, of --small, is the log behind _tile's narrow tiles.
+gemm_large.jsonl, of --large --rows 256,512,1024, is the log behind _large_tile; tile null: decoded before.
 gemm_tiles.jsonl is the log behind the stages. gemm_rows.jsonl compares, also between the powers of two, the
 kernel of commit 344a185 with the one that took these numbers. gemm_tiles_wide.jsonl is that of a sweep over
 tiles of 64 to 256 rows and 128 or 256 columns, 4 or 8 warps, with the next kernel released early or not:
@@ -57,6 +59,17 @@ def narrow_candidates(M, N, K):
             and -(-N // 64) * -(-M // tile_m) * split <= 6 * 132]
 
 
+def large_candidates(M, N, K):
+    """The same for many rows: tiles of 128 rows of x, and of 256 where N is a multiple of 128."""
+    found = [(128, split, 3, 0) for split in (1, 2, 3, 4) if -(-N // 64) * -(-M // 128) * split <= 4 * 132]
+    if N % 128 == 0:
+        tiles, rest = N // 128 * -(-M // 256), N // 128 % 132
+        found += [(256, split, 3, 0) for split in (1, 2, 3, 4) if split == 1 or tiles * split <= 3 * 132]
+        if tiles == N // 128 > 132 and 0 < rest <= 66:
+            found.append((256, min(4, 132 // rest), 3, tiles - rest))
+    return found or [(128, 1, 3, 0)]
+
+
 def compile_one(job):
     M, tile, even_k, even_tiles, sizes = job
     tiles = max(2, tile[1])                  # the smallest K that specialises the kernel like the real one
@@ -64,13 +77,21 @@ def compile_one(job):
         tiles += 1
     K = tiles * 128 - (0 if even_k else 64)
     x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
-    fp4_gemm._fused(x, bench.random_packed(sizes or (128,), K), None, *adapter(sizes, K), 1., tile=tile)
+    packed = bench.random_packed(sizes or (128 + 128 * tile[3],), K)
+    fp4_gemm._fused(x, packed, None, *adapter(sizes, K), 1., tile=tile)
     torch.cuda.synchronize()
 
 
 def adapter(sizes, K):
     """An adapter of rank 32; none for sizes ()."""
     return bench.random_adapter(sizes, K) if sizes else (None, None, ())
+
+
+def decoded_before(x, packed, lora_A, lora_B, splits):
+    """What fp4_gemm.linear does where the fused kernel is slower → y, in a tuple."""
+    fused = deterministic = False
+    return fp4_gemm._Linear.apply(x, packed, None, lora_A, lora_B, splits, 1., fused, True, deterministic,
+                                  None, None),
 
 
 def install(stages, splits):
@@ -89,10 +110,12 @@ def main():
     parser.add_argument("out")
     parser.add_argument("bench", nargs="?")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--large", action="store_true")
     parser.add_argument("--rows", type=bench.numbers, default="8,16,32,64,128,256")
     parser.add_argument("--shapes", help="only these, separated by commas", default=",".join(bench.SHAPES))
     args = parser.parse_args()
-    began, candidates = time.time(), narrow_candidates if args.small else wide_candidates
+    began, show = time.time(), args.small or args.large
+    candidates = narrow_candidates if args.small else large_candidates if args.large else wide_candidates
     rows = [(name, M) for name, (_, _, Ms) in bench.SHAPES.items() if name in SMALL or not args.small
             for M in args.rows if name in args.shapes.split(",") and (len(Ms) > 3 or args.small or M <= 16)]
     jobs = {(M, tile, K % 128 == 0, -(-K // 128) % 16 == 0, lora) for name, M in rows
@@ -116,18 +139,21 @@ def main():
         calls = {(tile, with_lora): [partial(fp4_gemm._fused, x, p, None, *adapted, 1., tile=tile)
                                      for p in fours]
                  for tile in candidates(M, N, K) for with_lora, adapted in enumerate((plain, lora))}
+        if args.large:
+            calls |= {((), with_lora): [partial(decoded_before, x, p, *adapted) for p in fours]
+                      for with_lora, adapted in enumerate((plain, lora))}
         errors = {key: bench.rel_err(runs[0]()[0], ref[key[1]]) for key, runs in calls.items()}
         seconds = bench.graph_times({key: runs for key, runs in calls.items() if errors[key] < 2**-8}, 9)
         for (tile, with_lora), error in errors.items():
             us = 1e6 * seconds[tile, with_lora] if (tile, with_lora) in seconds else None
-            record = {"shape": name, "N": N, "K": K, "M": M, "tile": tile, "lora": bool(with_lora)}
+            record = {"shape": name, "N": N, "K": K, "M": M, "tile": tile or None, "lora": bool(with_lora)}
             log.write(json.dumps(record | {"us": us, "error": error}) + "\n")
             times[with_lora][N, K, M, *tile] = us or float("inf")
     log.close()
-    if args.small:
+    if show:
         for (N, K, M), t in ((key, t) for key in sorted({k[:3] for k in times[1]}) for t in times):
-            found = sorted((us, k[3:5]) for k, us in t.items() if k[:3] == (N, K, M))
-            rule = fp4_gemm._tile(M, N, K, 132, True, lora=t is times[1])[:2]
+            found = sorted((us, k[3:]) for k, us in t.items() if k[:3] == (N, K, M))
+            rule = fp4_gemm._tile(M, N, K, 132, 9, rank=32 * (t is times[1]))
             print((N, K, M), "LoRA " if t is times[1] else "plain", "rule", rule,
                   *(f"{tile}:{us:.1f}" for us, tile in found[:6]))
         return
