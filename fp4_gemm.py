@@ -273,8 +273,8 @@ def _weight(packed, dtype):
 FUSED_MAX = 256          # rows up to which decoding inside the GEMM always beats decoding before it
 # TILE_M: CTAs on an SM, without and with LoRA (room is left, where the next kernel's wait), and stages
 TILES = {8: (3, 3, 4), 16: (5, 4, 4), 32: (4, 3, 4), 64: (3, 3, 3), 128: (2, 2, 3), 256: (1, 1, 3)}
-SPLIT_K = {(37888, 3584): {8: (3, 1), 16: (2, 1)}, (27648, 5120): {8: (2, 2), 16: (3, 3)},    # beats the rule
-           (5120, 27648): {8: (11, 8), 16: (8, 8), 32: (6, 6), 256: (3, 3)}, (5120, 13824): {8: (11, 8)},
+SPLIT_K = {(37888, 3584): {8: (3, 1), 16: (2, 1), 64: (1, 1)}, (27648, 5120): {8: (2, 2), 16: (3, 3)},
+           (5120, 27648): {8: (11, 8), 16: (8, 8), 32: (6, 6)}, (5120, 13824): {8: (11, 8)},
            (5120, 5120): {256: (3, 3)}, (2048, 11008): {16: (8, 8)}, (1152, 896): {8: (3, 3), 16: (3, 3)},
            (896, 896): {8: (3, 3), 16: (3, 3)}, (896, 4864): {16: (8, 8), 32: (8, 8), 64: (4, 4)},
            (3584, 3584): {32: (4, 4)}, (576, 1536): {64: (3, 3), 128: (3, 3), 256: (3, 1)}}
@@ -332,7 +332,7 @@ def _tile(M, N, K, sms, generation, deterministic=False, rank=0):
         split, rest = ctas[rank > 0] * sms // tiles, tiles_n % sms
         if tiles == tiles_n > sms and m > 16 and K >= 3584 and 0 < rest <= sms * 2 // 3:
             # all SMs have had as many tiles, and one wave more has so few that all can share them
-            split, whole = min(4, round(sms / rest)), tiles_n - rest
+            split, whole = 3, tiles_n - rest
     return tile_m, max(1, min(split, 14, K // (2 * COLS))), stages, whole
 
 
@@ -349,8 +349,8 @@ def _fused(x, packed, bias, lora_A, lora_B, splits, scale, deterministic=False, 
     (M, K), N, plain = x.shape, packed.shape[0], isinstance(packed, Dense)
     sms, generation = _gpu(x)
     # PDL, programmatic dependent launch: a kernel starts beside the one before it, and waits inside. One that
-    # waits beside cuBLAS has room that cuBLAS wants (M=256, K=18944: 99 µs instead of 72)
-    pdl = generation >= 9 and not plain
+    # waits beside cuBLAS has room that cuBLAS wants (M=256, K=18944: 99 µs instead of 72), but for few rows
+    pdl = generation >= 9 and (M <= 16 or not plain)
     flags = {"PDL": pdl, "launch_pdl": pdl, "EVEN_K": K % COLS == 0, "F32": x.dtype == torch.float32}
     xa, rank = None, 0
     if lora_A is not None:

@@ -290,10 +290,11 @@ def fresh_gradients(model):
 
 
 @torch.no_grad()
-def measure_mismatch(config, model, sampled, rows=8):
-    """mean exp|Δ ln π| of a few answers, sampler against trainer on equal weights and noise: 1 is perfect."""
-    ratios = []
-    for micro in sampled.micro_batches(torch.arange(min(rows, len(sampled.tokens))), config.micro_tokens):
+def measure_mismatch(config, model, sampled, rows=64):
+    """mean exp|Δ ln π|, sampler against trainer on equal weights and noise: 1 is perfect. Measured on `rows`
+    answers, evenly spread, or some more."""
+    ratios, every = [], max(1, len(sampled.tokens) // rows)
+    for micro in sampled.micro_batches(torch.arange(0, len(sampled.tokens), every), config.micro_tokens):
         part = sampled.rows(micro)
         logprobs, _ = model.logprobs(part.tokens, part.prompt_lengths, part.lengths, config.temperature)
         mask = answer_mask(part.tokens, part.prompt_lengths, part.lengths)

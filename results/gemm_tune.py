@@ -1,12 +1,12 @@
 """Choose TILES and SPLIT_K of fp4_gemm.py on one GPU: python results/gemm_tune.py OUT.jsonl [BENCH.jsonl]
 
 With --small instead: weights that leave SMs without work, in every TILE_M from 16 on; no winners are chosen.
-With --large instead: many rows in tiles of 128 and of 256, and decoded before cuBLAS; the same.
+With --large instead: large weights or many rows in larger tiles, and decoded before cuBLAS; the same.
 Every candidate is first compared with the product in float64 (relative error < 2^-8); a wrong one is logged,
 not timed. Kernels are compiled beforehand, in parallel, into Triton's cache. With BENCH.jsonl, bench.py gemm
 follows, with the winners in place.
 
-Whole tiles in front of split ones (_tile's `whole`) are not tuned: an entry in SPLIT_K switches them off.
+Whole tiles in front of split ones (_tile's `whole`) are in --large; an entry in SPLIT_K switches them off.
 
 gemm_splits.jsonl is the log behind SPLIT_K and the CTAs in TILES: every split, with and without LoRA;
 "behind_us" is the time behind an ordinary kernel that writes x, as in a model, that kernel included.
@@ -14,6 +14,7 @@ gemm_tma.jsonl is the same for the rows from 32 on, whose x comes by TMA since (
 shapes; a step's two loads still stood apart): behind _tile's exception and what SPLIT_K has there no longer.
 gemm_small.jsonl, of --small, is the log behind _tile's narrow tiles.
 gemm_large.jsonl, of --large --rows 256,512,1024, is the log behind _large_tile; tile null: decoded before.
+gemm_whole.jsonl, of --large --rows 32,64,128, is that behind the three pieces of a tile that is not whole.
 gemm_tiles.jsonl is the log behind the stages. gemm_rows.jsonl compares, also between the powers of two, the
 kernel of commit 344a185 with the one that took these numbers. gemm_tiles_wide.jsonl is that of a sweep over
 tiles of 64 to 256 rows and 128 or 256 columns, 4 or 8 warps, with the next kernel released early or not:
@@ -60,14 +61,16 @@ def narrow_candidates(M, N, K):
 
 
 def large_candidates(M, N, K):
-    """The same for many rows: tiles of 128 rows of x, and of 256 where N is a multiple of 128."""
-    found = [(128, split, 3, 0) for split in (1, 2, 3, 4) if -(-N // 64) * -(-M // 128) * split <= 4 * 132]
-    if N % 128 == 0:
-        tiles, rest = N // 128 * -(-M // 256), N // 128 % 132
-        found += [(256, split, 3, 0) for split in (1, 2, 3, 4) if split == 1 or tiles * split <= 3 * 132]
-        if tiles == N // 128 > 132 and 0 < rest <= 66:
-            found.append((256, min(4, 132 // rest), 3, tiles - rest))
-    return found or [(128, 1, 3, 0)]
+    """The same for a large weight or many rows: its tiles whole, split, or whole in front of split ones; from
+    129 rows on also tiles of 256."""
+    found = []
+    for tile_m, rows in ((min(128, M), 64), (256, 128))[:1 if M <= 128 or N % 128 else 2]:
+        tiles_n, columns, stages = -(-N // rows), -(-M // tile_m), fp4_gemm.TILES[tile_m][2]
+        found += [(tile_m, split, stages, 0) for split in (1, 2, 3, 4)
+                  if split == 1 or tiles_n * columns * split <= 4 * 132]
+        if columns == 1 and tiles_n > 132 and tiles_n % 132:
+            found += [(tile_m, split, stages, tiles_n - tiles_n % 132) for split in (2, 3, 4)]
+    return found
 
 
 def compile_one(job):
@@ -117,7 +120,7 @@ def main():
     began, show = time.time(), args.small or args.large
     candidates = narrow_candidates if args.small else large_candidates if args.large else wide_candidates
     rows = [(name, M) for name, (_, _, Ms) in bench.SHAPES.items() if name in SMALL or not args.small
-            for M in args.rows if name in args.shapes.split(",") and (len(Ms) > 3 or args.small or M <= 16)]
+            for M in args.rows if name in args.shapes.split(",") and (len(Ms) > 3 or show or M <= 16)]
     jobs = {(M, tile, K % 128 == 0, -(-K // 128) % 16 == 0, lora) for name, M in rows
             for sizes, K, _ in [bench.SHAPES[name]] for tile in candidates(M, sum(sizes), K)
             for lora in ((), sizes)}

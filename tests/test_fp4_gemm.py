@@ -181,7 +181,7 @@ def test_tiles_suit_every_shape(N, K):
                 continue              # these may be decoded before
             tile_m, split, _, whole = fp4_gemm._tile(M, N, K, 132, generation, False, rank)
             assert 1 <= split <= max(1, K // 256) and tile_m < max(9, 2 * M), (M, tile_m, split)
-            expected = {37888: 528 if M > 16 else 0}
+            expected = {37888: 528 if M > 16 and tile_m != 64 else 0}
             if tile_m == 256:
                 expected = {37888: 264, 24576: 132, 59136: 396}
             assert whole == (expected.get(N, 0) if M <= tile_m else 0), (M, tile_m, whole)
