@@ -358,10 +358,11 @@ def _fused(x, packed, bias, lora_A, lora_B, splits, scale, deterministic=False, 
         xa_m, xa_split, xa_stages = _shrink_tile(M, K, plain)
         grid = (triton.cdiv(M, xa_m), triton.cdiv(R, 32), xa_split)
         assert xa_split == 1 or grid[0] * grid[1] <= 2048, f"{M} rows, lora_A of {R}: too many for a launch"
-        sums = x.new_empty(*grid, xa_m * 32 * (xa_split > 1), dtype=torch.float32)
+        # it lives on beside the sums below: the two kernels overlap, and what is free the allocator hands on
+        xa_sums = x.new_empty(*grid, xa_m * 32 * (xa_split > 1), dtype=torch.float32)
         both = x.new_empty(M, K + R) if plain else None
         xa = both[:, K:] if plain else x.new_empty(M, R)
-        _shrink_kernel[grid](x, lora_A, xa, both, sums, packed.counters, M, R, K, xa.stride(0), scale,
+        _shrink_kernel[grid](x, lora_A, xa, both, xa_sums, packed.counters, M, R, K, xa.stride(0), scale,
                              TILE_M=xa_m, SPLIT_K=xa_split, **flags, num_stages=xa_stages)
         if plain:
             return F.linear(both, packed.wide, bias), xa
@@ -372,8 +373,8 @@ def _fused(x, packed, bias, lora_A, lora_B, splits, scale, deterministic=False, 
     grid = (triton.cdiv(M, tile_m), *((whole + (tiles_n - whole) * split, 1) if whole else (tiles_n, split)))
     assert grid[0] <= 64 and (split > 1 or not whole) and split <= tiles_k, f"x {M, K}, tile {tile}"
     assert len(packed.words) * ROWS == tiles_n * tile_n, f"{N} rows of W are not in tiles of {tile_n}"
-    sums = (tiles_n - whole) * split * grid[0] * (split > 1)
-    sums = x.new_empty(sums, tile_m * tile_n, dtype=torch.float32)
+    parts = (tiles_n - whole) * split * grid[0] * (split > 1)
+    sums = x.new_empty(parts, tile_m * tile_n, dtype=torch.float32)
     tma = tile_m >= 32 and generation in (0, 9, 10)
     box = [tile_m, COLS // 2 if tile_m >= 64 else COLS]                               # as PARTS in the kernel
     _linear_kernel[grid](TensorDescriptor(x, [M, K], [K, 1], box) if tma else x, packed.words, packed.scales,

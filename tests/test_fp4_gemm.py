@@ -2,6 +2,7 @@
 import itertools
 import json
 import re
+import weakref
 from pathlib import Path
 
 import pytest
@@ -199,6 +200,30 @@ def test_many_rows_take_what_an_h200_was_fastest_with():
         times.setdefault((r["M"], r["N"], r["K"], 32 * r["lora"]), {})[tile] = r["us"]
     lost = [us[fp4_gemm._tile(*key[:3], 132, 9, rank=key[3])] / min(us.values()) for key, us in times.items()]
     assert len(times) == 42 and max(lost) < 1.06 and sum(lost) / len(lost) < 1.01
+
+
+def test_two_kernels_that_overlap_share_no_memory(monkeypatch):
+    """LoRA's kernel still runs when the large one starts (PDL): were its sums freed before those of the large
+    one are allocated, the allocator would give both the same memory."""
+    held = []
+
+    class Launch:
+        def __getitem__(self, grid):
+            return lambda *tensors, **options: self.look(*tensors)
+
+    class Shrink(Launch):
+        def look(self, x, lora_A, xa, both, sums, *rest):
+            held.append(weakref.ref(sums))
+
+    class Linear(Launch):
+        def look(self, *tensors):
+            held.append(held[0]() is not None)
+
+    monkeypatch.setattr(fp4_gemm, "_shrink_kernel", Shrink())
+    monkeypatch.setattr(fp4_gemm, "_linear_kernel", Linear())
+    x, packed, _, _, lora_A, lora_B = adapted_layer(4, (576,), 1536, 32)
+    fp4_gemm._fused(x.detach(), packed, None, lora_A.detach(), lora_B.detach(), (576,), 1., tile=(8, 6, 4, 0))
+    assert held[1:] == [True]
 
 
 # --- the Triton kernels without a GPU
