@@ -303,9 +303,9 @@ def compiled_for(cc):
                      {"RANK": 0, "SPLITS": (), "xa": None, "lora_B": None, "SPLIT_K": 1}):
             _, cubin = build(fp4_gemm._linear_kernel, cc, large | more, types, "NK", 8, 3)
             check_registers_of_wgmma(main_loop(cuobjdump("-sass", cubin)), True, 1)
-    for K, both in itertools.product((576, 18944), ({"both": None}, {"PDL": False})):
-        tile_m, split, stages = fp4_gemm._shrink_tile(64, K, "PDL" in both)
-        tile = common | {"TILE_M": tile_m, "SPLIT_K": split} | both
+    for K, beside in itertools.product((576, 18944), ({"both": None}, {"PDL": False}, {})):    # packed, plain
+        tile_m, split, stages = fp4_gemm._shrink_tile(64, K, "both" not in beside)
+        tile = common | {"TILE_M": tile_m, "SPLIT_K": split} | beside
         build(fp4_gemm._shrink_kernel, cc, tile, names_of, "NKR", 4, stages)
     build(fp4_gemm._dequantize_kernel, cc, {"F32": False}, names_of, "NKR")
 
