@@ -181,9 +181,10 @@ def linear(x, packed, bias=None, lora=None, learn=(None, None), needed=True, det
     rows = x.reshape(-1, K).contiguous()
     if rows.data_ptr() % 16:                    # a view from the middle of a tensor: TMA wants whole 16 bytes
         rows = rows.clone()
-    if is_dense or not (x.is_cuda and needed):
-        fused = x.is_cuda and needed and lora is not None and len(rows) <= FUSED_MAX
-    else:
+    fused = x.is_cuda and needed
+    if fused and is_dense:
+        fused = lora is not None and len(rows) <= FUSED_MAX
+    elif fused:
         fused = _tile(len(rows), N, K, *_gpu(x), deterministic, B.shape[1] if lora else 0) is not None
     y = _Linear.apply(rows, packed, bias, A, B, tuple(splits), scale, fused, needed, deterministic, *learn)
     return y.view(*x.shape[:-1], N)
@@ -268,9 +269,9 @@ def _weight(packed, dtype):
     return dequantize(packed, dtype) if packed._dense is None else packed._dense
 
 
-# --- launching; TILES, SPLIT_K and _tile's exception come from results/gemm_tune.py on an H200
+# --- launching; TILES, SPLIT_K and the rules of _tile come from results/gemm_tune.py on an H200
 
-FUSED_MAX = 256          # rows up to which decoding inside the GEMM always beats decoding before it
+FUSED_MAX = 256          # rows up to which nothing is decoded before, and LoRA has its kernel beside a Dense
 # TILE_M: CTAs on an SM, without and with LoRA (room is left, where the next kernel's wait), and stages
 TILES = {8: (3, 3, 4), 16: (5, 4, 4), 32: (4, 3, 4), 64: (3, 3, 3), 128: (2, 2, 3), 256: (1, 1, 3)}
 SPLIT_K = {(37888, 3584): {8: (3, 1), 16: (2, 1), 64: (1, 1)}, (27648, 5120): {8: (2, 2), 16: (3, 3)},
@@ -286,34 +287,35 @@ def _gpu(x):
     return (gpu.multi_processor_count, gpu.major) if gpu else (132, 0)
 
 
-def _large_tile(M, N, K, sms, rank, fused):
-    """→ what _tile returns, with TILE_M = 256, or None where smaller tiles (fused) or decoding before wins.
-    Such a tile has 128 rows of W, two warpgroups and an SM of its own. x is read and a weight decoded half as
-    often, which wins a third; but these tiles are few, and in their last wave SMs may be without work."""
+def _large_tile(M, N, K, sms, rank, small):
+    """→ what _tile returns, with TILE_M = 256, or None where smaller tiles (if not `small`: decoding before)
+    win. A large tile has 128 rows of W, two warpgroups and an SM. x is read and a weight decoded half as
+    often, which wins up to a third; but they are few, and SMs may be without work in their last wave."""
     tiles_n, tiles_m, whole = triton.cdiv(N, 2 * ROWS), triton.cdiv(M, 256), 0
     if not 128 < M <= 1024 or K < 3584 or rank > 64 or triton.cdiv(N, ROWS) % 2:
         return None
     tiles, rest = tiles_n * tiles_m, tiles_n % sms
-    if tiles == tiles_n > sms and 0 < rest <= sms // 2:
+    if tiles_m == 1 and tiles_n > sms and 0 < rest <= sms // 2:
         split, whole = min(4, sms // rest), tiles_n - rest
         waves = whole / sms + 1 / split
     else:      # sums of so many rows and columns want a long K
-        most = min(4, K // 4096) if tiles < sms else 1
-        split = min(range(1, most + 1), key=lambda split: triton.cdiv(tiles * split, sms) / split, default=1)
-        waves = triton.cdiv(tiles * split, sms) / split
-    at_work = tiles / (waves * sms)
-    # of an H200 a weight takes 2.9 fs for each row of x; decoded before 600, and then 2.6, with LoRA more
-    before = (600 + 2.6 * M) * (1.1 if rank else 1)
-    wins = at_work > .6 if fused else 2.9 * 256 * tiles_m / at_work < before
+        most = max(1, min(4, K // 4096)) if tiles < sms else 1
+        waves, split = min((triton.cdiv(tiles * split, sms) / split, split) for split in range(1, most + 1))
+    if small:  # of tiles a quarter as large an SM has two, and their wave takes 1 / 1.46 of the time
+        tiles = 2 * tiles_n * triton.cdiv(M, 128)
+        pieces = max(1, 2 * sms // tiles)
+        wins = 1.46 * waves < triton.cdiv(tiles * pieces, 2 * sms) / pieces
+    else:      # of an H200 a weight takes 2.9 fs for each row of x; decoded before 600, then 2.6, LoRA more
+        wins = 2.9 * 256 * waves * sms / tiles_n < (600 + 2.6 * M) * (1.1 if rank else 1)
     return (256, split, TILES[256][2], whole) if wins else None
 
 
 def _tile(M, N, K, sms, generation, deterministic=False, rank=0):
     """→ TILE_M, SPLIT_K, stages, rows of tiles that are not split after all (`whole`, the first ones); None
     where decoding before is faster. Without wgmma a tile of 64 columns would decode its weights twice."""
-    fused = M <= FUSED_MAX * (2 if rank and generation == 9 else 1)      # LoRA's path around cuBLAS is longer
-    large = _large_tile(M, N, K, sms, rank, fused) if generation == 9 and not deterministic else None
-    if large or not (fused or deterministic):
+    small = M <= FUSED_MAX * (2 if rank and generation == 9 else 1)      # LoRA's path around cuBLAS is longer
+    large = _large_tile(M, N, K, sms, rank, small) if generation == 9 and not deterministic else None
+    if large or not (small or deterministic):
         return large
     rows, tiles_n = triton.next_power_of_2(M), triton.cdiv(N, ROWS)
     most = max(16 if deterministic else 8, min(rows, 128 if generation in (9, 10) else 32))
@@ -348,8 +350,8 @@ def _fused(x, packed, bias, lora_A, lora_B, splits, scale, deterministic=False, 
     """One launch, two with LoRA (a Dense: and cuBLAS). → y (M, N), and xa = scale · x @ lora_A.T or None."""
     (M, K), N, plain = x.shape, packed.shape[0], isinstance(packed, Dense)
     sms, generation = _gpu(x)
-    # PDL, programmatic dependent launch: a kernel starts beside the one before it, and waits inside. One that
-    # waits beside cuBLAS has room that cuBLAS wants (M=256, K=18944: 99 µs instead of 72), but for few rows
+    # PDL, programmatic dependent launch: a kernel starts beside the one before it, and waits inside. What
+    # waits takes room that cuBLAS wants (M=256, K=18944: 99 µs instead of 72): for a Dense only with few rows
     pdl = generation >= 9 and (M <= 16 or not plain)
     flags = {"PDL": pdl, "launch_pdl": pdl, "EVEN_K": K % COLS == 0, "F32": x.dtype == torch.float32}
     xa, rank = None, 0

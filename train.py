@@ -194,7 +194,9 @@ def collect(config, sampler, task, tokenizer, stop_ids, step):
         sampled = sampler.generate(prompts, G, config.max_new_tokens, config.temperature, stop_ids,
                                    config.seed, step, first, progress=f"step {step}")
         if attempt == 0 and due(config, config.mismatch_every, step):
+            asked = time.perf_counter()
             mismatch = measure_mismatch(config, sampler.model, sampled)
+            began += time.perf_counter() - asked                         # that was no sampling
         answers = [tokenizer.decode(ids, skip_special_tokens=True) for ids in sampled.answers()]
         for p, problem in enumerate(problems):
             rows = range(p * G, (p + 1) * G)
@@ -291,8 +293,8 @@ def fresh_gradients(model):
 
 @torch.no_grad()
 def measure_mismatch(config, model, sampled, rows=64):
-    """mean exp|Δ ln π|, sampler against trainer on equal weights and noise: 1 is perfect. Measured on `rows`
-    answers, evenly spread, or some more."""
+    """mean exp|Δ ln π|, sampler against trainer on equal weights and noise: 1 is perfect. Measured on answers
+    in equal distances, up to twice `rows`."""
     ratios, every = [], max(1, len(sampled.tokens) // rows)
     for micro in sampled.micro_batches(torch.arange(0, len(sampled.tokens), every), config.micro_tokens):
         part = sampled.rows(micro)

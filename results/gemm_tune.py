@@ -13,7 +13,8 @@ gemm_splits.jsonl is the log behind SPLIT_K and the CTAs in TILES: every split, 
 gemm_tma.jsonl is the same for the rows from 32 on, whose x comes by TMA since (--rows 32,64,128,256,512, nine
 shapes; a step's two loads still stood apart): behind _tile's exception and what SPLIT_K has there no longer.
 gemm_small.jsonl, of --small, is the log behind _tile's narrow tiles.
-gemm_large.jsonl, of --large --rows 256,512,1024, is the log behind _large_tile; tile null: decoded before.
+gemm_large.jsonl, of --large --rows 256,512,1024, is the log behind _large_tile; tile null: decoded before. It
+was made with fewer candidates: gate_up has no tile of 128 rows there.
 gemm_whole.jsonl, of --large --rows 32,64,128, is that behind the three pieces of a tile that is not whole.
 gemm_tiles.jsonl is the log behind the stages. gemm_rows.jsonl compares, also between the powers of two, the
 kernel of commit 344a185 with the one that took these numbers. gemm_tiles_wide.jsonl is that of a sweep over
