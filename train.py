@@ -186,17 +186,13 @@ def collect(config, sampler, task, tokenizer, stop_ids, step):
     measurements over all ranks. --resample replaces groups of equal rewards by new problems (DAPO §3.2)."""
     rank, ranks = rank_and_count()
     G, P, began = config.group_size, config.prompts // ranks, time.perf_counter()
-    drawn, mismatch = [], None
+    drawn = []
     for attempt in range(1 + config.resample):
         problems = batch(task.train, config, step, attempt)[rank * P:(rank + 1) * P]
         prompts = [checkpoint.encode(tokenizer, task.prompt(problem)) for problem in problems]
         first = (attempt * ranks + rank) * P * G                        # number of this call's first answer
         sampled = sampler.generate(prompts, G, config.max_new_tokens, config.temperature, stop_ids,
                                    config.seed, step, first, progress=f"step {step}")
-        if attempt == 0 and due(config, config.mismatch_every, step):
-            asked = time.perf_counter()
-            mismatch = measure_mismatch(config, sampler.model, sampled)
-            began += time.perf_counter() - asked                         # that was no sampling
         answers = [tokenizer.decode(ids, skip_special_tokens=True) for ids in sampled.answers()]
         for p, problem in enumerate(problems):
             rows = range(p * G, (p + 1) * G)
@@ -214,6 +210,9 @@ def collect(config, sampler, task, tokenizer, stop_ids, step):
     sampled, rewards = Rollout.join(rollouts), torch.tensor(rewards, dtype=torch.float64).flatten()
     seconds = [0.0] * ranks
     seconds[rank] = time.perf_counter() - began
+    mismatch = None
+    if due(config, config.mismatch_every, step):
+        mismatch = measure_mismatch(config, sampler.model, Rollout.join([part for _, part, *_ in drawn[:P]]))
     count, reward, finished, tokens, groups, extra, through, *seconds = all_sum(torch.tensor([
         P * G, rewards.sum(), sampled.finished.sum(), sampled.lengths.sum(), sum(signal), len(drawn) - P,
         sum(part.lengths.sum() for _, part, *_ in drawn), *seconds], dtype=torch.float64)).tolist()
