@@ -181,12 +181,12 @@ def linear(x, packed, bias=None, lora=None, learn=(None, None), needed=True, det
     rows = x.reshape(-1, K).contiguous()
     if rows.data_ptr() % 16:                    # a view from the middle of a tensor: TMA wants whole 16 bytes
         rows = rows.clone()
-    fused = x.is_cuda and needed
-    if fused and is_dense:
-        fused = lora is not None and len(rows) <= FUSED_MAX
-    elif fused:
-        fused = _tile(len(rows), N, K, *_gpu(x), deterministic, B.shape[1] if lora else 0) is not None
-    y = _Linear.apply(rows, packed, bias, A, B, tuple(splits), scale, fused, needed, deterministic, *learn)
+    tile = None                                 # cuBLAS
+    if x.is_cuda and needed and not is_dense:
+        tile = _tile(len(rows), N, K, *_gpu(x), deterministic, B.shape[1] if lora else 0)
+    elif x.is_cuda and needed and lora and len(rows) <= FUSED_MAX:
+        tile = ()                               # cuBLAS behind LoRA's kernel
+    y = _Linear.apply(rows, packed, bias, A, B, tuple(splits), scale, tile, needed, *learn)
     return y.view(*x.shape[:-1], N)
 
 
@@ -210,9 +210,9 @@ class _Linear(torch.autograd.Function):
     """Backward finds x, xa = scale · x @ A.T and the packed bytes, on a GPU no 16-bit copy of them."""
 
     @staticmethod
-    def forward(ctx, x, packed, bias, A, B, splits, scale, fused, needed, deterministic, lora_A, lora_B):
-        if fused:
-            y, xa = _fused(x, packed, bias, A, B, splits, scale, deterministic)
+    def forward(ctx, x, packed, bias, A, B, splits, scale, tile, needed, lora_A, lora_B):
+        if tile is not None:
+            y, xa = _fused(x, packed, bias, A, B, splits, scale, tile)
         elif A is None:
             y, xa = F.linear(x, _weight(packed, x.dtype), bias), None
         else:
@@ -240,7 +240,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             W = _weight(ctx.packed, dy.dtype)
             dx = dy @ W if A is None else dx.addmm_(dy, W)
-        return dx, None, dy.sum(0) if ctx.needs_input_grad[2] else None, *[None] * 7, dA, dB
+        return dx, None, dy.sum(0) if ctx.needs_input_grad[2] else None, *[None] * 6, dA, dB
 
 
 def _diagonal(B, splits):
@@ -346,10 +346,11 @@ def _shrink_tile(M, K, plain):
     return 16 if plain or M <= 16 else 32, min(28, triton.cdiv(K, 256)), 3
 
 
-def _fused(x, packed, bias, lora_A, lora_B, splits, scale, deterministic=False, tile=None):
-    """One launch, two with LoRA (a Dense: and cuBLAS). → y (M, N), and xa = scale · x @ lora_A.T or None."""
+def _fused(x, packed, bias, lora_A, lora_B, splits, scale, tile):
+    """One launch, two with LoRA (a Dense: and cuBLAS). tile: as of _tile; a Dense needs none.
+    → y (M, N), and xa = scale · x @ lora_A.T or None."""
     (M, K), N, plain = x.shape, packed.shape[0], isinstance(packed, Dense)
-    sms, generation = _gpu(x)
+    _, generation = _gpu(x)
     # PDL, programmatic dependent launch: a kernel starts beside the one before it, and waits inside. What
     # waits takes room that cuBLAS wants (M=256, K=18944: 99 µs instead of 72): for a Dense only with few rows
     pdl = generation >= 9 and (M <= 16 or not plain)
@@ -368,7 +369,7 @@ def _fused(x, packed, bias, lora_A, lora_B, splits, scale, deterministic=False, 
                              TILE_M=xa_m, SPLIT_K=xa_split, **flags, num_stages=xa_stages)
         if plain:
             return F.linear(both, packed.wide, bias), xa
-    tile_m, split, stages, whole = tile = tile or _tile(M, N, K, sms, generation, deterministic, rank)
+    tile_m, split, stages, whole = tile
     tile_n = 2 * ROWS if tile_m == 256 else ROWS
     tiles_n, tiles_k = len(packed.words) * ROWS // tile_n, packed.words.shape[1]
     y = x.new_empty(M, N)
