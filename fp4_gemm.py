@@ -4,7 +4,7 @@
 
 With few rows in x (a decode step) a linear layer takes as long as its weight takes to arrive: 0.5625 byte a
 weight instead of bf16's 2. So 3.56 times the speed is the bound, on an H200 (4.3 TB/s, 790 TFLOP/s) up to 50
-rows or so. To come near it a kernel may spend 4 instructions on a weight; this one spends 3.
+rows or so. To come near it a kernel may spend 4 instructions on a weight; this one spends 2.2 to 3.4.
 
 A word holds 8 codes, placed so that few operations turn them into bf16. A bf16 is s eeeeeeee mmmmmmm; a code
 is s ee m with bias 1, and ee = 0 means 0 or ½. With s in bit 15 and eem in bits 8..6 the bf16 is worth
@@ -28,10 +28,11 @@ normal and exact: 2 · 4 significant bits fit in bf16's 8. 2^20 · global_scale 
 
 The kernel computes y.T = W @ x.T: a tensor core's wide side must be the weights when M is small. Several CTAs
 share a row of tiles (split-K); each leaves fp32 sums, and the last to arrive adds them in a fixed order. With
-many rows in x the weights are cheap and x is not, which each 64 rows of W read again: on Hopper TMA brings it
-from 32 rows on (no address in a register), from 64 on a tile is decoded and multiplied in two halves, and
-from 129 on, where there are enough of them, tiles of 128 rows of W and 256 of x have an SM each. The kernel
-for LoRA's x @ A.T is small, and the large one, which multiplies by B in its epilogue, runs beside it.
+many rows in x the weights are cheap and x is not, which each 64 rows of W read again (128 if W is large, x
+has up to 8): on Hopper TMA brings it from 32 rows on (no address in a register), from 64 on a tile is decoded
+and multiplied in two halves, and from 129 on, where there are enough of them, tiles of 128 rows of W and 256
+of x have an SM each. The kernel for LoRA's x @ A.T is small, and the large one, which multiplies by B in its
+epilogue, runs beside it.
 For still more rows, and in backward, the weight is decoded to bf16 for the moment of one cuBLAS call. A
 weight that is not quantised (Dense) has the same `linear`: LoRA's small kernel, and cuBLAS for
 [x, x @ A.T] @ [W, B].T.
@@ -274,7 +275,7 @@ def _weight(packed, dtype):
 FUSED_MAX = 256          # rows up to which nothing is decoded before, and LoRA has its kernel beside a Dense
 # TILE_M: CTAs on an SM, without and with LoRA (room is left, where the next kernel's wait), and stages
 TILES = {8: (3, 3, 4), 16: (5, 4, 4), 32: (4, 3, 4), 64: (3, 3, 3), 128: (2, 2, 3), 256: (1, 1, 3)}
-SPLIT_K = {(37888, 3584): {8: (3, 1), 16: (2, 1), 64: (1, 1)}, (27648, 5120): {8: (2, 2), 16: (3, 3)},
+SPLIT_K = {(37888, 3584): {16: (2, 1), 64: (1, 1)}, (27648, 5120): {16: (3, 3)},
            (5120, 27648): {8: (11, 8), 16: (8, 8), 32: (6, 6)}, (5120, 13824): {8: (11, 8)},
            (5120, 5120): {256: (3, 3)}, (2048, 11008): {16: (8, 8)}, (1152, 896): {8: (3, 3), 16: (3, 3)},
            (896, 896): {8: (3, 3), 16: (3, 3)}, (896, 4864): {16: (8, 8), 32: (8, 8), 64: (4, 4)},
@@ -307,17 +308,20 @@ def _large_tile(M, N, K, sms, rank, small):
         wins = 1.46 * waves < triton.cdiv(tiles * pieces, 2 * sms) / pieces
     else:      # of an H200 a weight takes 2.9 fs for each row of x; decoded before 600, then 2.6, LoRA more
         wins = 2.9 * 256 * waves * sms / tiles_n < (600 + 2.6 * M) * (1.1 if rank else 1)
-    return (256, split, TILES[256][2], whole) if wins else None
+    return (256, split, TILES[256][2], whole, 2 * ROWS) if wins else None
 
 
 def _tile(M, N, K, sms, generation, deterministic=False, rank=0):
-    """→ TILE_M, SPLIT_K, stages, rows of tiles that are not split after all (`whole`, the first ones); None
-    where decoding before is faster. Without wgmma a tile of 64 columns would decode its weights twice."""
+    """→ TILE_M, SPLIT_K, stages, rows of tiles that are not split after all (`whole`, the first ones) and
+    TILE_N; None where decoding before is faster. Without wgmma a tile of 64 columns decodes weights twice."""
     small = M <= FUSED_MAX * (2 if rank and generation == 9 else 1)      # LoRA's path around cuBLAS is longer
     large = _large_tile(M, N, K, sms, rank, small) if generation == 9 and not deterministic else None
     if large or not (small or deterministic):
         return large
     rows, tiles_n = triton.next_power_of_2(M), triton.cdiv(N, ROWS)
+    if M <= 8 and not deterministic and K >= 3584 and tiles_n >= 3 * sms and tiles_n % 2 == 0:
+        ctas, stages = (4.5, 3) if rank else (9, 4)          # so many that each can have 128 rows, for one x
+        return 8, max(1, round(2 * ctas * sms / tiles_n)), stages, 0, 2 * ROWS
     most = max(16 if deterministic else 8, min(rows, 128 if generation in (9, 10) else 32))
     # a small weight is decoded once for every few rows, so that all SMs have work; a long row rather split
     tile_m = min(16 if K < 3584 else 32, most)
@@ -335,7 +339,7 @@ def _tile(M, N, K, sms, generation, deterministic=False, rank=0):
         if tiles == tiles_n > sms and m > 16 and K >= 3584 and 0 < rest <= sms * 2 // 3:
             # all SMs have had as many tiles, and one wave more has so few that all can share them
             split, whole = 3, tiles_n - rest
-    return tile_m, max(1, min(split, 14, K // (2 * COLS))), stages, whole
+    return tile_m, max(1, min(split, 14, K // (2 * COLS))), stages, whole, ROWS
 
 
 def _shrink_tile(M, K, plain):
@@ -369,8 +373,7 @@ def _fused(x, packed, bias, lora_A, lora_B, splits, scale, tile):
                              TILE_M=xa_m, SPLIT_K=xa_split, **flags, num_stages=xa_stages)
         if plain:
             return F.linear(both, packed.wide, bias), xa
-    tile_m, split, stages, whole = tile
-    tile_n = 2 * ROWS if tile_m == 256 else ROWS
+    tile_m, split, stages, whole, tile_n = tile
     tiles_n, tiles_k = len(packed.words) * ROWS // tile_n, packed.words.shape[1]
     y = x.new_empty(M, N)
     grid = (triton.cdiv(M, tile_m), *((whole + (tiles_n - whole) * split, 1) if whole else (tiles_n, split)))
@@ -383,7 +386,8 @@ def _fused(x, packed, bias, lora_A, lora_B, splits, scale, tile):
     _linear_kernel[grid](TensorDescriptor(x, [M, K], [K, 1], box) if tma else x, packed.words, packed.scales,
                          packed.global_scales, bias, xa, lora_B, y, sums, packed.counters, M, N, K, tiles_k,
                          EXPONENT, TILE_M=tile_m, TILE_N=tile_n, SPLIT_K=split, WHOLE=whole, RANK=rank,
-                         SPLITS=splits, TMA=tma, **flags, num_warps=tile_n // 16, num_stages=stages)
+                         SPLITS=splits, TMA=tma, MMA_SYNC=tile_m == 8 and generation != 10, **flags,
+                         num_warps=8 if tile_m == 256 else 4, num_stages=stages)
     return y, xa
 
 
@@ -431,6 +435,10 @@ def _decode(words, scales, exponent, F32: constexpr, PART: constexpr = 0, PARTS:
 
 @jit
 def _multiply(acc, w, x_tile, WAIT: constexpr):
+    if len(x_tile.shape) == 3:                    # eight rows: see offs_k. Bits 1 and 2 of k go to 4 and 1
+        N: constexpr = w.shape[0]
+        w = w.reshape(N, 4, 4, 2, 2, 2).permute(0, 1, 4, 2, 3, 5).reshape(N, 128)
+        x_tile = x_tile.reshape(4, 8, 4, 2, 2, 2).permute(1, 0, 4, 2, 3, 5).reshape(8, 128)
     acc = tl.dot(w, tl.trans(x_tile), acc, input_precision="ieee")
     if WAIT:
         # An empty instruction that uses acc makes Triton wait for these wgmmas. It would leave them in flight
@@ -442,8 +450,8 @@ def _multiply(acc, w, x_tile, WAIT: constexpr):
 @jit(do_not_specialize=["M"])
 def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, counters, M, N, K, tiles_k,
                    exponent, TILE_M: constexpr, TILE_N: constexpr, SPLIT_K: constexpr, WHOLE: constexpr,
-                   RANK: constexpr, SPLITS: constexpr, TMA: constexpr, PDL: constexpr, EVEN_K: constexpr,
-                   F32: constexpr):
+                   RANK: constexpr, SPLITS: constexpr, TMA: constexpr, MMA_SYNC: constexpr, PDL: constexpr,
+                   EVEN_K: constexpr, F32: constexpr):
     """y[m, n] = Σ_k x[m, k] W[n, k], as a tile (TILE_N, TILE_M) of y.T. Grid (M tiles, N tiles, SPLIT_K), or
     (M tiles, WHOLE + the rest of the N tiles · SPLIT_K, 1). TMA: x is a tensor descriptor, no pointer."""
     pid_m, pid_n, pid_k = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -455,7 +463,7 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
     first, last = pid_k * tiles_k // SPLIT_K, (pid_k + 1) * tiles_k // SPLIT_K
     if WHOLE > 0:
         last = tl.where(shared, last, tiles_k)
-    row, col = tl.arange(0, TILE_N), tl.arange(0, 128)
+    row = tl.arange(0, TILE_N)
     offs_n, offs_m = pid_n * TILE_N + row, pid_m * TILE_M + tl.arange(0, TILE_M)
     start = pid_n * (TILE_N // 64) * tiles_k + first
     words += start * 1024
@@ -465,15 +473,18 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
             _prefetch(words + tl.minimum(tl.arange(0, 64), (last - first) * 32 - 1) * 32)        # 128 B each
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    stored = row[:, None]
-    if TILE_N > 64:                                              # the rest is in the next row of stored tiles
-        stored += row[:, None] // 64 * (tiles_k - 1) * 64
+    stored = (row + row // 64 * (tiles_k - 1) * 64)[:, None]     # rows from 64 on: in the next row of tiles
     w_ptr = words + stored * 16 + tl.arange(0, 16)[None, :]
     s_ptr = scales + start * 128 + stored * 2 + tl.arange(0, 2)[None, :]
     PARTS: constexpr = 2 if TILE_M >= 64 else 1                # half of a tile takes half of the registers
     WAIT: constexpr = not F32
+    rows, offs_k = offs_m[:, None], tl.arange(0, 128)[None, :]
+    if MMA_SYNC:
+        # it has x in registers, in any order of k that the weights have too. Here a thread has 8 columns,
+        # neighbours, of each sub-tile: of x and of the words 16 bytes at a time, and the scales of one block
+        rows, offs_k = offs_m[None, :, None], tl.arange(0, 4)[:, None, None] * 32 + tl.arange(0, 32)
     if not TMA:
-        x_ptr, in_x = x + offs_m[:, None] * K + first * 128 + col[None, :], offs_m < M
+        x_ptr = x + rows * K + first * 128 + offs_k
     acc = tl.zeros((TILE_N, TILE_M), tl.float32)
     # could the loop be empty, acc could be those zeros behind it, and ptxas would serialise all wgmmas for it
     tl.assume(last - first > 0)
@@ -484,8 +495,8 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
             if PARTS == 2:                                     # at once, so that one barrier waits for both
                 x_tile2 = x.load([pid_m * TILE_M, (first + k) * 128 + 64])
         else:
-            in_k = col < (128 if EVEN_K else K - (first + k) * 128)              # no mask is left if EVEN_K
-            x_tile = tl.load(x_ptr + k * 128, mask=in_x[:, None] & in_k[None, :], other=0.)
+            in_k = offs_k < (128 if EVEN_K else K - (first + k) * 128)           # no mask is left if EVEN_K
+            x_tile = tl.load(x_ptr + k * 128, mask=(rows < M) & in_k, other=0.)
         acc = _multiply(acc, _decode(w, s, exponent, F32, 0, PARTS), x_tile, WAIT)
         if PARTS == 2:
             # two warpgroups leave these products in flight while the next step's first half is decoded, into

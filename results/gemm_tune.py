@@ -16,6 +16,8 @@ gemm_small.jsonl, of --small, is the log behind _tile's narrow tiles.
 gemm_large.jsonl, of --large --rows 256,512,1024, is the log behind _large_tile; tile null: decoded before. It
 was made with fewer candidates: gate_up has no tile of 128 rows there.
 gemm_whole.jsonl, of --large --rows 32,64,128, is that behind the three pieces of a tile that is not whole.
+gemm_eight.jsonl, of --large --rows 8, is that behind tiles of 128 rows of W for up to 8 rows. (A tile's fifth
+number, the rows of W, is missing in older logs: 128 where TILE_M is 256, else 64.)
 gemm_tiles.jsonl is the log behind the stages. gemm_rows.jsonl compares, also between the powers of two, the
 kernel of commit 344a185 with the one that took these numbers. gemm_tiles_wide.jsonl is that of a sweep over
 tiles of 64 to 256 rows and 128 or 256 columns, 4 or 8 warps, with the next kernel released early or not:
@@ -43,34 +45,37 @@ STAGES = {8: (4, 6), 16: (4, 5, 6), 32: (3, 4), 64: (3, 4), 128: (2, 3)}
 
 
 def wide_candidates(M, N, K):
-    """(TILE_M, SPLIT_K, stages, whole=0): up to 14 splits, two steps a CTA or more, up to 14 CTAs an SM (from
-    32 rows on 4)."""
+    """(TILE_M, SPLIT_K, stages, whole=0, TILE_N=64): up to 14 splits, two steps a CTA or more, up to 14 CTAs
+    an SM (from 32 rows on 4)."""
     tile_m = min(128, M)
     tiles = -(-N // 64) * -(-M // tile_m)
     most = max(1, min(14, K // 256, (14 if M < 32 else 4) * 132 // tiles))
-    return [(tile_m, split, s, 0) for split in range(1, most + 1) for s in STAGES[tile_m]]
+    return [(tile_m, split, s, 0, 64) for split in range(1, most + 1) for s in STAGES[tile_m]]
 
 
 SMALL = ("135M qkv", "135M o", "135M gate_up", "135M down", "0.5B gate_up", "0.5B down", "7B qkv", "7B o")
 
 
 def narrow_candidates(M, N, K):
-    """(TILE_M, SPLIT_K, stages, whole=0) of a small weight: every tile, and at most 6 CTAs an SM."""
-    return [(tile_m, split, fp4_gemm.TILES[tile_m][2], 0) for tile_m in (16, 32, 64, 128) if tile_m <= M
+    """(TILE_M, SPLIT_K, stages, whole=0, TILE_N=64) of a small weight: every tile, at most 6 CTAs an SM."""
+    return [(tile_m, split, fp4_gemm.TILES[tile_m][2], 0, 64) for tile_m in (16, 32, 64, 128) if tile_m <= M
             for split in (1, 2, 3, 4, 6, 8, 9, 14) if split <= max(1, K // 256)
             and -(-N // 64) * -(-M // tile_m) * split <= 6 * 132]
 
 
 def large_candidates(M, N, K):
     """The same for a large weight or many rows: its tiles whole, split, or whole in front of split ones; from
-    129 rows on also tiles of 256."""
+    129 rows on also tiles of 256, and for up to 8 rows tiles of 64 and 128 rows of W, with 3 and 4 stages."""
+    if M <= 8:
+        return [(8, split, stages, 0, rows) for rows in (64, 128) for stages in (3, 4)
+                for split in range(1, 10) if -(-N // rows) * split <= 10 * 132]
     found = []
     for tile_m, rows in ((min(128, M), 64), (256, 128))[:1 if M <= 128 or N % 128 else 2]:
         tiles_n, columns, stages = -(-N // rows), -(-M // tile_m), fp4_gemm.TILES[tile_m][2]
-        found += [(tile_m, split, stages, 0) for split in (1, 2, 3, 4)
+        found += [(tile_m, split, stages, 0, rows) for split in (1, 2, 3, 4)
                   if split == 1 or tiles_n * columns * split <= 4 * 132]
         if columns == 1 and tiles_n > 132 and tiles_n % 132:
-            found += [(tile_m, split, stages, tiles_n - tiles_n % 132) for split in (2, 3, 4)]
+            found += [(tile_m, split, stages, tiles_n - tiles_n % 132, rows) for split in (2, 3, 4)]
     return found
 
 
