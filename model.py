@@ -16,7 +16,6 @@ Needs: torch, transformers; nvfp4.py, fp4_gemm.py, lora.py, decode.py, checkpoin
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -207,10 +206,12 @@ class Decoder(nn.Module):
         """
         # the residual stream is fp32 on a GPU too: in bf16 each of its sums would round, in the sampler's
         # batches to one side and in the trainer's to the other
-        x = F.embedding(ids, self.embed_tokens).float()                               # (B, T, D)
+        x = self.embed_tokens[ids].float()                                            # (B, T, D)
         y = None                                             # what a branch adds, until the next norm adds it
-        angle = positions[..., None].float() * self.inv_freq                          # (B, T, Dh/2)
-        cos, sin = angle.cos() * self.rope_scale, angle.sin() * self.rope_scale
+        angle = positions[..., None] * self.inv_freq                                  # (B, T, Dh/2) f32
+        cos, sin = angle.cos(), angle.sin()
+        if self.rope_scale != 1:
+            cos, sin = cos * self.rope_scale, sin * self.rope_scale
         for i, layer in enumerate(self.layers):
             where = (positions, cos, sin, cache, i)
             if self.gradient_checkpointing and torch.is_grad_enabled():

@@ -185,10 +185,10 @@ class _Batch:
         self.sampler, self.model, self.stats = sampler, sampler.model, sampler.stats
         self.rollout, self.stops, self.limit, self.draw = rollout, stops, limit, draw
         self.cache = KVCache(self.model, slots, rollout.tokens.shape[1])
-        # row i of the batch: its row in the rollout, its slot, the token that goes in next, its position, and
-        # where its prompt's last token stands
+        # row i of the batch: its row in the rollout, its slot, the token that goes in next, its position,
+        # where its prompt's last token stands, and the number that its random bits come from
         # (one column more where slots are odd: rows that begin at multiples of 16 bytes have one kernel)
-        self.state = torch.zeros(5, slots + slots % 2, dtype=torch.long, device=self.model.device)
+        self.state = torch.zeros(6, slots + slots % 2, dtype=torch.long, device=self.model.device)
         self.slots = slots
         self.cuda, self.graphs, self.pool = self.model.device.type == "cuda", {}, None
         self.wanted = None                             # by the last chunk of steps: (rows, pieces)
@@ -226,7 +226,8 @@ class _Batch:
     def admit(self, new, places, size):
         """Prefill new rows' prompts into their slots, and make them the last of `size` rows."""
         began, device = time.perf_counter(), self.state.device
-        state = [(row, place, prompt[-1], len(prompt) - 1, len(prompt) - 1)
+        first = self.draw[3]
+        state = [(row, place, prompt[-1], len(prompt) - 1, len(prompt) - 1, first + row)
                  for (row, prompt), place in zip(new, places, strict=True)]
         self.state[:, size - len(new):size] = torch.tensor(state, device=device).T
         slots_of = {}                                  # prompt → its rows' slots
@@ -282,13 +283,13 @@ class _Batch:
 
     def step(self, size, pieces):
         """One token more for each row that is not over."""
-        rows, self.cache.slots, last, positions, begin = self.state[:, :size]
+        rows, self.cache.slots, last, positions, begin, number = self.state[:, :size]
         self.cache.pieces = pieces
-        temperature, seed, step, first, top_p = self.draw
+        temperature, seed, step, _, top_p = self.draw
         logits = self.model.logits(self.model(last[:, None], positions[:, None], self.cache)[:, 0])
         if top_p < 1:
             logits = gumbel.nucleus(logits, temperature, top_p)
-        token, logprob = gumbel.sample(logits, temperature, seed, step, first + rows, positions - begin)
+        token, logprob = gumbel.sample(logits, temperature, seed, step, number, positions - begin)
         gumbel.append(token, logprob, rows, positions, self.stops, self.limit, last, self.rollout)
 
     def clock(self, name, began):
