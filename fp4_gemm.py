@@ -28,11 +28,10 @@ normal and exact: 2 · 4 significant bits fit in bf16's 8. 2^20 · global_scale 
 
 The kernel computes y.T = W @ x.T: a tensor core's wide side must be the weights when M is small. Several CTAs
 share a row of tiles (split-K); each leaves fp32 sums, and the last to arrive adds them in a fixed order. With
-many rows in x the weights are cheap and x is not, which each 64 rows of W read again (128 if W is large, x
+many rows in x the weights are cheap and x is not, which each 64 rows of W read again (128 of a large W if x
 has up to 8): on Hopper TMA brings it from 32 rows on (no address in a register), from 64 on a tile is decoded
-and multiplied in two halves, and from 129 on, where there are enough of them, tiles of 128 rows of W and 256
-of x have an SM each. The kernel for LoRA's x @ A.T is small, and the large one, which multiplies by B in its
-epilogue, runs beside it.
+and multiplied in two halves, from 129 on tiles of 128 rows of W and 256 of x have an SM each, where there are
+enough. LoRA's kernel for x @ A.T is small; the large one, which multiplies by B in the end, runs beside it.
 For still more rows, and in backward, the weight is decoded to bf16 for the moment of one cuBLAS call. A
 weight that is not quantised (Dense) has the same `linear`: LoRA's small kernel, and cuBLAS for
 [x, x @ A.T] @ [W, B].T.
@@ -276,7 +275,7 @@ FUSED_MAX = 256          # rows up to which nothing is decoded before, and LoRA 
 # TILE_M: CTAs on an SM, without and with LoRA (room is left, where the next kernel's wait), and stages
 TILES = {8: (3, 3, 4), 16: (5, 4, 4), 32: (4, 3, 4), 64: (3, 3, 3), 128: (2, 2, 3), 256: (1, 1, 3)}
 SPLIT_K = {(37888, 3584): {16: (2, 1), 64: (1, 1)}, (27648, 5120): {16: (3, 3)},
-           (5120, 27648): {8: (11, 8), 16: (8, 8), 32: (6, 6)}, (5120, 13824): {8: (11, 8)},
+           (5120, 27648): {8: (8, 8), 16: (8, 8), 32: (6, 6)}, (5120, 13824): {8: (8, 8)},
            (5120, 5120): {256: (3, 3)}, (2048, 11008): {16: (8, 8)}, (1152, 896): {8: (3, 3), 16: (3, 3)},
            (896, 896): {8: (3, 3), 16: (3, 3)}, (896, 4864): {16: (8, 8), 32: (8, 8), 64: (4, 4)},
            (3584, 3584): {32: (4, 4)}, (576, 1536): {64: (3, 3), 128: (3, 3), 256: (3, 1)}}
@@ -354,7 +353,7 @@ def _fused(x, packed, bias, lora_A, lora_B, splits, scale, tile):
     """One launch, two with LoRA (a Dense: and cuBLAS). tile: as of _tile; a Dense needs none.
     → y (M, N), and xa = scale · x @ lora_A.T or None."""
     (M, K), N, plain = x.shape, packed.shape[0], isinstance(packed, Dense)
-    _, generation = _gpu(x)
+    sms, generation = _gpu(x)
     # PDL, programmatic dependent launch: a kernel starts beside the one before it, and waits inside. What
     # waits takes room that cuBLAS wants (M=256, K=18944: 99 µs instead of 72): for a Dense only with few rows
     pdl = generation >= 9 and (M <= 16 or not plain)
@@ -383,10 +382,11 @@ def _fused(x, packed, bias, lora_A, lora_B, splits, scale, tile):
     sums = x.new_empty(parts, tile_m * tile_n, dtype=torch.float32)
     tma = tile_m >= 32 and generation in (0, 9, 10)
     box = [tile_m, COLS // 2 if tile_m >= 64 else COLS]                               # as PARTS in the kernel
+    near = tile_m == 8 and generation != 10 and (tile_n > ROWS or tiles_n <= 2 * sms)   # of more x costs more
     _linear_kernel[grid](TensorDescriptor(x, [M, K], [K, 1], box) if tma else x, packed.words, packed.scales,
                          packed.global_scales, bias, xa, lora_B, y, sums, packed.counters, M, N, K, tiles_k,
                          EXPONENT, TILE_M=tile_m, TILE_N=tile_n, SPLIT_K=split, WHOLE=whole, RANK=rank,
-                         SPLITS=splits, TMA=tma, MMA_SYNC=tile_m == 8 and generation != 10, **flags,
+                         SPLITS=splits, TMA=tma, NEAR=near, **flags,
                          num_warps=8 if tile_m == 256 else 4, num_stages=stages)
     return y, xa
 
@@ -450,7 +450,7 @@ def _multiply(acc, w, x_tile, WAIT: constexpr):
 @jit(do_not_specialize=["M"])
 def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, counters, M, N, K, tiles_k,
                    exponent, TILE_M: constexpr, TILE_N: constexpr, SPLIT_K: constexpr, WHOLE: constexpr,
-                   RANK: constexpr, SPLITS: constexpr, TMA: constexpr, MMA_SYNC: constexpr, PDL: constexpr,
+                   RANK: constexpr, SPLITS: constexpr, TMA: constexpr, NEAR: constexpr, PDL: constexpr,
                    EVEN_K: constexpr, F32: constexpr):
     """y[m, n] = Σ_k x[m, k] W[n, k], as a tile (TILE_N, TILE_M) of y.T. Grid (M tiles, N tiles, SPLIT_K), or
     (M tiles, WHOLE + the rest of the N tiles · SPLIT_K, 1). TMA: x is a tensor descriptor, no pointer."""
@@ -479,9 +479,9 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
     PARTS: constexpr = 2 if TILE_M >= 64 else 1                # half of a tile takes half of the registers
     WAIT: constexpr = not F32
     rows, offs_k = offs_m[:, None], tl.arange(0, 128)[None, :]
-    if MMA_SYNC:
-        # it has x in registers, in any order of k that the weights have too. Here a thread has 8 columns,
-        # neighbours, of each sub-tile: of x and of the words 16 bytes at a time, and the scales of one block
+    if NEAR:
+        # mma.sync has x in registers, in any order of k that the weights have too. Here a thread's 8 columns
+        # of each sub-tile are neighbours: of x and of the words 16 bytes at a time, of the scales one block's
         rows, offs_k = offs_m[None, :, None], tl.arange(0, 4)[:, None, None] * 32 + tl.arange(0, 32)
     if not TMA:
         x_ptr = x + rows * K + first * 128 + offs_k

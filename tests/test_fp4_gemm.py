@@ -242,6 +242,8 @@ def interpreted():
     assert torch.equal(out[:, :256].double(), exact(q)) and out[:, 256:].isnan().all()
     for tile_m, tile_n in ((8, 64), (8, 128), (16, 64), (64, 64), (256, 128)):
         assert torch.equal(each_column(p, (tile_m, 1, 3, 0, tile_n)), exact(q))
+    with mock.patch.object(fp4_gemm, "_gpu", return_value=(0, 0)):       # so few SMs: another order of k
+        assert torch.equal(each_column(p, (8, 1, 3, 0, 64)), exact(q))
     for M, sizes, K, rank, tile in [
             (1, (70, 33, 5), 208, 5, (8, 2, 3, 0, 64)), (9, (64, 1), 1024, 16, (8, 3, 3, 0, 64)),
             (7, (70, 180), 592, 5, (8, 3, 3, 0, 128)), (33, (64,), 512, 3, (32, 2, 3, 0, 64)),
@@ -274,7 +276,7 @@ def compiled_for(cc):
             continue
         parts, tma = 2 if tile_m >= 64 else 1, tile_m >= 32 and cc in (90, 100)
         tile = common | {"TILE_M": tile_m, "TILE_N": 64, "SPLIT_K": split, "WHOLE": 0, "TMA": tma,
-                         "MMA_SYNC": tile_m == 8 and cc != 100}
+                         "NEAR": tile_m == 8 and cc != 100}
         types = names_of | ({f"tensordesc<bf16[{tile_m},{128 // parts}]>": "x"} if tma else {})
         # TILES says how many CTAs an SM has: of 128 threads, and registers come to a thread by eights
         *ctas, of_wide = fp4_gemm.TILES[tile_m]
@@ -292,13 +294,13 @@ def compiled_for(cc):
                 whole = with_lora | {"SPLIT_K": 2, "WHOLE": 528}
                 build(fp4_gemm._linear_kernel, cc, whole, types, "NKR", 4, of_wide, most[1])
             if M == 1:
-                eight = with_lora | {"TILE_N": 128}
-                build(fp4_gemm._linear_kernel, cc, eight, types, "NKR", 4, 3, 128)
+                for eight, registers in (({"TILE_N": 128}, 128), ({"NEAR": False}, most[1])):
+                    build(fp4_gemm._linear_kernel, cc, with_lora | eight, types, "NKR", 4, 3, registers)
             if M == 64:
                 wide = with_lora | {"RANK": 128}
                 build(fp4_gemm._linear_kernel, cc, wide, types, "NKR", 4, of_wide, most[1])
     if cc == 90:
-        large = with_lora | {"TILE_M": 256, "TILE_N": 128, "TMA": True, "MMA_SYNC": False}
+        large = with_lora | {"TILE_M": 256, "TILE_N": 128, "TMA": True, "NEAR": False}
         types = names_of | {"tensordesc<bf16[256,64]>": "x"}
         for more in ({"RANK": 64, "SPLIT_K": 4, "WHOLE": 264}, {"RANK": 32, "SPLIT_K": 3, "EVEN_K": False},
                      {"RANK": 0, "SPLITS": (), "xa": None, "lora_B": None, "SPLIT_K": 1}):
@@ -359,7 +361,7 @@ def test_kernels_compile_for_six_generations():
 # --- on a GPU
 
 SIZES = [((3584, 512, 512), 3584), ((18944, 18944), 3584), ((3584,), 18944), ((576,), 1536), ((77, 5), 208),
-         ((8192,), 29568), ((1536, 1536), 576)]
+         ((8192,), 29568), ((1536, 1536), 576), ((11008, 11008), 2048)]
 
 
 @pytest.mark.gpu
