@@ -71,6 +71,7 @@ def main(arguments):
     commands = parser.add_subparsers(dest="command", required=True)
     gemm_args = commands.add_parser("gemm", help="the NVFP4 matrix product against bf16")
     gemm_args.add_argument("--shapes", help="only these, separated by commas", default="")
+    gemm_args.add_argument("--rows", type=numbers, help="only these numbers of rows of x", default=())
     gemm_args.add_argument("--check", action="store_true", help="compare with float64, time nothing")
     rollout_args = commands.add_parser("rollout", help="the sampler, and Hugging Face generate beside it")
     rollout_args.add_argument("--batch", type=numbers, default="8,32,64,128,256",
@@ -193,7 +194,7 @@ def gemm(args):
         fours = [packed] + [clone(packed) for _ in range(copies(packed.words.nbytes) - 1)]
         dense = [W] + [W.clone() for _ in range(copies(W.nbytes) - 1)]
         exact = W.double()
-        for M in rows:
+        for M in [M for M in rows if M in args.rows or not args.rows]:
             x, dy = (torch.randn(M, n, device="cuda", dtype=torch.bfloat16) for n in (K, N))
             check_row(f"{name}, M={M}", x, dy, packed, exact, lora)
             if args.check:
