@@ -182,19 +182,21 @@ def clone(packed):
 
 
 def gemm(args):
+    records, names = [], args.shapes.split(",") if args.shapes else SHAPES
+    asked = {name: (sizes, K, [M for M in rows if M in args.rows or not args.rows])
+             for name, (sizes, K, rows) in SHAPES.items() if name in names}
+    if not any(rows for *_, rows in asked.values()):
+        sys.exit(f"--shapes '{args.shapes}' --rows {args.rows}: none of them; shapes are {', '.join(SHAPES)}")
     print(f"{'shape':>14} {'M':>5} {'bf16 µs':>9} {'ours µs':>9} {'LoRA µs':>9} {'bound µs':>9} "
           f"{'speed-up':>8} {'of bound':>8} {'LoRA/ours':>9}")
-    records = []
-    for name, (sizes, K, rows) in SHAPES.items():
-        if args.shapes and name not in args.shapes.split(","):
-            continue
+    for name, (sizes, K, rows) in asked.items():
         N, packed = sum(sizes), random_packed(sizes, K)
         W = fp4_gemm.dequantize(packed)
         lora = (*random_adapter(sizes, K), 1.)
         fours = [packed] + [clone(packed) for _ in range(copies(packed.words.nbytes) - 1)]
         dense = [W] + [W.clone() for _ in range(copies(W.nbytes) - 1)]
         exact = W.double()
-        for M in [M for M in rows if M in args.rows or not args.rows]:
+        for M in rows:
             x, dy = (torch.randn(M, n, device="cuda", dtype=torch.bfloat16) for n in (K, N))
             check_row(f"{name}, M={M}", x, dy, packed, exact, lora)
             if args.check:

@@ -319,7 +319,7 @@ def _tile(M, N, K, sms, generation, deterministic=False, rank=0):
         return large
     rows, tiles_n = triton.next_power_of_2(M), triton.cdiv(N, ROWS)
     if M <= 8 and not deterministic and K >= 3584 and tiles_n >= 3 * sms and tiles_n % 2 == 0:
-        ctas, stages = (4.5, 3) if rank else (9, 4)          # so many that each can have 128 rows, for one x
+        ctas, stages = (4.5, 3) if rank else (9, 4)    # CTAs of 128 rows of W an SM: x is read half as often
         return 8, max(1, round(2 * ctas * sms / tiles_n)), stages, 0, 2 * ROWS
     most = max(16 if deterministic else 8, min(rows, 128 if generation in (9, 10) else 32))
     # a small weight is decoded once for every few rows, so that all SMs have work; a long row rather split
@@ -382,7 +382,7 @@ def _fused(x, packed, bias, lora_A, lora_B, splits, scale, tile):
     sums = x.new_empty(parts, tile_m * tile_n, dtype=torch.float32)
     tma = tile_m >= 32 and generation in (0, 9, 10)
     box = [tile_m, COLS // 2 if tile_m >= 64 else COLS]                               # as PARTS in the kernel
-    near = tile_m == 8 and generation != 10 and (tile_n > ROWS or tiles_n <= 2 * sms)   # of more x costs more
+    near = tile_m == 8 and generation != 10 and (tile_n > ROWS or tiles_n <= 2 * sms)   # else: x row by row
     _linear_kernel[grid](TensorDescriptor(x, [M, K], [K, 1], box) if tma else x, packed.words, packed.scales,
                          packed.global_scales, bias, xa, lora_B, y, sums, packed.counters, M, N, K, tiles_k,
                          EXPONENT, TILE_M=tile_m, TILE_N=tile_n, SPLIT_K=split, WHOLE=whole, RANK=rank,

@@ -1,4 +1,5 @@
 """python -m pytest tests/test_bench.py -q"""
+import argparse
 import json
 import os
 import subprocess
@@ -93,6 +94,12 @@ def test_gemm_needs_a_gpu(monkeypatch):
     monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="needs a GPU"):
         bench.main(["gemm"])
+
+
+@pytest.mark.parametrize("shapes, rows", [("7B gateup", []), ("7B o", [3])])
+def test_a_product_that_is_not_in_the_table_is_named(shapes, rows):
+    with pytest.raises(SystemExit, match=f"--shapes '{shapes}'.*none of them; shapes are 7B gate_up, "):
+        bench.gemm(argparse.Namespace(shapes=shapes, rows=rows, check=True))
 
 
 @pytest.mark.parametrize("command, asked, known", [("step", "hf", "bf16, nvfp4"),
