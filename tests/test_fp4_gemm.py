@@ -285,6 +285,8 @@ def compiled_for(cc):
         _, cubin = build(fp4_gemm._linear_kernel, cc, with_lora, types, "NKR", 4, stages, most[1])
         without = with_lora | {"RANK": 0, "SPLITS": (), "xa": None, "lora_B": None}
         build(fp4_gemm._linear_kernel, cc, without, types, "NKR", 4, stages, most[0])
+        for eight in ({"TILE_N": 128}, {"NEAR": False}) if M == 1 else ():
+            build(fp4_gemm._linear_kernel, cc, with_lora | eight, types, "NKR", 4, 3, 128)
         if cc == 90:
             loop = main_loop(cuobjdump("-sass", cubin))
             per_weight = len(loop) * 32 * 4 / (64 * 128)
@@ -293,9 +295,6 @@ def compiled_for(cc):
             if M > 16:
                 whole = with_lora | {"SPLIT_K": 2, "WHOLE": 528}
                 build(fp4_gemm._linear_kernel, cc, whole, types, "NKR", 4, of_wide, most[1])
-            if M == 1:
-                for eight, registers in (({"TILE_N": 128}, 128), ({"NEAR": False}, most[1])):
-                    build(fp4_gemm._linear_kernel, cc, with_lora | eight, types, "NKR", 4, 3, registers)
             if M == 64:
                 wide = with_lora | {"RANK": 128}
                 build(fp4_gemm._linear_kernel, cc, wide, types, "NKR", 4, of_wide, most[1])
