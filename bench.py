@@ -185,8 +185,8 @@ def gemm(args):
     records, names = [], args.shapes.split(",") if args.shapes else SHAPES
     asked = {name: (sizes, K, [M for M in rows if M in args.rows or not args.rows])
              for name, (sizes, K, rows) in SHAPES.items() if name in names}
-    if not any(rows for *_, rows in asked.values()):
-        sys.exit(f"--shapes '{args.shapes}' --rows {args.rows}: none of them; shapes are {', '.join(SHAPES)}")
+    if not (set(names) <= set(SHAPES) and any(rows for *_, rows in asked.values())):
+        sys.exit(f"--shapes '{args.shapes}' --rows {args.rows}: not in the table of {', '.join(SHAPES)}")
     print(f"{'shape':>14} {'M':>5} {'bf16 µs':>9} {'ours µs':>9} {'LoRA µs':>9} {'bound µs':>9} "
           f"{'speed-up':>8} {'of bound':>8} {'LoRA/ours':>9}")
     for name, (sizes, K, rows) in asked.items():

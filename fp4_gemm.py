@@ -4,7 +4,7 @@
 
 With few rows in x (a decode step) a linear layer takes as long as its weight takes to arrive: 0.5625 byte a
 weight instead of bf16's 2. So 3.56 times the speed is the bound, on an H200 (4.3 TB/s, 790 TFLOP/s) up to 50
-rows or so. To come near it a kernel may spend 4 instructions on a weight; this one spends 2.2 to 3.4.
+rows or so. To come near it a kernel may spend 4 instructions on a weight; this one: 2.2 to 3.4.
 
 A word holds 8 codes, placed so that few operations turn them into bf16. A bf16 is s eeeeeeee mmmmmmm; a code
 is s ee m with bias 1, and ee = 0 means 0 or ½. With s in bit 15 and eem in bits 8..6 the bf16 is worth
@@ -435,7 +435,7 @@ def _decode(words, scales, exponent, F32: constexpr, PART: constexpr = 0, PARTS:
 
 @jit
 def _multiply(acc, w, x_tile, WAIT: constexpr):
-    if len(x_tile.shape) == 3:                    # eight rows: see offs_k. Bits 1 and 2 of k go to 4 and 1
+    if len(x_tile.shape) == 3:                    # see offs_k: bits 1, 2, 3, 4 of k go to 4, 1, 2, 3
         N: constexpr = w.shape[0]
         w = w.reshape(N, 4, 4, 2, 2, 2).permute(0, 1, 4, 2, 3, 5).reshape(N, 128)
         x_tile = x_tile.reshape(4, 8, 4, 2, 2, 2).permute(1, 0, 4, 2, 3, 5).reshape(8, 128)

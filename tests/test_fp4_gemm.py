@@ -197,7 +197,7 @@ def lost_by_the_rule(name, lora):
     times = {}
     for r in map(json.loads, (Path(fp4_gemm.__file__).parent / "results" / name).read_text().splitlines()):
         if r["lora"] in lora:
-            tile = r["tile"] and tuple(r["tile"] + [128 if r["tile"][0] == 256 else 64][len(r["tile"]) - 4:])
+            tile = r["tile"] and (*r["tile"], 128 if r["tile"][0] == 256 else 64)[:5]   # some have four
             times.setdefault((r["M"], r["N"], r["K"], 32 * r["lora"]), {})[tile] = r["us"]
     return [us[fp4_gemm._tile(*key[:3], 132, 9, rank=key[3])] / min(us.values()) for key, us in times.items()]
 
