@@ -8,19 +8,19 @@ rows or so. To come near it a kernel may spend 4 instructions on a weight; this 
 
 A word holds 8 codes, placed so that few operations turn them into bf16. A bf16 is s eeeeeeee mmmmmmm; a code
 is s ee m with bias 1, and ee = 0 means 0 or ½. With s in bit 15 and eem in bits 8..6 the bf16 is worth
-v · 2^-126 exactly, the subnormal ½ included: the right bits, read with bias 127. A half word has three codes
-like that, shifted by 0, 3 and 6, and a fourth (marked ') in the bits that are left:
+v · 2^-126 exactly, the subnormal ½ included: the right bits, read with bias 127. Both halves of a word have a
+code like that, two that come there if the word is rotated by 3 or 6, and a fourth (marked ') in the bits that
+are left; s1 and s2 stand in the other half, for they go around:
 
     bit    15  14  13  12  11  10   9   8   7   6   5   4   3   2   1   0    of sub-tile 0, 1, 2 or 3'
-           s0  m'  s'  s1  e'  e'  s2  e0  e0  m0  e1  e1  m1  e2  e2  m2
+           s0  e2  e2  m2  e1  e1  m1  e0  e0  m0  s2  m'  s'  s1  e'  e'
 
-A tile of 128 columns is four sub-tiles of 32. Half h (0 low, 1 high) of word j holds element 2j + h of
-sub-tiles 0, 1, 2 and element 2j + 1 - h of sub-tile 3. Nine integer operations make four pairs of bf16, each
-a pair of neighbours in k, as a tensor core's register wants it (& and | together are one LOP3):
+A tile of 128 columns is four sub-tiles of 32. Half h (0 low, 1 high) of word j holds element 2j + h of each.
+Eight integer operations make four pairs of bf16, each a pair of neighbours in k, as a tensor core's register
+wants it (>> goes around here, and costs one operation):
 
-    t0 = w & 81C081C0    t1 = w << 3 & 81C081C0    t2 = w << 6 & 81C081C0                     1 + 2 + 2
-    q  = (w & 6C006C00) · (2^18 + 2^13 + 2^8)      64 bits; no two bits meet, and one copy        2
-    t3 = low(q) & 81C00000 | high(q) & 81C0        of each bit is in place, halves swapped        2
+    t0 = w & 81C081C0    t1 = w >> 3 & 81C081C0    t2 = w >> 6 & 81C081C0                     1 + 2 + 2
+    t3 = (w & 001B001B) · (2^12 + 2^7 + 2^2) & 81C081C0      three copies, whose bits never meet      3
 
 A block scale, (1 + m/8) · 2^e in e4m3, becomes the byte (e + 9) << 3 | m: five exponent bits, so that e4m3's
 subnormals are normal. Below exponent bits 7000 it is a bf16 worth s · 2^106, and t · s = v · s · 2^-20 is
@@ -120,13 +120,17 @@ def _words(byte, scale):
     code = torch.stack((byte & 15, byte >> 4), -1).view(*scale.shape, BLOCK)
     code = code * (scale > 0)[..., None]             # no stored scale means 0: a zero block has zero codes
     a, b, c, d = code.view(n, ROWS, k, 4, 16, 2).transpose(1, 2).unbind(3)                 # (n, k, 64, 16, 2)
-    a, b, c = ((f & 8) << 12 | (f & 7) << 6 for f in (a, b, c))
-    d = d.flip(-1)                                   # the halves of sub-tile 3 are swapped
-    half = a | b >> 3 | c >> 6 | (d & 8) << 10 | (d & 6) << 9 | (d & 1) << 14
-    words = half[..., 0] | half[..., 1] << 16
+    fields = *((f & 8) << 12 | (f & 7) << 6 for f in (a, b, c)), d & 8 | d >> 1 & 3 | (d & 1) << 4
+    a, b, c, d = (half[..., 0] | half[..., 1] << 16 for half in fields)                       # (n, k, 64, 16)
     s = _to_ue5m3(scale).view(n, ROWS, k, 4, 2).transpose(1, 2)                             # (n, k, 64, 4, 2)
-    # sub-tiles in the order 0 2 1 3: one shift places two scales in the two half words
-    return words, s[..., 0, :] | s[..., 2, :] << 8 | s[..., 1, :] << 16 | s[..., 3, :] << 24
+    # sub-tiles in the order 0 2 1 3: two scales are in place in the two half words, two after one rotation
+    s = s[..., 0, :] | s[..., 2, :] << 8 | s[..., 1, :] << 16 | s[..., 3, :] << 24
+    return a | _rotate(b, 3) | _rotate(c, 6) | d, _rotate(s, 4)
+
+
+def _rotate(word, left):
+    """int32, whose >> repeats the sign."""
+    return word << left | word >> 32 - left & (1 << left) - 1
 
 
 def _to_ue5m3(byte):
@@ -137,13 +141,12 @@ def _to_ue5m3(byte):
 
 def unpack(packed):
     """The tuples that went into pack, bit for bit; only blocks of scale 0 come back with codes 0."""
-    (N, K), (n, k) = packed.shape, packed.words.shape[:2]
-    w = torch.stack((packed.words, packed.words >> 16), -1)                                # (n, k, 64, 16, 2)
-    fields = [(w << shift >> 12 & 8) | (w << shift >> 6 & 7) for shift in (0, 3, 6)]
-    fields.append((w >> 10 & 8 | w >> 9 & 6 | w >> 14 & 1).flip(-1))
+    (N, K), (n, k), w = packed.shape, packed.words.shape[:2], packed.words
+    a, b, c, d = (torch.stack((t, t >> 16), -1) for t in (w, _rotate(w, 29), _rotate(w, 26), w))
+    fields = *(t >> 12 & 8 | t >> 6 & 7 for t in (a, b, c)), d & 8 | d << 1 & 6 | d >> 4 & 1
     code = torch.stack(fields, 3).transpose(1, 2).reshape(n * ROWS, k * COLS)[:N, :K]
     byte = (code[:, 0::2] | code[:, 1::2] << 4).to(torch.uint8)
-    ue5m3 = torch.stack([packed.scales >> shift & 255 for shift in (0, 16, 8, 24)], 3)      # (n, k, 64, 4, 2)
+    ue5m3 = torch.stack([_rotate(packed.scales, left) for left in (28, 12, 20, 4)], 3) & 255  # (…, 64, 4, 2)
     ue5m3 = ue5m3.transpose(1, 2).reshape(n * ROWS, k * COLS // BLOCK)[:N, :K // BLOCK].contiguous()
     table = _to_ue5m3(torch.arange(1, 127, device=w.device))     # it grows, and 0's 143 comes behind
     scale = ((torch.searchsorted(table, ue5m3) + 1) % 127).to(torch.uint8).view(torch.float8_e4m3fn)
@@ -415,14 +418,13 @@ def _decode(words, scales, exponent, F32: constexpr, PART: constexpr = 0, PARTS:
     N: constexpr = words.shape[0]
     w, s = words.to(tl.uint32, bitcast=True), scales.to(tl.uint32, bitcast=True)
     if PART == 0:
-        f0, f1 = _halves(((s << 4) & 0x0FF00FF0) | exponent.to(tl.uint32), F32)
+        f0, f1 = _halves((s & 0x0FF00FF0) | exponent.to(tl.uint32), F32)
         w0 = tl.join(*_halves(w & 0x81C081C0, F32)).reshape(N, 2, 16) * f0[:, :, None]
-        w1 = tl.join(*_halves((w << 3) & 0x81C081C0, F32)).reshape(N, 2, 16) * f1[:, :, None]
+        w1 = tl.join(*_halves((w >> 3 | w << 29) & 0x81C081C0, F32)).reshape(N, 2, 16) * f1[:, :, None]
     if PART == PARTS - 1:
-        q = (w & 0x6C006C00).to(tl.uint64) * 270592                              # 2^18 + 2^13 + 2^8
-        t3 = (q.to(tl.uint32) & 0x81C00000) | ((q >> 32).to(tl.uint32) & 0x000081C0)
-        f2, f3 = _halves(((s >> 4) & 0x0FF00FF0) | exponent.to(tl.uint32), F32)
-        w2 = tl.join(*_halves((w << 6) & 0x81C081C0, F32)).reshape(N, 2, 16) * f2[:, :, None]
+        f2, f3 = _halves(((s >> 8 | s << 24) & 0x0FF00FF0) | exponent.to(tl.uint32), F32)
+        t3 = (w & 0x001B001B) * 4228 & 0x81C081C0                                # 2^12 + 2^7 + 2^2
+        w2 = tl.join(*_halves((w >> 6 | w << 26) & 0x81C081C0, F32)).reshape(N, 2, 16) * f2[:, :, None]
         w3 = tl.join(*_halves(t3, F32)).reshape(N, 2, 16) * f3[:, :, None]
     if PARTS == 1:
         tile = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(N, 32, 4)
@@ -602,8 +604,8 @@ def _dequantize_kernel(words, scales, global_scales, out, N, K, stride, tiles_k,
 if __name__ == "__main__":
     q = torch.randint(256, (256, 256)).byte(), torch.rand(256, 32).to(torch.float8_e4m3fn), torch.tensor(.125)
     word = (packed := pack(q)).words[0, 0, 0, 0]
-    pairs = [(word << shift & 0x81C081C0 - 2**32).view(1).view(torch.bfloat16) for shift in (0, 3, 6)]
-    print(f"8 codes: {word.item() & 0xFFFFFFFF:032b}; shifted by 0, 3, 6, masked, as bf16 · 2^126:",
+    pairs = [(_rotate(word, left) & 0x81C081C0 - 2**32).view(1).view(torch.bfloat16) for left in (0, 29, 26)]
+    print(f"8 codes: {word.item() & 0xFFFFFFFF:032b}; rotated right by 0, 3, 6, masked, as bf16 · 2^126:",
           *[p.mul(2.**126).tolist() for p in pairs], sep="\n")
     y, ref = linear(x := torch.randn(4, 512), packed), x.double() @ dequantize(packed, torch.float64).T
     size, error = (packed.words.nbytes + packed.scales.nbytes) / 2**17, (y - ref).norm() / ref.norm()

@@ -91,13 +91,15 @@ def test_a_word_by_hand():
     packed[0, [0, 16, 32, 48]] = torch.tensor([0x07, 0x09, 0x60, 0x1B], dtype=torch.uint8)
     one = torch.full((1, 8), 1.).to(torch.float8_e4m3fn)
     p = fp4_gemm.pack((packed, one, torch.tensor(1.)))
-    # low half: 6 = 0 111 at 15 and 8..6; -½ = 1 001 at 12 and 5..3; 0; and element 1, ½ = 0 001, m at 14
-    low = 0b0101_0001_1100_1000
-    # high half: 0; 0; 4 = 0 110 at 9 and 2..0; and element 0, -1.5 = 1 01 1: s at 13, 01 at 11..10, m at 14
-    high = 0b0110_0100_0000_0110
+    # low half: 6 = 0 111 at 15 and 8..6; -½ = 1 001 at 11..9, its sign at 2 of the high half; 0; and -1.5 =
+    # 1 01 1: s at 3, 01 at 1..0, m at 4
+    low = 0b0000_0011_1101_1001
+    # high half: that sign; 0; 0; 4 = 0 110 at 14..12, its sign at 5 of the low half; and ½ = 0 00 1: m at 4
+    high = 0b0110_0000_0001_0100
     assert p.words[0, 0, 0, 0].item() & 0xFFFFFFFF == high << 16 | low
     assert p.words.count_nonzero() == 1
-    assert p.scales[0, 0, 0].tolist() == [0x48484848] * 2        # 1 = (1 + 0/8) · 2^0 → (0 + 9) << 3
+    # 1 = (1 + 0/8) · 2^0 → (0 + 9) << 3 = 48, four times, rotated by 4
+    assert p.scales[0, 0, 0].tolist() == [0x84848484 - 2**32] * 2
 
 
 def all_codes_and_scales():
