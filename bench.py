@@ -9,7 +9,7 @@ rollout: steady decoding of a model of random weights, whose values do not matte
 rank 32 at temperature 1: tokens a second, and their share of the bound
     B / (bytes of weights, adapters and lm_head + B · context · bytes of a token's keys and values) · 4.3 TB/s
     or, where that is less, what 790 TFLOP/s allow the weights (a GPU with other rates: other constants)
-hf is transformers' generate in bf16 without an adapter, on the same GPU.
+hf is transformers' generate in bf16 on the same GPU, hf-lora has lora.py's plain lines at its projections.
 
 step: whole GRPO steps of train.py on random weights: --prompts × --samples answers of --new tokens each, then
 the update with random advantages and gradient checkpointing. --update-only takes the answers from nowhere.
@@ -94,11 +94,11 @@ def main(arguments):
         command.set_defaults(run=run)
         if run is not gemm:
             command.add_argument("--model-shape", choices=memory.MODELS, default="7b")
-            command.add_argument("--quant", default="nvfp4,bf16", help="of nvfp4, bf16 and, in rollout, hf")
+            command.add_argument("--quant", default="nvfp4,bf16", help="of nvfp4, bf16; rollout: hf, hf-lora")
     args = parser.parse_args(arguments)
     if args.run is gemm and not torch.cuda.is_available():
         sys.exit("bench.py gemm needs a GPU")
-    kinds = {"nvfp4", "bf16"} | ({"hf"} if args.run is rollout else set())
+    kinds = {"nvfp4", "bf16"} | ({"hf", "hf-lora"} if args.run is rollout else set())
     if args.run is not gemm and not set(args.quant.split(",")) <= kinds:
         sys.exit(f"--quant {args.quant}: of {', '.join(sorted(kinds))}, separated by commas")
     info = conditions()
@@ -296,13 +296,13 @@ def rollout(args):
     prompt = torch.randint(c.vocab_size, (args.context - args.new // 2,)).tolist()
     for quant in args.quant.split(","):
         model = None                                       # the last one's memory first
-        model = hf_model(c) if quant == "hf" else random_model(shape, quant)
+        model = hf_model(c, quant) if quant[:2] == "hf" else random_model(shape, quant)
         for batch in args.batch:
             forget_peak()
             if args.whole:
                 tokens, seconds, steps, more = whole_rollout(model, batch)
             else:
-                decode = hf_decode if quant == "hf" else our_decode
+                decode = hf_decode if quant[:2] == "hf" else our_decode
                 tokens, seconds, steps, slots = decode(model, prompt, batch, args.new)
                 bound = rollout_bound(c, quant, batch, args.context)
                 more = {"context": args.context, "slots": slots, "of_bound": tokens / seconds / bound}
@@ -340,10 +340,14 @@ def whole_rollout(model, slots, prompts=32, samples=16, mean=600, limit=2048):
         "longest": int(lengths.max()), "finished": done.finished.double().mean().item(), **sampler.stats}
 
 
-def hf_model(c):
+def hf_model(c, quant):
     with torch.device(DEVICE):
         # unlike from_pretrained, from_config leaves the model in training mode
-        return transformers.AutoModelForCausalLM.from_config(c, dtype=torch.bfloat16).eval()
+        model = transformers.AutoModelForCausalLM.from_config(c, dtype=torch.bfloat16).eval()
+    for name, linear in list(model.named_modules()):
+        if quant == "hf-lora" and name.endswith("_proj"):
+            model.set_submodule(name, lora.LoRALinear(linear, 32, 32, device=DEVICE).to(torch.bfloat16))
+    return model
 
 
 def hf_decode(model, prompt, batch, new):

@@ -7,7 +7,8 @@ import textwrap
 from pathlib import Path
 
 NAMES = {"135m": "SmolLM2-135M", "nvfp4": "NVFP4", "bf16": "bf16",
-         "hf": "Hugging Face generate, bf16, no LoRA", "hf-nf4": "transformers + bitsandbytes NF4 + PEFT *"}
+         "hf": "Hugging Face generate, bf16, no LoRA", "hf-lora": "Hugging Face generate, bf16, LoRA",
+         "hf-nf4": "transformers + bitsandbytes NF4 + PEFT *"}
 
 
 def read(name):

@@ -32,12 +32,12 @@ def test_rollout_times_every_kind_and_batch(tiny_shape, tmp_path, capsys, monkey
     """On a CPU as on a GPU, Hugging Face included. Memory for two sequences at a time makes more steps of the
     same tokens."""
     monkeypatch.setattr(rollout.Sampler, "_room", lambda *args: 2)
-    found, last = records(tmp_path, capsys, "rollout", "--quant", "nvfp4,bf16,hf", "--batch", "1,3",
+    found, last = records(tmp_path, capsys, "rollout", "--quant", "nvfp4,bf16,hf,hf-lora", "--batch", "1,3",
                           "--context", "20", "--new", "6")
-    asked = [(q, b) for q in ("nvfp4", "bf16", "hf") for b in (1, 3)]
+    asked = [(q, b) for q in ("nvfp4", "bf16", "hf", "hf-lora") for b in (1, 3)]
     assert [(r["weights"], r["batch"]) for r in found] == asked
     for r in found:
-        waves = 2 if r["batch"] == 3 and r["weights"] != "hf" else 1
+        waves = 2 if r["batch"] == 3 and r["weights"] in ("nvfp4", "bf16") else 1
         assert r["tok_s"] * r["ms_step"] / 1e3 == pytest.approx(r["batch"] / waves)
         assert r["slots"] == min(r["batch"], 3 if waves == 1 else 2) and r["of_bound"] > 0
         assert last["tok_s"][f"tiny {r['weights']} B={r['batch']}"] == round(r["tok_s"])
@@ -103,7 +103,7 @@ def test_a_product_that_is_not_in_the_table_is_named(shapes, rows):
 
 
 @pytest.mark.parametrize("command, asked, known", [("step", "hf", "bf16, nvfp4"),
-                                                   ("rollout", "nvfp4,rtn", "bf16, hf, nvfp4")])
+                                                   ("rollout", "nvfp4,rtn", "bf16, hf, hf-lora, nvfp4")])
 def test_weights_that_cannot_be_timed_are_named(command, asked, known):
     with pytest.raises(SystemExit, match=f"^--quant {asked}: of {known}, separated by commas"):
         bench.main([command, "--quant", asked])
