@@ -324,7 +324,8 @@ def _attention_kernel(qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, 
     k_cache += at
     v_cache += at
     if begin > position:
-        _start(PDL)
+        if piece == 0:                     # a row that is over; the pieces behind a row's end need not wait
+            _start(PDL)
         return
     qkv += b.to(tl.int64) * (H + 2 * Hkv) * DH
     q1, q2 = tl.zeros((HALF, ROWS), qkv.dtype.element_ty), tl.zeros((HALF, ROWS), qkv.dtype.element_ty)
