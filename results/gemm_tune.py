@@ -18,6 +18,8 @@ was made with fewer candidates: gate_up has no tile of 128 rows there.
 gemm_whole.jsonl, of --large --rows 32,64,128, is that behind the three pieces of a tile that is not whole.
 gemm_eight.jsonl, of --large --rows 8, is that behind tiles of 128 rows of W for up to 8 rows. (A tile's fifth
 number, the rows of W, is missing in older logs: 128 where TILE_M is 256, else 64.)
+gemm_rotated.jsonl, of --rows 8, --rows 16 and --small --rows 64 on some shapes each, is behind SPLIT_K's 7B o
+at 16 and 64 rows, and 32B and 14B down at 8: the first of the kernel whose fields rotate into place.
 gemm_tiles.jsonl is the log behind the stages. gemm_rows.jsonl compares, also between the powers of two, the
 kernel of commit 344a185 with the one that took these numbers. gemm_tiles_wide.jsonl is that of a sweep over
 tiles of 64 to 256 rows and 128 or 256 columns, 4 or 8 warps, with the next kernel released early or not:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # compute-sanitizer on our kernels, on a Hopper GPU with nvcc: bash results/sanitize.sh > results/sanitizer.log
-# For each tool first a kernel with all three faults, which it must find; then tests, in which it must find nothing.
+# Tools as arguments, all three without. For each first a kernel with all three faults, which it must find; then tests,
+# in which it must find nothing.
 # It takes the compute-sanitizer in PATH. Version 2025.3.1, of CUDA 13.0, ends in an "Internal Sanitizer Error" at the
 # first kernel of ours; 2026.4 does not: pip install nvidia-cuda-sanitizer-api
 set -euo pipefail
@@ -27,7 +28,9 @@ step='gpu_attention and (positions1 or positions0-9) or gpu_norm_swiglu_and_rope
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 echo "commit ${COMMIT:-$(git describe --always --dirty)}; $(compute-sanitizer --version | tail -n 1)"
 python -m pytest -m gpu tests/test_fp4_gemm.py tests/test_decode.py -k "$gemm or $step" > /dev/null     # compiles
-for tool in racecheck synccheck memcheck; do
+tools=("$@")
+[ $# -gt 0 ] || tools=(racecheck synccheck memcheck)
+for tool in "${tools[@]}"; do
     [ $tool != memcheck ] || export PYTORCH_NO_CUDA_MEMORY_CACHING=1     # or a tensor ends inside a larger block
     run=(compute-sanitizer --tool $tool --error-exitcode 9)
     for kernel in linear shrink dequantize attention add_norm swiglu rope; do
