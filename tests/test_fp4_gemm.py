@@ -292,7 +292,7 @@ def compiled_for(cc):
         if cc == 90:
             loop = main_loop(cuobjdump("-sass", cubin))
             per_weight = len(loop) * 32 * 4 / (64 * 128)
-            assert 2 < per_weight < 4, f"M={M}: {per_weight:.2f} instructions a weight in the main loop"
+            assert 2 < per_weight < 3.9, f"M={M}: {per_weight:.2f} instructions a weight in the main loop"
             check_registers_of_wgmma(loop, M >= 16, parts)
             if M > 16:
                 whole = with_lora | {"SPLIT_K": 2, "WHOLE": 528}
@@ -308,7 +308,7 @@ def compiled_for(cc):
             _, cubin = build(fp4_gemm._linear_kernel, cc, large | more, types, "NK", 8, 3)
             loop = main_loop(cuobjdump("-sass", cubin))
             per_weight = len(loop) * 32 * 8 / (128 * 128)
-            assert 2 < per_weight < 4.2, f"{per_weight:.2f} instructions a weight for 256 rows of x"
+            assert 2 < per_weight < 4, f"{per_weight:.2f} instructions a weight for 256 rows of x"
             check_registers_of_wgmma(loop, True, 1)
     for K, beside in itertools.product((576, 18944), ({"both": None}, {"PDL": False}, {})):    # packed, plain
         tile_m, split, stages = fp4_gemm._shrink_tile(64, K, "both" not in beside)
