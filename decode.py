@@ -324,7 +324,7 @@ def _attention_kernel(qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, 
     k_cache += at
     v_cache += at
     if begin > position:
-        if piece == 0:                     # a row that is over; the pieces behind a row's end need not wait
+        if piece == 0:                     # one of each row waits: no kernel may end before the one in front
             _start(PDL)
         return
     qkv += b.to(tl.int64) * (H + 2 * Hkv) * DH

@@ -17,10 +17,10 @@ are left; s1 and s2 stand in the other half, for they go around:
 
 A tile of 128 columns is four sub-tiles of 32. Half h (0 low, 1 high) of word j holds element 2j + h of each.
 Eight integer operations make four pairs of bf16, each a pair of neighbours in k, as a tensor core's register
-wants it (>> goes around here, and costs one operation):
+wants it (>> goes around here, in one operation; the product is three copies whose bits never meet, no carry):
 
     t0 = w & 81C081C0    t1 = w >> 3 & 81C081C0    t2 = w >> 6 & 81C081C0                     1 + 2 + 2
-    t3 = (w & 001B001B) · (2^12 + 2^7 + 2^2) & 81C081C0      three copies, whose bits never meet      3
+    t3 = (w & 001B001B) · (2^12 + 2^7 + 2^2) & 81C081C0      s' of the first, e' and m' of the next   3
 
 A block scale, (1 + m/8) · 2^e in e4m3, becomes the byte (e + 9) << 3 | m: five exponent bits, so that e4m3's
 subnormals are normal. Below exponent bits 7000 it is a bf16 worth s · 2^106, and t · s = v · s · 2^-20 is
@@ -129,7 +129,7 @@ def _words(byte, scale):
 
 
 def _rotate(word, left):
-    """int32, whose >> repeats the sign."""
+    """An int32, whose >> repeats the sign, to the left."""
     return word << left | word >> 32 - left & (1 << left) - 1
 
 
