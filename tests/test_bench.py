@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import bench
+import lora
 import memory
 import rollout
 
@@ -41,6 +43,13 @@ def test_rollout_times_every_kind_and_batch(tiny_shape, tmp_path, capsys, monkey
         assert r["tok_s"] * r["ms_step"] / 1e3 == pytest.approx(r["batch"] / waves)
         assert r["slots"] == min(r["batch"], 3 if waves == 1 else 2) and r["of_bound"] > 0
         assert last["tok_s"][f"tiny {r['weights']} B={r['batch']}"] == round(r["tok_s"])
+
+
+def test_hugging_faces_model_has_an_adapter_at_each_projection_if_asked(tiny_shape):
+    c = memory.config("tiny")
+    for quant, count in (("hf", 0), ("hf-lora", 7 * c.num_hidden_layers)):
+        found = [m for m in bench.hf_model(c, quant).modules() if isinstance(m, lora.LoRALinear)]
+        assert len(found) == count and all(p.dtype == torch.bfloat16 for m in found for p in m.parameters())
 
 
 def test_whole_rollouts_have_the_lengths_they_should(tiny_shape, tmp_path, capsys, monkeypatch):
