@@ -98,7 +98,7 @@ def main(arguments):
     args = parser.parse_args(arguments)
     if args.run is gemm and not torch.cuda.is_available():
         sys.exit("bench.py gemm needs a GPU")
-    kinds = {"nvfp4", "bf16"} | ({"hf", "hf-lora"} if args.run is rollout else set())
+    kinds = {"nvfp4", "bf16"} | ({"hf", "hf-lora"} if args.run is rollout and not args.whole else set())
     if args.run is not gemm and not set(args.quant.split(",")) <= kinds:
         sys.exit(f"--quant {args.quant}: of {', '.join(sorted(kinds))}, separated by commas")
     info = conditions()
@@ -296,13 +296,13 @@ def rollout(args):
     prompt = torch.randint(c.vocab_size, (args.context - args.new // 2,)).tolist()
     for quant in args.quant.split(","):
         model = None                                       # the last one's memory first
-        model = hf_model(c, quant) if quant[:2] == "hf" else random_model(shape, quant)
+        model, decode = ((hf_model(c, quant == "hf-lora"), hf_decode) if quant in ("hf", "hf-lora")
+                         else (random_model(shape, quant), our_decode))
         for batch in args.batch:
             forget_peak()
             if args.whole:
                 tokens, seconds, steps, more = whole_rollout(model, batch)
             else:
-                decode = hf_decode if quant[:2] == "hf" else our_decode
                 tokens, seconds, steps, slots = decode(model, prompt, batch, args.new)
                 bound = rollout_bound(c, quant, batch, args.context)
                 more = {"context": args.context, "slots": slots, "of_bound": tokens / seconds / bound}
@@ -340,12 +340,12 @@ def whole_rollout(model, slots, prompts=32, samples=16, mean=600, limit=2048):
         "longest": int(lengths.max()), "finished": done.finished.double().mean().item(), **sampler.stats}
 
 
-def hf_model(c, quant):
+def hf_model(c, adapted=False):
     with torch.device(DEVICE):
         # unlike from_pretrained, from_config leaves the model in training mode
         model = transformers.AutoModelForCausalLM.from_config(c, dtype=torch.bfloat16).eval()
-    for name, linear in list(model.named_modules()):
-        if quant == "hf-lora" and name.endswith("_proj"):
+    for name, linear in list(model.named_modules()) if adapted else ():
+        if name.endswith("_proj"):
             model.set_submodule(name, lora.LoRALinear(linear, 32, 32, device=DEVICE).to(torch.bfloat16))
     return model
 

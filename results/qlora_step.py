@@ -29,8 +29,7 @@ import runs  # noqa: E402
 
 def qlora(c):
     """A random model of the config's shape: bf16, its projections in NF4, LoRA of rank 32 on all of them."""
-    with torch.device(bench.DEVICE):
-        model = transformers.AutoModelForCausalLM.from_config(c, dtype=torch.bfloat16)
+    model = bench.hf_model(c)
     for name, linear in list(model.named_modules()):
         if name.endswith("_proj"):
             four = bitsandbytes.nn.Linear4bit(linear.in_features, linear.out_features, False, torch.bfloat16,

@@ -28,9 +28,7 @@ step='gpu_attention and (positions1 or positions0-9) or gpu_norm_swiglu_and_rope
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 echo "commit ${COMMIT:-$(git describe --always --dirty)}; $(compute-sanitizer --version | tail -n 1)"
 python -m pytest -m gpu tests/test_fp4_gemm.py tests/test_decode.py -k "$gemm or $step" > /dev/null     # compiles
-tools=("$@")
-[ $# -gt 0 ] || tools=(racecheck synccheck memcheck)
-for tool in "${tools[@]}"; do
+for tool in ${*:-racecheck synccheck memcheck}; do
     [ $tool != memcheck ] || export PYTORCH_NO_CUDA_MEMORY_CACHING=1     # or a tensor ends inside a larger block
     run=(compute-sanitizer --tool $tool --error-exitcode 9)
     for kernel in linear shrink dequantize attention add_norm swiglu rope; do

@@ -47,8 +47,8 @@ def test_rollout_times_every_kind_and_batch(tiny_shape, tmp_path, capsys, monkey
 
 def test_hugging_faces_model_has_an_adapter_at_each_projection_if_asked(tiny_shape):
     c = memory.config("tiny")
-    for quant, count in (("hf", 0), ("hf-lora", 7 * c.num_hidden_layers)):
-        found = [m for m in bench.hf_model(c, quant).modules() if isinstance(m, lora.LoRALinear)]
+    for adapted, count in ((False, 0), (True, 7 * c.num_hidden_layers)):
+        found = [m for m in bench.hf_model(c, adapted).modules() if isinstance(m, lora.LoRALinear)]
         assert len(found) == count and all(p.dtype == torch.bfloat16 for m in found for p in m.parameters())
 
 
@@ -112,10 +112,11 @@ def test_a_product_that_is_not_in_the_table_is_named(shapes, rows):
 
 
 @pytest.mark.parametrize("command, asked, known", [("step", "hf", "bf16, nvfp4"),
-                                                   ("rollout", "nvfp4,rtn", "bf16, hf, hf-lora, nvfp4")])
+                                                   ("rollout", "nvfp4,rtn", "bf16, hf, hf-lora, nvfp4"),
+                                                   ("rollout --whole", "hf", "bf16, nvfp4")])
 def test_weights_that_cannot_be_timed_are_named(command, asked, known):
     with pytest.raises(SystemExit, match=f"^--quant {asked}: of {known}, separated by commas"):
-        bench.main([command, "--quant", asked])
+        bench.main([*command.split(), "--quant", asked])
 
 
 def test_a_batch_that_is_no_number_is_named(capsys):
