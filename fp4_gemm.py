@@ -4,7 +4,7 @@
 
 With few rows in x (a decode step) a linear layer takes as long as its weight takes to arrive: 0.5625 byte a
 weight instead of bf16's 2. So 3.56 times the speed is the bound, on an H200 (4.3 TB/s, 790 TFLOP/s) up to 50
-rows or so. To come near it a kernel may spend 4 instructions on a weight; this one: 2.2 to 3.4.
+rows or so. To come near it a kernel may spend 4 instructions on a weight; this one: 2.1 to 3.4.
 
 A word holds 8 codes, placed so that few operations turn them into bf16. A bf16 is s eeeeeeee mmmmmmm; a code
 is s ee m with bias 1, and ee = 0 means 0 or ½. With s in bit 15 and eem in bits 8..6 the bf16 is worth
@@ -28,10 +28,11 @@ normal and exact: 2 · 4 significant bits fit in bf16's 8. 2^20 · global_scale 
 
 The kernel computes y.T = W @ x.T: a tensor core's wide side must be the weights when M is small. Several CTAs
 share a row of tiles (split-K); each leaves fp32 sums, and the last to arrive adds them in a fixed order. With
-many rows in x the weights are cheap and x is not, which each 64 rows of W read again (128 of a large W if x
-has up to 8): on Hopper TMA brings it from 32 rows on (no address in a register), from 64 on a tile is decoded
-and multiplied in two halves, from 129 on tiles of 128 rows of W and 256 of x have an SM each, where there are
-enough. LoRA's kernel for x @ A.T is small; the large one, which multiplies by B in the end, runs beside it.
+up to 8 rows in x a large W comes from memory straight into the registers that feed a tensor core: no warp
+waits for another. With many rows the weights are cheap and x is not, which each 64 rows of W read again: on
+Hopper TMA brings it from 32 rows on (no address in a register), from 64 on a tile is decoded and multiplied
+in two halves, from 129 on tiles of 128 rows of W and 256 of x have an SM each, where there are enough. LoRA's
+kernel for x @ A.T is small; the large one, which multiplies by B in the end, runs beside it.
 For still more rows, and in backward, the weight is decoded to bf16 for the moment of one cuBLAS call. A
 weight that is not quantised (Dense) has the same `linear`: LoRA's small kernel, and cuBLAS for
 [x, x @ A.T] @ [W, B].T.
@@ -50,6 +51,8 @@ try:
     from triton import jit
     from triton.language import constexpr
     from triton.tools.tensor_descriptor import TensorDescriptor
+    # what _few_rows loads: 2.1 instructions a weight. Triton 3.8 takes it through shared memory, and 3.4
+    INTO_REGISTERS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
 except ImportError:      # the CPU path needs no triton
     jit, constexpr = (lambda kernel=None, **options: kernel or jit), int
 
@@ -315,16 +318,16 @@ def _large_tile(M, N, K, sms, rank, small):
 
 
 def _tile(M, N, K, sms, generation, deterministic=False, rank=0):
-    """→ TILE_M, SPLIT_K, stages, rows of tiles that are not split after all (`whole`, the first ones) and
-    TILE_N; None where decoding before is faster. Without wgmma a tile of 64 columns decodes weights twice."""
+    """→ TILE_M, SPLIT_K, stages (1: DIRECT), rows of tiles that are not split after all (`whole`, the first
+    ones) and TILE_N; None where decoding before is faster. Without wgmma a tile of 64 columns decodes weights
+    twice."""
     small = M <= FUSED_MAX * (2 if rank and generation == 9 else 1)      # LoRA's path around cuBLAS is longer
     large = _large_tile(M, N, K, sms, rank, small) if generation == 9 and not deterministic else None
     if large or not (small or deterministic):
         return large
     rows, tiles_n = triton.next_power_of_2(M), triton.cdiv(N, ROWS)
-    if M <= 8 and not deterministic and K >= 3584 and tiles_n >= 3 * sms and tiles_n % 2 == 0:
-        ctas, stages = (4.5, 3) if rank else (9, 4)    # CTAs of 128 rows of W an SM: x is read half as often
-        return 8, max(1, round(2 * ctas * sms / tiles_n)), stages, 0, 2 * ROWS
+    if M <= 8 and not deterministic and K >= 3584 and tiles_n >= 3 * sms and INTO_REGISTERS:
+        return 8, max(1, 7 * sms // tiles_n), 1, 0, ROWS         # its registers leave room for 7 CTAs an SM
     most = max(16 if deterministic else 8, min(rows, 128 if generation in (9, 10) else 32))
     # a small weight is decoded once for every few rows, so that all SMs have work; a long row rather split
     tile_m = min(16 if K < 3584 else 32, most)
@@ -350,7 +353,7 @@ def _shrink_tile(M, K, plain):
     A packed weight comes while this kernel runs; a Dense's cuBLAS call waits for it, so it is cut finer."""
     if K < 8 * COLS:
         return 16, 1, 6
-    return 16 if plain or M <= 16 else 32, min(28, triton.cdiv(K, 256)), 3
+    return 16 if plain or M <= 16 else 32, min(28, triton.cdiv(K, 256)), 3 if plain or M > 8 else 2
 
 
 def _fused(x, packed, bias, lora_A, lora_B, splits, scale, tile):
@@ -386,11 +389,11 @@ def _fused(x, packed, bias, lora_A, lora_B, splits, scale, tile):
     sums = x.new_empty(parts, tile_m * tile_n, dtype=torch.float32)
     tma = tile_m >= 32 and generation in (0, 9, 10)
     box = [tile_m, COLS // 2 if tile_m >= 64 else COLS]                               # as PARTS in the kernel
-    near = tile_m == 8 and generation != 10 and (tile_n > ROWS or tiles_n <= 2 * sms)   # else: x row by row
+    near = tile_m == 8 and generation != 10 and tiles_n <= 2 * sms                      # else: x row by row
     _linear_kernel[grid](TensorDescriptor(x, [M, K], [K, 1], box) if tma else x, packed.words, packed.scales,
                          packed.global_scales, bias, xa, lora_B, y, sums, packed.counters, M, N, K, tiles_k,
                          EXPONENT, TILE_M=tile_m, TILE_N=tile_n, SPLIT_K=split, WHOLE=whole, RANK=rank,
-                         SPLITS=splits, TMA=tma, NEAR=near, **flags,
+                         SPLITS=splits, TMA=tma, NEAR=near, DIRECT=stages == 1, **flags,
                          num_warps=8 if tile_m == 256 else 4, num_stages=stages)
     return y, xa
 
@@ -450,11 +453,79 @@ def _multiply(acc, w, x_tile, WAIT: constexpr):
     return acc
 
 
+@jit
+def _load16(at, HINT: constexpr, F32: constexpr):
+    """16 bytes at each pointer, four int32 → (…, 4). tl.load would take shared memory on the way to a tensor
+    core, and a barrier for it; these come into the registers that want them."""
+    if F32:
+        a, b, c, d = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    else:
+        a, b, c, d = tl.inline_asm_elementwise("ld.global" + HINT + ".v4.b32 {$0, $1, $2, $3}, [$4];",
+                                               "=r,=r,=r,=r,l", [at], is_pure=False, pack=1,
+                                               dtype=(tl.int32, tl.int32, tl.int32, tl.int32))
+    return tl.join(tl.join(a, c), tl.join(b, d)).reshape(*at.shape, 4)
+
+
+@jit
+def _step_of_w(words, scales, k, F32: constexpr):
+    """Pointers (64, 4) to 16 bytes and (64, 2) to 4 → words (64, 16), scales (64, 2) of step k."""
+    w, scales = _load16(words + k * 1024, ".L1::no_allocate", F32), scales + k * 128
+    if F32:
+        s = tl.load(scales)
+    else:
+        s = tl.inline_asm_elementwise("ld.global.L1::no_allocate.b32 $0, [$1];", "=r,l", [scales], tl.int32,
+                                      is_pure=False, pack=1)
+    return w.reshape(64, 16), s
+
+
+@jit
+def _step_of_x(x, k, K, EVEN_K: constexpr, F32: constexpr):
+    """Pointers (1, 8, 1) to rows → 128 columns (4, 8, 32), or if bf16 (4, 8, 4, 4) pairs."""
+    col = k * 128 + tl.arange(0, 4)[:, None, None] * 32 + tl.arange(0, 4)[None, None, :] * 8
+    if not EVEN_K:
+        col = tl.minimum(col, K - 8)                           # W's columns from K on are zeros
+    if F32:
+        return tl.load((x + col)[:, :, :, None] + tl.arange(0, 8)).reshape(4, 8, 32)
+    else:
+        return _load16((x + col).to(tl.pointer_type(tl.int32)), "", F32)
+
+
+@jit
+def _pairs(x_step, F32: constexpr):
+    if F32:
+        return x_step
+    else:
+        return tl.join(*_halves(x_step.to(tl.uint32, bitcast=True), F32)).reshape(4, 8, 32)
+
+
+@jit
+def _few_rows(x, words, scales, exponent, K, steps, PDL: constexpr, EVEN_K: constexpr, F32: constexpr):
+    """The main loop if DIRECT: up to 8 rows of x → (64, 8). W is on its way for two steps, x for one, from L1
+    where an SM's CTAs share it. PDL: the kernel before this one makes x."""
+    row = tl.arange(0, 64)[:, None]
+    words += row * 16 + tl.arange(0, 4)[None, :] * 4
+    scales += row * 2 + tl.arange(0, 2)[None, :]
+    w0, s0 = _step_of_w(words, scales, 0, F32)
+    w1, s1 = _step_of_w(words, scales, tl.minimum(1, steps - 1), F32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    acc, x0 = tl.zeros((64, 8), tl.float32), _step_of_x(x, 0, K, EVEN_K, F32)
+    for k in range(0, steps, 2):
+        x1 = _step_of_x(x, tl.minimum(k + 1, steps - 1), K, EVEN_K, F32)
+        acc = _multiply(acc, _decode(w0, s0, exponent, F32), _pairs(x0, F32), False)
+        x0 = _step_of_x(x, tl.minimum(k + 2, steps - 1), K, EVEN_K, F32)
+        w0, s0 = _step_of_w(words, scales, tl.minimum(k + 2, steps - 1), F32)
+        both = _multiply(acc, _decode(w1, s1, exponent, F32), _pairs(x1, F32), False)
+        acc = tl.where(k + 1 < steps, both, acc)
+        w1, s1 = _step_of_w(words, scales, tl.minimum(k + 3, steps - 1), F32)
+    return acc
+
+
 @jit(do_not_specialize=["M"])
 def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, counters, M, N, K, tiles_k,
                    exponent, TILE_M: constexpr, TILE_N: constexpr, SPLIT_K: constexpr, WHOLE: constexpr,
-                   RANK: constexpr, SPLITS: constexpr, TMA: constexpr, NEAR: constexpr, PDL: constexpr,
-                   EVEN_K: constexpr, F32: constexpr):
+                   RANK: constexpr, SPLITS: constexpr, TMA: constexpr, NEAR: constexpr, DIRECT: constexpr,
+                   PDL: constexpr, EVEN_K: constexpr, F32: constexpr):
     """y[m, n] = Σ_k x[m, k] W[n, k], as a tile (TILE_N, TILE_M) of y.T. Grid (M tiles, N tiles, SPLIT_K), or
     (M tiles, WHOLE + the rest of the N tiles · SPLIT_K, 1). TMA: x is a tensor descriptor, no pointer."""
     pid_m, pid_n, pid_k = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -470,7 +541,7 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
     offs_n, offs_m = pid_n * TILE_N + row, pid_m * TILE_M + tl.arange(0, TILE_M)
     start = pid_n * (TILE_N // 64) * tiles_k + first
     words += start * 1024
-    if PDL:
+    if PDL and not DIRECT:
         if RANK == 0:      # the kernel before makes x. With LoRA it is the one for xa, which waited for x
             # weights never change: their first 8 KB may come to L2 in the meantime
             _prefetch(words + tl.minimum(tl.arange(0, 64), (last - first) * 32 - 1) * 32)        # 128 B each
@@ -488,23 +559,30 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
         rows, offs_k = offs_m[None, :, None], tl.arange(0, 4)[:, None, None] * 32 + tl.arange(0, 32)
     if not TMA:
         x_ptr = x + rows * K + first * 128 + offs_k
-    acc = tl.zeros((TILE_N, TILE_M), tl.float32)
-    # could the loop be empty, acc could be those zeros behind it, and ptxas would serialise all wgmmas for it
-    tl.assume(last - first > 0)
-    for k in range(last - first):
-        w, s = tl.load(w_ptr + k * 1024), tl.load(s_ptr + k * 128)
-        if TMA:                                                # (TILE_M, 128 / PARTS), zeros beyond x's ends
-            x_tile = x.load([pid_m * TILE_M, (first + k) * 128])
-            if PARTS == 2:                                     # at once, so that one barrier waits for both
-                x_tile2 = x.load([pid_m * TILE_M, (first + k) * 128 + 64])
-        else:
-            in_k = offs_k < (128 if EVEN_K else K - (first + k) * 128)           # no mask is left if EVEN_K
-            x_tile = tl.load(x_ptr + k * 128, mask=(rows < M) & in_k, other=0.)
-        acc = _multiply(acc, _decode(w, s, exponent, F32, 0, PARTS), x_tile, WAIT)
-        if PARTS == 2:
-            # two warpgroups leave these products in flight while the next step's first half is decoded, into
-            # other registers; its product waits for both
-            acc = _multiply(acc, _decode(w, s, exponent, F32, 1, PARTS), x_tile2, WAIT and TILE_N == 64)
+    if DIRECT:
+        x_ptr = x + tl.minimum(offs_m, M - 1)[None, :, None] * K + first * 128
+        acc = _few_rows(x_ptr, words, scales + start * 128, exponent, K - first * 128, last - first,
+                        PDL and RANK == 0, EVEN_K, F32)
+        if PDL:       # not before: CTAs of the next kernel would take places of these, on some SMs more
+            tl.extra.cuda.gdc_launch_dependents()
+    else:
+        acc = tl.zeros((TILE_N, TILE_M), tl.float32)
+        # could the loop be empty, acc could be those zeros behind it: ptxas would serialise all wgmmas for it
+        tl.assume(last - first > 0)
+        for k in range(last - first):
+            w, s = tl.load(w_ptr + k * 1024), tl.load(s_ptr + k * 128)
+            if TMA:                                            # (TILE_M, 128 / PARTS), zeros beyond x's ends
+                x_tile = x.load([pid_m * TILE_M, (first + k) * 128])
+                if PARTS == 2:                                 # at once, so that one barrier waits for both
+                    x_tile2 = x.load([pid_m * TILE_M, (first + k) * 128 + 64])
+            else:
+                in_k = offs_k < (128 if EVEN_K else K - (first + k) * 128)       # no mask is left if EVEN_K
+                x_tile = tl.load(x_ptr + k * 128, mask=(rows < M) & in_k, other=0.)
+            acc = _multiply(acc, _decode(w, s, exponent, F32, 0, PARTS), x_tile, WAIT)
+            if PARTS == 2:
+                # two warpgroups leave these products in flight while the next step's first half is decoded,
+                # into other registers; its product waits for both
+                acc = _multiply(acc, _decode(w, s, exponent, F32, 1, PARTS), x_tile2, WAIT and TILE_N == 64)
     in_n, r = offs_n < N, tl.arange(0, 16 if RANK <= 16 else triton.next_power_of_2(RANK))
     if RANK > 0 and RANK <= 64:        # it comes while the splits are summed; no kernel of a step writes it
         B = tl.load(lora_B + offs_n[:, None] * RANK + r[None, :], in_n[:, None] & (r < RANK)[None, :], 0.)

@@ -16,8 +16,8 @@ gemm_small.jsonl, of --small, is the log behind _tile's narrow tiles.
 gemm_large.jsonl, of --large --rows 256,512,1024, is the log behind _large_tile; tile null: decoded before. It
 was made with fewer candidates: gate_up has no tile of 128 rows there.
 gemm_whole.jsonl, of --large --rows 32,64,128, is that behind the three pieces of a tile that is not whole.
-gemm_eight.jsonl, of --large --rows 8, is that behind tiles of 128 rows of W for up to 8 rows. (A tile's fifth
-number, the rows of W, is missing in older logs: 128 where TILE_M is 256, else 64.)
+gemm_direct.jsonl, of --large --rows 8, is that behind loading straight into registers for up to 8 rows. (A
+tile's fifth number, the rows of W, is missing in older logs: 128 where TILE_M is 256, else 64.)
 gemm_rotated.jsonl, of --rows 8, --rows 16 and --small --rows 64 on some shapes each, is behind SPLIT_K's 7B o
 at 16 and 64 rows, and 32B and 14B down at 8: the first of the kernel whose fields rotate into place.
 gemm_tiles.jsonl is the log behind the stages. gemm_rows.jsonl compares, also between the powers of two, the
@@ -67,10 +67,10 @@ def narrow_candidates(M, N, K):
 
 def large_candidates(M, N, K):
     """The same for a large weight or many rows: its tiles whole, split, or whole in front of split ones; from
-    129 rows on also tiles of 256, and for up to 8 rows tiles of 64 and 128 rows of W, with 3 and 4 stages."""
+    129 rows on also tiles of 256. Up to 8 rows: into registers (stages = 1) or in 3 or 4 stages."""
     if M <= 8:
-        return [(8, split, stages, 0, rows) for rows in (64, 128) for stages in (3, 4)
-                for split in range(1, 10) if -(-N // rows) * split <= 10 * 132]
+        return [(8, split, stages, 0, 64) for stages in (1, 3, 4) for split in range(1, 15)
+                if split <= K // 256 and -(-N // 64) * split <= 10 * 132]
     found = []
     for tile_m, rows in ((min(128, M), 64), (256, 128))[:1 if M <= 128 or N % 128 else 2]:
         tiles_n, columns, stages = -(-N // rows), -(-M // tile_m), fp4_gemm.TILES[tile_m][2]
