@@ -348,12 +348,14 @@ def _tile(M, N, K, sms, generation, deterministic=False, rank=0):
     return tile_m, max(1, min(split, 14, K // (2 * COLS))), stages, whole, ROWS
 
 
-def _shrink_tile(M, K, plain):
+def _shrink_tile(M, K, plain, direct=False):
     """→ TILE_M, SPLIT_K, stages of LoRA's kernel. A short row has five steps under way at once, and no sum.
-    A packed weight comes while this kernel runs; a Dense's cuBLAS call waits for it, so it is cut finer."""
+    A packed weight comes while this kernel runs; a Dense's cuBLAS call waits for it, so it is cut finer. If
+    direct, that one wants L1 and hardly any shared memory; were much wanted here, an SM would divide the two
+    anew, for which it has to be idle."""
     if K < 8 * COLS:
         return 16, 1, 6
-    return 16 if plain or M <= 16 else 32, min(28, triton.cdiv(K, 256)), 3 if plain or M > 8 else 2
+    return 16 if plain or M <= 16 else 32, min(28, triton.cdiv(K, 256)), 2 if direct else 3
 
 
 def _fused(x, packed, bias, lora_A, lora_B, splits, scale, tile):
@@ -368,7 +370,7 @@ def _fused(x, packed, bias, lora_A, lora_B, splits, scale, tile):
     xa, rank = None, 0
     if lora_A is not None:
         R, rank = lora_A.shape[0], lora_A.shape[0] // len(splits)
-        xa_m, xa_split, xa_stages = _shrink_tile(M, K, plain)
+        xa_m, xa_split, xa_stages = _shrink_tile(M, K, plain, not plain and tile[2] == 1)
         grid = (triton.cdiv(M, xa_m), triton.cdiv(R, 32), xa_split)
         assert xa_split == 1 or grid[0] * grid[1] <= 2048, f"{M} rows, lora_A of {R}: too many for a launch"
         # it lives on beside the sums below: the two kernels overlap, and what is free the allocator hands on
