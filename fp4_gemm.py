@@ -502,8 +502,8 @@ def _pairs(x_step, F32: constexpr):
 
 @jit
 def _few_rows(x, words, scales, exponent, K, steps, PDL: constexpr, EVEN_K: constexpr, F32: constexpr):
-    """The main loop if DIRECT: up to 8 rows of x → (64, 8). W is on its way for two steps, x for one, from L1
-    where an SM's CTAs share it. PDL: the kernel before this one makes x."""
+    """The main loop if DIRECT, up to 8 rows of x → (64, 8). W is on its way for two steps, x for one: through
+    L1, which the CTAs of an SM share and a launch empties. PDL: the kernel before this one makes x."""
     row = tl.arange(0, 64)[:, None]
     words += row * 16 + tl.arange(0, 4)[None, :] * 4
     scales += row * 2 + tl.arange(0, 2)[None, :]
