@@ -318,16 +318,18 @@ def _large_tile(M, N, K, sms, rank, small):
 
 
 def _tile(M, N, K, sms, generation, deterministic=False, rank=0):
-    """→ TILE_M, SPLIT_K, stages (1: DIRECT), rows of tiles that are not split after all (`whole`, the first
-    ones) and TILE_N; None where decoding before is faster. Without wgmma a tile of 64 columns decodes weights
-    twice."""
+    """→ TILE_M, SPLIT_K, stages (1: DIRECT), rows of tiles that are not split after all (`whole`, the first),
+    TILE_N; None where decoding before is faster. Without wgmma a tile of 64 columns decodes weights twice."""
     small = M <= FUSED_MAX * (2 if rank and generation == 9 else 1)      # LoRA's path around cuBLAS is longer
     large = _large_tile(M, N, K, sms, rank, small) if generation == 9 and not deterministic else None
     if large or not (small or deterministic):
         return large
     rows, tiles_n = triton.next_power_of_2(M), triton.cdiv(N, ROWS)
     if M <= 8 and not deterministic and K >= 3584 and tiles_n >= 3 * sms and INTO_REGISTERS:
-        return 8, max(1, 7 * sms // tiles_n), 1, 0, ROWS         # its registers leave room for 7 CTAs an SM
+        split = max(1, 7 * sms // tiles_n)                                 # there is room for 7 CTAs an SM
+        # with LoRA an SM divides its memory twice a layer: in a step it pays only where that room is taken
+        if not rank or split * tiles_n >= 6 * sms:
+            return 8, split, 1, 0, ROWS
     most = max(16 if deterministic else 8, min(rows, 128 if generation in (9, 10) else 32))
     # a small weight is decoded once for every few rows, so that all SMs have work; a long row rather split
     tile_m = min(16 if K < 3584 else 32, most)
@@ -350,9 +352,8 @@ def _tile(M, N, K, sms, generation, deterministic=False, rank=0):
 
 def _shrink_tile(M, K, plain, direct=False):
     """→ TILE_M, SPLIT_K, stages of LoRA's kernel. A short row has five steps under way at once, and no sum.
-    A packed weight comes while this kernel runs; a Dense's cuBLAS call waits for it, so it is cut finer. If
-    direct, that one wants L1 and hardly any shared memory; were much wanted here, an SM would divide the two
-    anew, for which it has to be idle."""
+    A packed weight comes while this kernel runs; a Dense's cuBLAS call waits for it, so it is cut finer. In
+    front of a direct one it has little shared memory: an SM must be idle to divide that and L1 anew."""
     if K < 8 * COLS:
         return 16, 1, 6
     return 16 if plain or M <= 16 else 32, min(28, triton.cdiv(K, 256)), 2 if direct else 3

@@ -187,7 +187,8 @@ def test_tiles_suit_every_shape(monkeypatch, into_registers, N, K):
                 continue              # these may be decoded before
             tile_m, split, stages, whole, tile_n = fp4_gemm._tile(M, N, K, 132, generation, False, rank)
             assert 1 <= split <= max(1, K // 256) and tile_m < max(9, 2 * M), (M, tile_m, split)
-            assert (stages == 1) == (into_registers and M <= 8 and N in (37888, 59136)), (M, stages)
+            direct = into_registers and M <= 8 and (N == 59136 or N == 37888 and not rank)
+            assert (stages == 1) == direct, (M, rank, stages)
             expected = {37888: 528 if M > 16 and tile_m != 64 else 0}
             if tile_m == 256:
                 expected = {37888: 264, 24576: 132, 59136: 396}
@@ -420,7 +421,8 @@ def test_gpu_an_adapter_below_the_last_bit_is_not_lost(M, K, bias, plain):
 def test_a_thousand_launches_give_the_same_bits(M):
     """Eagerly and in a CUDA graph: a race between the splits of K, or with the shrink kernel, would show. Two
     inputs take turns, at one address: what the launch before left, in L1 too, is not what is wanted."""
-    for (sizes, K), plain in itertools.product(SIZES[:3], (False, True)):
+    shapes = SIZES[0], ((27648, 27648), 5120), SIZES[2]
+    for (sizes, K), plain in itertools.product(shapes, (False, True)):
         x, packed, W, bias, lora_A, lora_B = adapted_layer(M, sizes, K, 32, "cuda", torch.bfloat16)
         weight, xs = dense(W, lora_B, sizes) if plain else packed, (x, torch.randn_like(x))
         with torch.no_grad():
