@@ -444,6 +444,8 @@ def _decode(words, scales, exponent, F32: constexpr, PART: constexpr = 0, PARTS:
 
 @jit
 def _multiply(acc, w, x_tile, WAIT: constexpr):
+    if len(x_tile.shape) == 4:                    # of _step_of_x: two bf16 in an int32
+        x_tile = tl.join(*_halves(x_tile.to(tl.uint32, bitcast=True), False)).reshape(4, 8, 32)
     if len(x_tile.shape) == 3:                    # see offs_k: bits 1, 2, 3, 4 of k go to 4, 1, 2, 3
         N: constexpr = w.shape[0]
         w = w.reshape(N, 4, 4, 2, 2, 2).permute(0, 1, 4, 2, 3, 5).reshape(N, 128)
@@ -494,14 +496,6 @@ def _step_of_x(x, k, K, EVEN_K: constexpr, F32: constexpr):
 
 
 @jit
-def _pairs(x_step, F32: constexpr):
-    if F32:
-        return x_step
-    else:
-        return tl.join(*_halves(x_step.to(tl.uint32, bitcast=True), F32)).reshape(4, 8, 32)
-
-
-@jit
 def _few_rows(x, words, scales, exponent, K, steps, PDL: constexpr, EVEN_K: constexpr, F32: constexpr):
     """The main loop if DIRECT, up to 8 rows of x → (64, 8). W is on its way for two steps, x for one: through
     L1, which the CTAs of an SM share and a launch empties. PDL: the kernel before this one makes x."""
@@ -515,10 +509,10 @@ def _few_rows(x, words, scales, exponent, K, steps, PDL: constexpr, EVEN_K: cons
     acc, x0 = tl.zeros((64, 8), tl.float32), _step_of_x(x, 0, K, EVEN_K, F32)
     for k in range(0, steps, 2):
         x1 = _step_of_x(x, tl.minimum(k + 1, steps - 1), K, EVEN_K, F32)
-        acc = _multiply(acc, _decode(w0, s0, exponent, F32), _pairs(x0, F32), False)
+        acc = _multiply(acc, _decode(w0, s0, exponent, F32), x0, False)
         x0 = _step_of_x(x, tl.minimum(k + 2, steps - 1), K, EVEN_K, F32)
         w0, s0 = _step_of_w(words, scales, tl.minimum(k + 2, steps - 1), F32)
-        both = _multiply(acc, _decode(w1, s1, exponent, F32), _pairs(x1, F32), False)
+        both = _multiply(acc, _decode(w1, s1, exponent, F32), x1, False)
         acc = tl.where(k + 1 < steps, both, acc)
         w1, s1 = _step_of_w(words, scales, tl.minimum(k + 3, steps - 1), F32)
     return acc
