@@ -509,10 +509,10 @@ def _few_rows(x, words, scales, exponent, K, steps, PDL: constexpr, EVEN_K: cons
     acc, x0 = tl.zeros((64, 8), tl.float32), _step_of_x(x, 0, K, EVEN_K, F32)
     for k in range(0, steps, 2):
         x1 = _step_of_x(x, tl.minimum(k + 1, steps - 1), K, EVEN_K, F32)
-        acc = _multiply(acc, _decode(w0, s0, exponent, F32), x0, False)
+        acc = _multiply(acc, _decode(w0, s0, exponent, F32), x0, not F32)
         x0 = _step_of_x(x, tl.minimum(k + 2, steps - 1), K, EVEN_K, F32)
         w0, s0 = _step_of_w(words, scales, tl.minimum(k + 2, steps - 1), F32)
-        both = _multiply(acc, _decode(w1, s1, exponent, F32), x1, False)
+        both = _multiply(acc, _decode(w1, s1, exponent, F32), x1, not F32)
         acc = tl.where(k + 1 < steps, both, acc)
         w1, s1 = _step_of_w(words, scales, tl.minimum(k + 3, steps - 1), F32)
     return acc
