@@ -538,24 +538,6 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
     offs_n, offs_m = pid_n * TILE_N + row, pid_m * TILE_M + tl.arange(0, TILE_M)
     start = pid_n * (TILE_N // 64) * tiles_k + first
     words += start * 1024
-    if PDL and not DIRECT:
-        if RANK == 0:      # the kernel before makes x. With LoRA it is the one for xa, which waited for x
-            # weights never change: their first 8 KB may come to L2 in the meantime
-            _prefetch(words + tl.minimum(tl.arange(0, 64), (last - first) * 32 - 1) * 32)        # 128 B each
-            tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    stored = (row + row // 64 * (tiles_k - 1) * 64)[:, None]     # rows from 64 on: in the next row of tiles
-    w_ptr = words + stored * 16 + tl.arange(0, 16)[None, :]
-    s_ptr = scales + start * 128 + stored * 2 + tl.arange(0, 2)[None, :]
-    PARTS: constexpr = 2 if TILE_M >= 64 else 1                # half of a tile takes half of the registers
-    WAIT: constexpr = not F32
-    rows, offs_k = offs_m[:, None], tl.arange(0, 128)[None, :]
-    if NEAR:
-        # mma.sync has x in registers, in any order of k that the weights have too. Here a thread's 8 columns
-        # of each sub-tile are neighbours: of x and of the words 16 bytes at a time, of the scales one block's
-        rows, offs_k = offs_m[None, :, None], tl.arange(0, 4)[:, None, None] * 32 + tl.arange(0, 32)
-    if not TMA:
-        x_ptr = x + rows * K + first * 128 + offs_k
     if DIRECT:
         x_ptr = x + tl.minimum(offs_m, M - 1)[None, :, None] * K + first * 128
         acc = _few_rows(x_ptr, words, scales + start * 128, exponent, K - first * 128, last - first,
@@ -563,6 +545,24 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
         if PDL:       # not before: CTAs of the next kernel would take places of these, on some SMs more
             tl.extra.cuda.gdc_launch_dependents()
     else:
+        if PDL:
+            if RANK == 0:  # the kernel before makes x. With LoRA it is the one for xa, which waited for x
+                # weights never change: their first 8 KB may come to L2 in the meantime
+                _prefetch(words + tl.minimum(tl.arange(0, 64), (last - first) * 32 - 1) * 32)    # 128 B each
+                tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        stored = (row + row // 64 * (tiles_k - 1) * 64)[:, None]   # rows from 64 on: in the next row of tiles
+        w_ptr = words + stored * 16 + tl.arange(0, 16)[None, :]
+        s_ptr = scales + start * 128 + stored * 2 + tl.arange(0, 2)[None, :]
+        PARTS: constexpr = 2 if TILE_M >= 64 else 1            # half of a tile takes half of the registers
+        WAIT: constexpr = not F32
+        rows, offs_k = offs_m[:, None], tl.arange(0, 128)[None, :]
+        if NEAR:
+            # mma.sync has x in registers, in any order of k that the weights have too: a thread's 8 columns
+            # of a sub-tile are neighbours, x and words come 16 bytes at a time, the scales are one block's
+            rows, offs_k = offs_m[None, :, None], tl.arange(0, 4)[:, None, None] * 32 + tl.arange(0, 32)
+        if not TMA:
+            x_ptr = x + rows * K + first * 128 + offs_k
         acc = tl.zeros((TILE_N, TILE_M), tl.float32)
         # could the loop be empty, acc could be those zeros behind it: ptxas would serialise all wgmmas for it
         tl.assume(last - first > 0)
