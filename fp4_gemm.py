@@ -459,6 +459,16 @@ def _multiply(acc, w, x_tile, WAIT: constexpr):
 
 
 @jit
+def _scale_and_bias(global_scales, bias, offs_n, N):
+    """Of the rows offs_n of W, (TILE_N, 1) each: y = sum · scale + bias."""
+    scale = tl.load(global_scales + offs_n, mask=offs_n < N, other=0.)[:, None] * 1048576.            # 2^20
+    if bias is None:
+        return scale, tl.zeros_like(scale)
+    else:
+        return scale, tl.load(bias + offs_n, mask=offs_n < N, other=0.).to(tl.float32)[:, None]
+
+
+@jit
 def _load16(at, HINT: constexpr, F32: constexpr):
     """16 bytes at each pointer, four int32 → (…, 4). tl.load would take shared memory on the way to a tensor
     core, and a barrier for it; these come into the registers that want them."""
@@ -583,15 +593,18 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
     in_n, r = offs_n < N, tl.arange(0, 16 if RANK <= 16 else triton.next_power_of_2(RANK))
     if RANK > 0 and RANK <= 64:        # it comes while the splits are summed; no kernel of a step writes it
         B = tl.load(lora_B + offs_n[:, None] * RANK + r[None, :], in_n[:, None] & (r < RANK)[None, :], 0.)
+    EARLY: constexpr = TILE_M < 64 or TILE_M == 128              # and these; in the other tiles it is no gain
+    if EARLY:
+        scale, add = _scale_and_bias(global_scales, bias, offs_n, N)
     done = not shared
     if shared:
         tile = (pid_n - WHOLE) * tl.num_programs(0) + pid_m
         acc, done = _sum_splits(acc, sums, counters + 2048, tile, pid_k, TILE_N, TILE_M, SPLIT_K)
     if done:
         in_m = (offs_m < M)[None, :]
-        acc *= tl.load(global_scales + offs_n, mask=in_n, other=0.)[:, None] * 1048576.      # 2^20
-        if bias is not None:
-            acc += tl.load(bias + offs_n, mask=in_n, other=0.).to(tl.float32)[:, None]
+        if not EARLY:
+            scale, add = _scale_and_bias(global_scales, bias, offs_n, N)
+        acc = acc * scale + add
         if RANK > 0:
             if PDL:
                 tl.extra.cuda.gdc_wait()
