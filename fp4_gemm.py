@@ -166,8 +166,8 @@ def linear(x, packed, bias=None, lora=None, learn=(None, None), needed=True, det
     splits[s] columns of y, meets only its own R / S columns of x @ A.T; a Dense wants its `adapt` called with
     this B. learn = (lora_A, lora_B): the parameters that A and B were rounded from. Gradients flow to x, bias
     and learn, never to W. needed=False: backward will be called and y read by nobody, so the large product
-    may be left out. deterministic, of a packed weight: one K split for every M and no cuBLAS, so that a row
-    does not depend on its batch.
+    may be left out. deterministic, of a packed weight on a GPU: one K split for every M and no cuBLAS, so
+    that a row does not depend on its batch.
     """
     N, K = packed.shape
     A, B, splits, scale = lora or (None, None, (), 1.)
@@ -177,7 +177,8 @@ def linear(x, packed, bias=None, lora=None, learn=(None, None), needed=True, det
     assert x.shape[-1] == K, f"x has K={x.shape[-1]}, the weight K={K}"
     assert len(devices) == 1, f"x, weight, bias and lora are on {sorted(map(str, devices))}"
     assert {t.dtype for t in given} == {dtype}, f"{[t.dtype for t in given]} on {x.device.type}: only {dtype}"
-    assert bias is None or bias.shape == (N,), f"bias is {tuple(bias.shape)}, expected ({N},)"
+    assert bias is None or bias.shape == (N,) and bias.is_contiguous(), \
+        f"bias is {tuple(bias.shape)}, stride {bias.stride()}; expected ({N},), contiguous"
     if lora:
         shapes = (*A.shape, *B.shape)
         assert shapes == (len(splits) * B.shape[1], K, N, B.shape[1]) and sum(splits) == N, \
@@ -187,6 +188,9 @@ def linear(x, packed, bias=None, lora=None, learn=(None, None), needed=True, det
     rows = x.reshape(-1, K).contiguous()
     if rows.data_ptr() % 16:                    # a view from the middle of a tensor: TMA wants whole 16 bytes
         rows = rows.clone()
+    if deterministic and len(rows) > 64 * 16:   # a launch has counters for 64 tiles, of at least 16 rows
+        parts = [linear(part, packed, bias, lora, learn, needed, True) for part in rows.split(64 * 16)]
+        return torch.cat(parts).view(*x.shape[:-1], N)
     tile = None                                 # cuBLAS
     if x.is_cuda and needed and not is_dense:
         tile = _tile(len(rows), N, K, *_gpu(x), deterministic, B.shape[1] if lora else 0)

@@ -162,11 +162,16 @@ def load_adapter(model, folder):
         raise ValueError(f"{folder} holds a damaged adapter: {error}") from error
     layer, own = next(iter(lora_layers(model).values())), adapter_tensors(model)
     wanted = {"peft_type": "LORA", "r": layer.rank, "lora_alpha": layer.alpha}
-    refused = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
+    refused = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save",
+               "alora_invocation_tokens")
     for key, value in {**wanted, **dict.fromkeys(refused)}.items():
         if config.get(key) != value and (value is not None or config.get(key)):
             raise ValueError(f"{folder / 'adapter_config.json'} has {key}={config.get(key)!r}; "
                              f"this model takes {value or 'none'}")
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start not in ("gaussian", "orthogonal", "eva"):
+        raise ValueError(f"{folder / 'adapter_config.json'} has init_lora_weights={start!r}, which changes "
+                         "the base too: in PEFT save it with path_initial_model_for_weight_conversion")
     if stored.keys() != own.keys():
         odd = sorted(stored.keys() ^ own.keys())
         raise ValueError(f"{folder}: {len(odd)} tensors do not match the model's layers, "

@@ -137,7 +137,7 @@ if __name__ == "__main__":
           f"  block_scale {q.block_scale.item():g}, global_scale 2^{math.log2(q.global_scale):.0f}")
     print(f"\n{'relative squared error':24}{'rtn':>8}{'sweep':>8}")
     for name, w in {"Gauss": torch.randn(512, 1024),
-                    "Laplace": torch.randn(512, 1024) * torch.rand(512, 1024).log(),
+                    "Laplace": torch.distributions.Laplace(0., 1.).sample((512, 1024)),
                     "uniform": torch.rand(512, 1024) - 0.5}.items():
         errors = [(dequantize(quantize(w, m), torch.float32) - w).square().sum() / w.square().sum()
                   for m in ("rtn", "sweep")]

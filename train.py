@@ -105,6 +105,8 @@ class Config:
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least {bound}")
+        if self.rank > 512:
+            raise ValueError(f"--rank {self.rank} must be at most 512, what a GPU's shared memory holds of B")
         if self.group_size == 1:
             raise ValueError("--group-size 1 makes a group of 1, which has no mean to compare with")
         if self.task.endswith(".py") and (self.data or self.test or self.operands):

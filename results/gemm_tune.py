@@ -120,7 +120,8 @@ def main():
     parser.add_argument("bench", nargs="?")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--large", action="store_true")
-    parser.add_argument("--rows", type=bench.numbers, default="8,16,32,64,128,256")
+    parser.add_argument("--rows", type=bench.numbers, default="8,16,32,64,128,256",
+                        help="8, 16, 32, 64 or at least 128: STAGES knows no other tiles")
     parser.add_argument("--shapes", help="only these, separated by commas", default=",".join(bench.SHAPES))
     args = parser.parse_args()
     began, show = time.time(), args.small or args.large

@@ -460,12 +460,27 @@ def test_rows_from_the_middle_of_a_tensor():
     assert x.data_ptr() % 16 and rel_err(fp4_gemm.linear(x, packed), x.double() @ W.T) < 2**-8
 
 
+def test_deterministic_has_at_most_as_many_rows_at_once_as_counters(monkeypatch):
+    """64 tiles of x's rows, in which the rule of every GPU keeps up to 1024 of them."""
+    seen, apply = [], fp4_gemm._Linear.apply
+    monkeypatch.setattr(fp4_gemm._Linear, "apply", lambda x, *more: seen.append(len(x)) or apply(x, *more))
+    x, packed, W, *_ = adapted_layer(1100, (20,), 48, 4)
+    y = fp4_gemm.linear(x.view(2, 550, 48), packed, deterministic=True)
+    assert seen == [1024, 76] and y.shape == (2, 550, 20)
+    assert rel_err(y.detach().view(1100, 20), x.detach().double() @ W.T) < 1e-6
+    for (N, K), M, (sms, generation) in itertools.product(
+            [(64, 256), (3584, 3584), (4608, 3584), (37888, 3584)], (1, 16, 17, 500, 1024),
+            [(132, 9), (108, 8), (128, 8), (148, 10), (188, 12)]):
+        tile_m, split, *_ = fp4_gemm._tile(M, N, K, sms, generation, True, 32)
+        assert -(-M // tile_m) <= 64, (M, N, K, sms, tile_m)
+
+
 @pytest.mark.gpu
 def test_deterministic_rows_do_not_depend_on_the_batch():
     sizes, K = SIZES[0]
-    x, packed, _, bias, lora_A, lora_B = adapted_layer(700, sizes, K, 32, "cuda", torch.bfloat16)
+    x, packed, _, bias, lora_A, lora_B = adapted_layer(1100, sizes, K, 32, "cuda", torch.bfloat16)
     run = [fp4_gemm.linear(x[:M], packed, bias, *adapter(lora_A, lora_B, sizes), deterministic=True)
-           for M in (1, 8, 17, 64, 128, 300, 700)]
+           for M in (1, 8, 17, 64, 128, 300, 700, 1100)]
     assert all(torch.equal(y, run[-1][:y.shape[0]]) for y in run)
 
 

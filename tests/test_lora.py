@@ -209,6 +209,8 @@ LAST = "base_model.model.model.layers.2.self_attn.v_proj.lora_B.weight"
     (lambda folder: os.truncate(folder / "adapter_model.safetensors", 500), "holds a damaged adapter: .*"),
     (edit_config(peft_type="LOHA"), "peft_type='LOHA'"), (edit_config(r=8), "r=8; this model takes 4"),
     (edit_config(lora_alpha=16), "lora_alpha=16; this model takes 8"), (edit_config(use_dora=1), "use_dora"),
+    (edit_config(init_lora_weights="pissa"), "init_lora_weights='pissa', which changes the base"),
+    (edit_config(alora_invocation_tokens=[5]), r"alora_invocation_tokens=\[5\]"),
     (edit_config(rank_pattern={"q_proj": 2}), "rank_pattern={'q_proj': 2}"),
     (edit_tensors(lambda t: t.pop(LAST)), f"1 tensors .* {LAST}"),
     (edit_tensors(lambda t: t.update({LAST + "x": t[LAST].clone()})), f"1 tensors .* {LAST}x"),

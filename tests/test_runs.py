@@ -643,6 +643,7 @@ def test_a_config_that_cannot_be_read_is_named(copy, text, words):
         "save_every", "samples_every", "mismatch_every", "micro_tokens", "rank", "alpha")),
     *((name, -1, "-1 must be at least 0") for name in ("steps", "warmup", "resample", "overlong_cache")),
     ("beta", -.1, "-0.1 must be at least 0"),
+    ("rank", 513, "513 must be at most 512"),
     ("group_size", 1, "group of 1"), ("sigma_stages", 2, "2 must be at least 3"),
     ("temperature", float("nan"), "nan must be positive"),
     ("max_grad_norm", 0.0, "0.0 would end every gradient at 0"),
