@@ -36,6 +36,7 @@ import huggingface_hub
 import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import nvfp4
 
@@ -195,7 +196,7 @@ class GGUF(Source):
                                      "qwen3": ["Qwen3ForCausalLM"]}.get(arch_name, [arch_name])
         self.permuted = arch_name == "llama"
         stored = {t.name: t for t in reader.tensors}
-        stored.pop("rope_freqs.weight", None)                   # llama3's RoPE factors, in the config too
+        self._scale_rope(stored.pop("rope_freqs.weight", None), f"{arch_name}.rope.scaling.type")
         short = get_tensor_name_map(arch, self.config.num_hidden_layers)
         self.names = {}
         for name in _names(self.config):
@@ -204,6 +205,23 @@ class GGUF(Source):
             if gguf_name in stored:
                 self.names[name] = stored.pop(gguf_name)
         self.unread = set(self.names) | set(stored)
+
+    def _scale_rope(self, factors, key):
+        """transformers reads no scaling of RoPE from a GGUF. Llama 3's is there as what each frequency is
+        divided by; of its formula only the factor differs from model to model. ValueError: another one."""
+        rope, field = self.config.rope_parameters, self.reader.get_field(key)
+        kind = field.contents() if field else "none"
+        if factors is not None:
+            factors = torch.from_numpy(factors.data.copy())
+            rope |= dict(rope_type="llama3", factor=factors.max().item(), low_freq_factor=1.0,
+                         high_freq_factor=4.0, original_max_position_embeddings=8192)
+            scaled = ROPE_INIT_FUNCTIONS["llama3"](self.config, "cpu")[0]                        # (Dh/2,)
+            plain = rope["rope_theta"] ** -(torch.arange(len(scaled)) / len(scaled))
+            right = len(factors) == len(scaled) and torch.allclose(plain / scaled, factors, rtol=1e-3)
+            kind = "none" if right else "factors that are not Llama 3's"
+        if kind != "none":
+            raise ValueError(f"{self.path} scales RoPE by {kind}, which is not read from a GGUF: take this "
+                             "model's safetensors")
 
     def read(self, name):
         from gguf.quants import dequantize

@@ -230,7 +230,7 @@ def test_a_gguf_file_gives_the_checkpoint_back(tmp_path, family):
     arch = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}[family]
     short = gguf.get_tensor_name_map(arch, 3)
 
-    def write(path, extra=()):
+    def write(path, extra=(), scaling=None):
         w = gguf.GGUFWriter(path, family)
         for key, value in dict(block_count=3, context_length=128, embedding_length=64, feed_forward_length=96,
                                head_count=4, head_count_kv=2, layer_norm_rms_eps=1e-6, rope_freq_base=1e4,
@@ -245,8 +245,10 @@ def test_a_gguf_file_gives_the_checkpoint_back(tmp_path, family):
                 tensor = tensor.view(heads, 2, -1, 64).transpose(1, 2).reshape(tensor.shape)
             stem, _, suffix = name.rpartition(".")
             w.add_tensor(f"{short.get_name(stem)}.{suffix}", tensor.numpy())
-        for name in extra:
-            w.add_tensor(name, torch.zeros(4).numpy())
+        for name, tensor in dict(extra).items():
+            w.add_tensor(name, tensor.numpy())
+        if scaling:
+            w.add_rope_scaling_type(scaling)
         w.write_header_to_file()
         w.write_kv_data_to_file()
         w.write_tensors_to_file()
@@ -262,7 +264,19 @@ def test_a_gguf_file_gives_the_checkpoint_back(tmp_path, family):
     theirs, ours = (model.load(str(p), quant="bf16", rank=2) for p in (tmp_path, path))
     ids = torch.randint(97, (1, 9))
     assert torch.equal(ours(ids, torch.arange(9)[None]), theirs(ids, torch.arange(9)[None]))
-    refuses(write(tmp_path / "more.gguf", ["blk.0.surplus"]), "1 tensors", "blk.0.surplus")
+    refuses(write(tmp_path / "more.gguf", {"blk.0.surplus": torch.zeros(4)}), "1 tensors", "blk.0.surplus")
+    # Llama 3 scales RoPE: config.json says how, a GGUF has only what each frequency is divided by
+    rope = dict(rope_type="llama3", rope_theta=1e4, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                original_max_position_embeddings=8192)
+    edit_config(tmp_path, rope_parameters=rope)
+    theirs = model.load(str(tmp_path), quant="bf16", rank=2)
+    factors = 1e4 ** -(torch.arange(0, 16, 2) / 16) / theirs.inv_freq
+    assert len(factors.unique()) > 2 and round(factors.max().item(), 3) == 32        # 1, 32, and some between
+    ours = model.load(str(write(tmp_path / "scaled.gguf", {"rope_freqs.weight": factors})), "bf16", rank=2)
+    assert (ours.inv_freq / theirs.inv_freq - 1).abs().max() < 1e-6
+    factors[1] = 2
+    refuses(write(tmp_path / "odd.gguf", {"rope_freqs.weight": factors}), "not Llama 3's", "safetensors")
+    refuses(write(tmp_path / "yarn.gguf", scaling=gguf.RopeScalingType.YARN), "scales RoPE by yarn")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
