@@ -34,7 +34,7 @@ from unittest.mock import patch
 
 import huggingface_hub
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -70,6 +70,14 @@ def open(name):                                                  # checkpoint.op
         path = Path(_readable(name, lambda: huggingface_hub.snapshot_download(name, allow_patterns=wanted),
                               "is not a folder here and could not be fetched from the hub"))
     return Safetensors(path)
+
+
+def config_of(name):
+    """transformers' config of what `open` takes; from a folder or the hub nothing else is read.
+    ValueError: as there."""
+    if name == "smollm2" or Path(name).suffix == ".gguf":
+        return open(name).config
+    return _readable(name, lambda: AutoConfig.from_pretrained(name), "has no config.json that can be read")
 
 
 class Source:
@@ -108,7 +116,8 @@ class Source:
                              f"has no place for, the first is {left[0]}")
 
     def tokenizer(self):
-        return AutoTokenizer.from_pretrained(self.folder, **self.gguf)
+        return _readable(self.path, lambda: AutoTokenizer.from_pretrained(self.folder, **self.gguf),
+                         "has no tokenizer that can be read")
 
     def stop_ids(self):
         """The tokens that end an answer, sorted: those of config.json and of generation_config.json."""
@@ -129,11 +138,11 @@ class Safetensors(Source):
             raise ValueError(f"{folder} has no config.json: name a folder written by save_pretrained")
         self.config = _readable(folder / "config.json", lambda: AutoConfig.from_pretrained(folder))
         index, only = folder / "model.safetensors.index.json", folder / "model.safetensors"
-        if index.is_file():
-            files = _readable(index)["weight_map"]
-        elif only.is_file():
+        if only.is_file():                           # before an index, which an older save may have left
             with _readable(only, lambda: safe_open(only, "pt")) as f:
                 files = dict.fromkeys(f.keys(), only.name)
+        elif index.is_file():
+            files = _readable(index, lambda: json.loads(index.read_text())["weight_map"])
         else:
             raise ValueError(f"{folder} has no model.safetensors and no model.safetensors.index.json")
         if missing := sorted({f for f in files.values() if not (folder / f).is_file()}):
@@ -181,7 +190,7 @@ class Safetensors(Source):
 
 
 class GGUF(Source):
-    """A .gguf file of a Llama or Qwen model in any of gguf's quantisations, dequantised to fp32 when read."""
+    """A .gguf file of a Llama or Qwen model, dequantised to fp32 when read, as far as gguf can."""
 
     def __init__(self, path):
         from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
@@ -190,6 +199,9 @@ class GGUF(Source):
         self.reader = reader = _readable(path, lambda: GGUFReader(path), "cannot be read, fetch it again")
         with self.parsed():
             self.config = _readable(path, lambda: AutoConfig.from_pretrained(self.folder, **self.gguf))
+        split = reader.get_field("split.count")
+        if split and split.contents() > 1:
+            raise ValueError(f"{path} is one part of {split.contents()}: join them, llama-gguf-split --merge")
         arch_name = reader.fields["general.architecture"].contents()
         arch = next(a for a, n in MODEL_ARCH_NAMES.items() if n == arch_name)
         self.config.architectures = {"llama": ["LlamaForCausalLM"], "qwen2": ["Qwen2ForCausalLM"],
@@ -209,10 +221,10 @@ class GGUF(Source):
     def _scale_rope(self, factors, key):
         """transformers reads no scaling of RoPE from a GGUF. Llama 3's is there as what each frequency is
         divided by; of its formula only the factor differs from model to model. ValueError: another one."""
-        rope, field = self.config.rope_parameters, self.reader.get_field(key)
+        field = self.reader.get_field(key)
         kind = field.contents() if field else "none"
         if factors is not None:
-            factors = torch.from_numpy(factors.data.copy())
+            rope, factors = self.config.rope_parameters, torch.from_numpy(factors.data.copy())
             rope |= dict(rope_type="llama3", factor=factors.max().item(), low_freq_factor=1.0,
                          high_freq_factor=4.0, original_max_position_embeddings=8192)
             scaled = ROPE_INIT_FUNCTIONS["llama3"](self.config, "cpu")[0]                        # (Dh/2,)
@@ -226,7 +238,8 @@ class GGUF(Source):
     def read(self, name):
         from gguf.quants import dequantize
         stored = self.names[name]
-        tensor = torch.from_numpy(dequantize(stored.data, stored.tensor_type).copy())
+        tensor = torch.from_numpy(_readable(self.path, lambda: dequantize(
+            stored.data, stored.tensor_type), f"holds {name} in a form that gguf cannot dequantise").copy())
         if self.permuted and (match := re.search(r"\.([qk])_proj\.", name)):
             heads = self.config.num_attention_heads if match[1] == "q" else self.config.num_key_value_heads
             pairs = tensor.view(heads, -1, 2, *tensor.shape[1:])                # (heads, Dh/2, 2, …)
@@ -302,7 +315,8 @@ def export(source, destination, format, adapter="", quant="", merge=False):
         lora.load_adapter(ours, adapter)
     if layout and merge:
         loss = _merge(ours, model.QUANT[quant] or "sweep")
-        print(f"merged: rounding to 4 bits moves the weights by {loss:.2f} times what the adapter adds")
+        print(f"merged: rounding to 4 bits moves the weights by {loss:.2f} times what the adapter adds"
+              if loss.isfinite() else "merged: the adapter adds nothing yet")
     ids = torch.arange(1, 33)[None] * 7919 % source.config.vocab_size
     want = ours.logits(ours(ids, torch.arange(32)[None]))
     if format == "bf16":
@@ -398,7 +412,8 @@ if __name__ == "__main__":
     flags = parser.parse_args()
     try:
         off = export(**vars(flags))
-    except (ValueError, OSError) as error:
-        print(f"checkpoint.py: {error}", file=sys.stderr)
+    except (ValueError, OSError, SafetensorError) as error:         # the last: a full disk, too
+        print(f"checkpoint.py: {flags.destination}: {error}" if isinstance(error, SafetensorError)
+              else f"checkpoint.py: {error}", file=sys.stderr)
         sys.exit(2)
     print(f"done: {flags.destination}, whose logits are the model's but for {off:.1e} of their size")

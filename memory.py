@@ -101,9 +101,10 @@ def plan(c, quant="nvfp4", rank=32, slots=64, length=1152, micro_tokens=4096, ch
     return Plan(weights, adapter, rollout, update)
 
 
-def plan_of(config, c, slots, length, prefill=PREFILL_TOKENS):
-    """The plan of a run: config is a train.Config, the rest as above."""
-    return plan(c, config.quant, config.rank, slots, length, max(config.micro_tokens, length),
+def plan_of(config, c, slots, length, prefill=PREFILL_TOKENS, longest=0):
+    """The plan of a run: config is a train.Config, the rest as above. longest: the tokens of the longest row
+    that came out, where that is known; without it `length`."""
+    return plan(c, config.quant, config.rank, slots, length, max(config.micro_tokens, longest or length),
                 config.gradient_checkpointing, prefill)
 
 
@@ -117,7 +118,8 @@ def main(arguments):
     parser.add_argument("--max-new-tokens", type=int, default=1024)
     parser.add_argument("--memory-gb", type=float, default=80, help="of the card, 1e9 bytes")
     args = parser.parse_args(arguments)
-    c = config(args.model) if args.model in MODELS else checkpoint.open(args.model).config
+    c = config(args.model) if args.model in MODELS else checkpoint.config_of(args.model)
+    family(c)                                                # a model that cannot be computed is told first
     length = args.prompt_length + args.max_new_tokens
     if not min(args.rank, args.prompt_length, args.max_new_tokens) > 0 < length <= c.max_position_embeddings:
         raise ValueError(f"--rank {args.rank}, --prompt-length {args.prompt_length} and --max-new-tokens "

@@ -85,14 +85,14 @@ class Rollout(NamedTuple):
 class Sampler:
     """slots: sequences that run at once, at most; fewer where the GPU's memory is short.
 
-    deterministic: an answer depends on nothing but its prompt and number, bit for bit: every step has `slots`
-    rows, however many of them run, and prompts are prefilled one at a time.
+    deterministic: on a GPU an answer depends on nothing but its prompt and number, bit for bit: every step
+    has `slots` rows, however many of them run, and prompts are prefilled one at a time.
     """
 
     def __init__(self, model, slots=SLOTS, deterministic=False):
         self.model, self.slots, self.deterministic = model, slots, deterministic
-        # of the last generate: seconds, steps, slots, prompt tokens at once
-        self.stats = dict(slots=0, at_once=0)
+        # of the last generate: seconds, steps, slots and their positions, prompt tokens at once
+        self.stats = dict(slots=0, length=0, at_once=0)
         self.loaded = set()            # steps whose kernels are on the GPU: (rows, greedy, cut, stop tokens)
 
     @torch.no_grad()
@@ -109,7 +109,9 @@ class Sampler:
         """
         context = self.model.config.max_position_embeddings
         for i, prompt in enumerate(prompts):
-            if not prompt or len(prompt) + max_new_tokens > context:
+            if not prompt:
+                raise ValueError(f"prompt {i} is empty: there is nothing to go on from")
+            if len(prompt) + max_new_tokens > context:
                 raise ValueError(f"prompt {i} has {len(prompt)} tokens; with {max_new_tokens} new ones it "
                                  f"must fit into the model's context of {context}: "
                                  "shorten it or lower --max-new-tokens")
@@ -127,7 +129,8 @@ class Sampler:
         waiting = deque((row, prompts[row // group_size]) for row in range(B))
         at_once = max(longest, min(PREFILL_TOKENS, len(prompts) * longest))
         slots = self.slots if self.deterministic else min(self.slots, self._room(length, at_once, top_p), B)
-        self.stats = dict(prefill_s=0.0, capture_s=0.0, decode_s=0.0, steps=0, slots=slots, at_once=at_once)
+        self.stats = dict(prefill_s=0.0, capture_s=0.0, decode_s=0.0, steps=0, slots=slots, length=length,
+                          at_once=at_once)
         with tqdm(total=B, desc=progress, unit="seq", leave=False, disable=None if progress else True) as bar:
             while waiting:
                 running = []

@@ -197,8 +197,8 @@ class Run:
         if not self.quiet:
             with self.writing(path.name):
                 _replace(path, lambda p: save_file(tensors, p))
-        raise ValueError("five steps in a row were skipped, as the loss or gradient was NaN or infinite: the "
-                         f"adapter is as before them, the last answers are in {path}; try a lower --lr")
+        raise ValueError("five steps in a row were skipped, as the loss or gradient was NaN or infinite; the "
+                         f"last answers are in {path}; try a lower --lr")
 
     def out_of_memory(self, phase):
         """What to change, in one sentence."""
@@ -304,8 +304,8 @@ def parse_cli(cls, arguments):
 
 
 def peak_memory_gb():
-    """Of the GPU where there is one, else of this process, since the start."""
-    if torch.cuda.is_available():
+    """Of the GPU if this process has used one, else of the process, since the start."""
+    if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6         # Linux counts in KiB
 
@@ -368,7 +368,8 @@ def plot(folders, path):
             label = Path(folder).name if axis == 1 else label if i == 0 else None
             axes[axis].plot(*zip(*points, strict=True) if points else ([], []),
                             color=f"C{i}", label=label, **style)
-    axes[0].set(title="Accuracy", ylabel="share of answers", ylim=(-0.03, 1.03))
+    drawn = axes[0].dataLim                                # rewards of one's own may lie outside of 0 to 1
+    axes[0].set(title="Accuracy", ylabel="share of answers", ylim=(min(-.03, drawn.y0), max(1.03, drawn.y1)))
     axes[1].set(title="Entropy of the policy", ylabel="nats a token", ylim=(0, None))
     axes[2].set_yscale("symlog", linthresh=1e-4)
     axes[2].set(title="Adaptive noise", ylim=(0, None))

@@ -79,6 +79,7 @@ BOXED = re.compile(r"\\boxed *\{(" + r"(?:[^{}]|\{" * 4 + "[^{}]*" + r"\})*" * 4
 BINARY = re.compile(r"(?:[^\W_]|[)\]}%]|[0-9]\$|[0-9%][ \t]{1,8})\Z")        # a minus behind this takes away
 POWER = re.compile(r"(?:[0-9)]\*\*|[0-9)] \*\* |\^ ?[({]?)\Z")               # "is **bold**" is no power
 RAISED = re.compile(r"\^(?!\{?\\circ)|\*\*[0-9(]| \*\* [0-9(]")              # nor is 90^\circ
+UNIT = re.compile(r"(?<=[0-9}])\\(?:text|mathrm|mbox)\{(?!(?:i|e|[AaPp]\.?[Mm]\.?)\})[^{}]*\}\Z")
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 HUB = re.compile(r"(?!.*\.jsonl?\Z)([\w-][\w.-]*/[\w.-]+)(?:/([\w.-]+))?(?::([\w.%:[\]-]+))?")
 # what DAPO's authors wrote around their problems: it asks for another form of answer
@@ -166,7 +167,7 @@ def _word_problem(record):
 def countdown(data=None, operands=None, held_out=256):
     """Make a target from three or four numbers; without data, of operands, "1-99" unless told otherwise."""
     problems = read(data, _number_problem) if data else _made_up(*_bounds(operands or "1-99"))
-    return _split(problems, held_out, data, data and operands, countdown_reward,
+    return _split(problems, held_out, data or f"operands={operands!r}", data and operands, countdown_reward,
                   lambda p: COUNTDOWN.format(target=p["target"], nums=", ".join(map(str, p["nums"]))))
 
 
@@ -176,7 +177,7 @@ def _made_up(low, high, count=4096):
         nums = [rng.randint(low, high) for _ in range(rng.choice((3, 4)))]
         target = reduce(lambda a, b: rng.choice((a + b, a - b, a * b)), nums)
         if 0 < target < 1000:
-            made[target, *sorted(nums)] = {"nums": rng.sample(nums, len(nums)), "target": target}
+            made[(target, *sorted(nums))] = {"nums": rng.sample(nums, len(nums)), "target": target}
     return list(made.values())[:count]
 
 
@@ -230,6 +231,7 @@ def _latex_problem(record):
     if isinstance(found.get("reward_model"), dict):
         found["reward_model"] = found["reward_model"].get("ground_truth")
     answer = _text(found, "answer", "reward_model", "solution")
+    answer = re.sub(r"\\boxed +([^${][^$]*?) *(?=\$|\Z)", r"\\boxed{\1}", answer)      # MATH has $\boxed 2$
     gold = (BOXED.findall(answer) or [answer.rpartition("####")[2]])[-1].strip()
     if not 0 < len(gold) <= GOLD:
         raise ValueError(f"its answer must be short (1 to {GOLD} characters) or stand in \\boxed{{…}}")
@@ -275,8 +277,10 @@ def own(path, held_out=32):
     try:
         module = runpy.run_path(path)
         judge, prompt = module["reward"], module.get("prompt", operator.itemgetter("prompt"))
-        always = len(inspect.signature(judge).parameters) > 2
-        return _split(module["problems"](), held_out, path, None, reward, prompt)
+        always, problems = len(inspect.signature(judge).parameters) > 2, module["problems"]()
+        if odd := [text for text in map(prompt, problems) if not isinstance(text, str)]:
+            raise TypeError(f"a prompt must be text, not {odd[0]!r}")
+        return _split(problems, held_out, path, None, reward, prompt)
     except Exception as error:
         raise ValueError(f"{path} is no task: {type(error).__name__}: {error}") from error
 
@@ -393,10 +397,11 @@ def _value(number):
 
 
 def _plain(latex):
-    """LaTeX without what does not change its value: dollars, spaces, sizes, units, degrees, a leading x =."""
+    """LaTeX without what does not change its value: dollars, spaces, sizes, units, degrees, a leading x =. No
+    units: i and e, which are numbers, AM and PM."""
     text = re.sub(r"\\(?:left|right|q?quad)(?![a-zA-Z])|(?<!\\)\\[!,;: ]|\\?[$%]|\^\{?\\circ\}?", " ", latex)
     text = re.sub("(?<![0-9]) | (?![0-9])", "", " ".join(text.split()))
-    text = re.sub(r"(?<=[0-9}])\\(?:text|mathrm|mbox)\{[^{}]*\}\Z|\A[a-zA-Z]=|\.\Z", "", text)
+    text = UNIT.sub("", re.sub(r"\A[a-zA-Z]=|\.\Z", "", text))
     text = re.sub(r"\\(?:text|mathrm|mbox|textbf)\{([^{}]*)\}", r"\1", text.replace("{,}", ","))
     return re.sub(r"\\(?:[dt]?(frac)|(sqrt))([0-9])([0-9]?)", r"\\\1\2{\3}{\4}", text).replace("{}", "")
 

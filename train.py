@@ -105,6 +105,12 @@ class Config:
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least {bound}")
+        for name in ("sigma_start", "sigma_end") if self.aqn else ():
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be positive and "
+                                 "finite; without noise: --no-aqn")
+        if self.device not in ("", "cpu", "cuda") or self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"--device {self.device} must be cpu, or cuda where torch finds a GPU")
         if self.rank > 512:
             raise ValueError(f"--rank {self.rank} must be at most 512, what a GPU's shared memory holds of B")
         if self.group_size == 1:
@@ -140,8 +146,8 @@ def train(config, model, task, tokenizer, stop_ids, run):
         for step in range(first, config.steps, config.updates_per_rollout):
             if due(config, config.eval_every, step):
                 run.log("eval", step, evaluate(config, sampler, task, tokenizer, stop_ids))
-            sigma = config.aqn * aqn.sigma(step, config.steps, config.sigma_start, config.sigma_end,
-                                           config.sigma_stages, config.sigma_schedule)
+            sigma = aqn.sigma(step, config.steps, config.sigma_start, config.sigma_end, config.sigma_stages,
+                              config.sigma_schedule) if config.aqn else 0.0
             with aqn.noisy_norms(model, sigma, config.seed, step):
                 sampled, rewards, texts, stats = collect(config, sampler, task, tokenizer, stop_ids, step)
             advantages = grpo.advantages(rewards.view(-1, config.group_size), config.scale).flatten()  # (B,)
@@ -152,8 +158,8 @@ def train(config, model, task, tokenizer, stop_ids, run):
                 stats |= update(config, model, optimizer, sampled, advantages.to(model.device))
                 stats |= dict(sigma=sigma, lr=lr, memory_gb=runs.peak_memory_gb())
                 if model.device.type == "cuda":
-                    plan = memory.plan_of(config, model.config, sampler.stats["slots"],
-                                          sampled.tokens.shape[1], sampler.stats["at_once"])
+                    room = (sampler.stats[k] for k in ("slots", "length", "at_once"))
+                    plan = memory.plan_of(config, model.config, *room, longest=sampled.tokens.shape[1])
                     stats["planned_gb"] = planned = max(planned, plan.peak / 1e9)
                 history.append(stats)
                 run.done, run.whole, phase = step + config.updates_per_rollout, True, "sampling"
@@ -165,7 +171,7 @@ def train(config, model, task, tokenizer, stop_ids, run):
                     run.save(model, optimizer)
                 run.stop_if_diverged(history, sampled, advantages)
         run.log("eval", config.steps, evaluate(config, sampler, task, tokenizer, stop_ids))
-    except (KeyboardInterrupt, SystemExit, ValueError, torch.OutOfMemoryError) as stop:
+    except (KeyboardInterrupt, SystemExit, BrokenPipeError, ValueError, torch.OutOfMemoryError) as stop:
         if run.done > first:
             run.save(model, optimizer)
         if isinstance(stop, torch.OutOfMemoryError):
@@ -183,6 +189,18 @@ def due(config, every, step):
     return step // every != (step - config.updates_per_rollout) // every
 
 
+def encoded(config, sampler, task, tokenizer, problems):
+    """Problems → token ids. ValueError: a prompt that no answer can follow, by its text."""
+    texts, context = list(map(task.prompt, problems)), sampler.model.config.max_position_embeddings
+    prompts, most = [checkpoint.encode(tokenizer, text) for text in texts], context - config.max_new_tokens
+    for text, prompt in zip(texts, prompts, strict=True):
+        if not 0 < len(prompt) <= most:
+            raise ValueError(f"the prompt {text[:60]!r} has {len(prompt)} tokens, of 1 to {most} that a "
+                             f"context of {context} leaves beside --max-new-tokens {config.max_new_tokens}: "
+                             "mend the data, or lower that")
+    return prompts
+
+
 def collect(config, sampler, task, tokenizer, stop_ids, step):
     """Sample and judge this rank's answers → Rollout (B), rewards (B,) f64, B (prompt, answer) pairs, and
     measurements over all ranks. --resample replaces groups of equal rewards by new problems (DAPO §3.2)."""
@@ -191,7 +209,7 @@ def collect(config, sampler, task, tokenizer, stop_ids, step):
     drawn = []
     for attempt in range(1 + config.resample):
         problems = batch(task.train, config, step, attempt)[rank * P:(rank + 1) * P]
-        prompts = [checkpoint.encode(tokenizer, task.prompt(problem)) for problem in problems]
+        prompts = encoded(config, sampler, task, tokenizer, problems)
         first = (attempt * ranks + rank) * P * G                        # number of this call's first answer
         sampled = sampler.generate(prompts, G, config.max_new_tokens, config.temperature, stop_ids,
                                    config.seed, step, first, progress=f"step {step}")
@@ -313,7 +331,7 @@ def evaluate(config, sampler, task, tokenizer, stop_ids):
     began, right, size = time.perf_counter(), torch.zeros(4, dtype=torch.float64), 32
     for start in range(rank * size, len(task.held_out), ranks * size):
         problems = task.held_out[start:start + size]
-        prompts = [checkpoint.encode(tokenizer, task.prompt(problem)) for problem in problems]
+        prompts = encoded(config, sampler, task, tokenizer, problems)
         for G, temperature, top_p in ((1, 0.0, 1.0),
                                       (config.eval_samples, config.temperature, config.eval_top_p)):
             # step −1: the same bits at every evaluation, and none that training uses
@@ -400,8 +418,8 @@ def main(arguments):
         task = own(config.task) if config.task.endswith(".py") else TASKS[config.task](*given)
     began = time.perf_counter()
     source = checkpoint.open(config.model)
-    run = runs.Run(config, quiet=rank_and_count()[0] > 0)
     tokenizer, stop_ids = source.tokenizer(), source.stop_ids()
+    run = runs.Run(config, quiet=rank_and_count()[0] > 0)
     model = load(source, config.quant, config.rank, config.alpha, device, config.seed)
     model.gradient_checkpointing = config.gradient_checkpointing
     if config.adapter and not run.saved():
@@ -414,10 +432,13 @@ def main(arguments):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         train(config, model, task, tokenizer, stop_ids, run)
-    except (KeyboardInterrupt, SystemExit) as stop:
-        print(f"\nstopped after {run.done} steps; go on with: python train.py --resume {run.folder}",
-              flush=True)
-        sys.exit(130 if isinstance(stop, KeyboardInterrupt) else stop.code)
+    except (KeyboardInterrupt, SystemExit, BrokenPipeError) as stop:
+        if isinstance(stop, BrokenPipeError):           # of `… | tee`, which Ctrl-C ends too: nobody reads on
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not run.quiet:
+            print(f"\nstopped after {run.done} steps; go on with: python train.py --resume {run.folder}",
+                  file=sys.stderr)
+        sys.exit(stop.code if isinstance(stop, SystemExit) else 130)
     run.finish()
     leave_ranks()
 

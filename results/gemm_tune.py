@@ -158,7 +158,7 @@ def main():
             us = 1e6 * seconds[tile, with_lora] if (tile, with_lora) in seconds else None
             record = {"shape": name, "N": N, "K": K, "M": M, "tile": tile or None, "lora": bool(with_lora)}
             log.write(json.dumps(record | {"us": us, "error": error}) + "\n")
-            times[with_lora][N, K, M, *tile] = us or float("inf")
+            times[with_lora][(N, K, M, *tile)] = us or float("inf")
     log.close()
     if show:
         for (N, K, M), t in ((key, t) for key in sorted({k[:3] for k in times[1]}) for t in times):

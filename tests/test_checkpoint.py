@@ -120,6 +120,22 @@ def test_a_name_that_leads_nowhere_is_refused(tmp_path, monkeypatch):
         model.load(str(tmp_path), quant="int3")
 
 
+def test_a_gguf_of_another_family_or_one_part_of_several_is_refused(tmp_path):
+    """GPT-2's config has no RoPE at all."""
+    for i, (family, parts, words) in enumerate((("gpt2", 1, "gpt2 is not supported"),
+                                                ("llama", 3, "one part of 3: join them"))):
+        path = tmp_path / f"{i}.gguf"
+        w = gguf.GGUFWriter(path, family)
+        w.add_uint16("split.count", parts)
+        w.add_block_count(1)
+        w.add_tensor("token_embd.weight", torch.zeros(4, 4).numpy())
+        w.write_header_to_file()
+        w.write_kv_data_to_file()
+        w.write_tensors_to_file()
+        w.close()
+        refuses(path, path if parts > 1 else "", words)
+
+
 def test_a_model_that_is_not_ours_is_refused(tmp_path):
     """Another architecture, and every config under which this decoder would compute something else."""
     save_file({}, tmp_path / "model.safetensors")
@@ -166,6 +182,29 @@ def test_a_tied_head_that_is_stored_twice_is_no_surplus(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     m = model.load(str(tmp_path), quant="bf16", rank=2)
     assert m.lm_head is m.embed_tokens
+    tensors["lm_head.weight"][3, 5] += 1                   # transformers would not tie these
+    save_file(tensors, tmp_path / "model.safetensors")
+    refuses(tmp_path, "lm_head.weight is not the embeddings", "tie_word_embeddings")
+
+
+def test_a_whole_file_goes_before_an_index_that_an_older_save_left(tmp_path):
+    """As in transformers. An index without its map is one sentence."""
+    tiny_checkpoint(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}')
+    assert model.load(str(tmp_path), quant="bf16", rank=2).embed_tokens.shape == (97, 64)
+    (tmp_path / "model.safetensors").unlink()
+    index.write_text("{}")
+    refuses(tmp_path, index, "weight_map")
+
+
+@pytest.mark.parametrize("text", ['{"model": ', "", "{}"])
+def test_a_tokenizer_that_cannot_be_read_is_named(tiny_chat, tmp_path, text):
+    folder = shutil.copytree(tiny_chat, tmp_path / "m")
+    (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(ValueError, match=f"^{folder} has no tokenizer that can be read: .+") as error:
+        checkpoint.open(str(folder)).tokenizer()
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("quant", ["bf16", "nvfp4"])

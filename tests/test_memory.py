@@ -9,6 +9,7 @@ import bench
 import lora
 import memory
 import model
+import train
 
 
 @pytest.mark.parametrize("family, changes", [("llama", {}), ("qwen3", dict(head_dim=24)),
@@ -72,7 +73,16 @@ def test_the_plan_is_within_a_tenth_of_the_measured_peaks():
         assert r["peak_gb"] < planned + 1, "the command leaves 1 GB for the context and gaps"
 
 
-def test_the_command_prints_a_plan_and_refuses_what_does_not_fit(tiny, capsys):
+def test_a_runs_plan_has_the_positions_that_were_allocated_and_the_tokens_that_came():
+    """Answers may end long before the limit: their slots stay as long as it, the update is shorter."""
+    c, config = memory.config("7b"), train.Config(micro_tokens=512)
+    plan = memory.plan_of(config, c, 8, 4096, longest=700)
+    assert plan.rollout == memory.plan(c, slots=8, length=4096).rollout
+    assert plan.update == memory.plan(c, micro_tokens=700, checkpointing=False).update
+    assert memory.plan_of(config, c, 8, 4096).update > plan.update
+
+
+def test_the_command_prints_a_plan_and_refuses_what_does_not_fit(tiny, tmp_path, capsys):
     """Without loading weights; the refusal names the bytes and the remedy."""
     arguments = ["--model", str(tiny), "--prompt-length", "20", "--max-new-tokens", "30", "--rank", "4"]
     memory.main([*arguments, "--memory-gb", "4"])
@@ -81,6 +91,12 @@ def test_the_command_prints_a_plan_and_refuses_what_does_not_fit(tiny, capsys):
     assert "longest prompt and answer of 8 at a time: 128 tokens" in said            # all of the context
     with pytest.raises(ValueError, match="--memory-gb 1.2 is too little: one answer of 50 tokens needs"):
         memory.main([*arguments, "--memory-gb", "1.2"])
+    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())         # and nothing else
+    memory.main(["--model", str(tmp_path), *arguments[2:], "--memory-gb", "4"])
+    assert capsys.readouterr().out.endswith(said)
+    (tmp_path / "config.json").write_text('{"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}')
+    with pytest.raises(ValueError, match="^Gemma2ForCausalLM is not supported"):
+        memory.main(["--model", str(tmp_path), *arguments[2:]])
     for new in ("0", "109"):
         with pytest.raises(ValueError, match=f"--max-new-tokens {new} must be at least 1 and .* of 128"):
             memory.main([*arguments, "--max-new-tokens", new])

@@ -118,7 +118,7 @@ def test_a_stopped_run_saves_its_last_whole_step_and_resumes_to_the_same_end(
         assert start() == code
     folder = tmp_path / "run"
     said = f"stopped after {done} steps; go on with: python train.py --resume {folder}\n"
-    assert said in capsys.readouterr().out
+    assert said in capsys.readouterr().err
     assert sum(r["kind"] == "step" for r in lines(folder)) == done
     with open(folder / "metrics.jsonl", "ab") as file:
         file.write(b'{"kind": "step", "step": 5, "rew')
@@ -127,6 +127,22 @@ def test_a_stopped_run_saves_its_last_whole_step_and_resumes_to_the_same_end(
     after = (folder / "metrics.jsonl").read_bytes().split(b'"step": 5, "rew\n')[1]
     assert all(json.loads(text)["segment"] == 1 for text in after.splitlines())
     assert len(after.splitlines()) == 6 - done + 1 + (done == 3)      # steps, evaluation at 6, and at 3
+
+
+def test_a_run_whose_output_nobody_reads_any_more_is_saved(whole, tiny_chat, tmp_path):
+    """`python train.py … | tee log`: Ctrl-C ends tee, too, and the next line has no reader."""
+    command = [sys.executable, ROOT / "train.py", *FLAGS, "--model", tiny_chat, "--out", tmp_path,
+               "--name", "run", "--save-every", "100"]
+    run = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while "step    1 " not in run.stdout.readline():
+        assert run.poll() is None
+    run.stdout.close()
+    said = run.stderr.read()
+    assert run.wait() == 130 and "Traceback" not in said
+    folder = tmp_path / "run"
+    done = re.search(f"stopped after ([0-9]) steps; go on with: python train.py --resume {folder}\n", said)
+    assert done and 2 <= int(done[1]) < 6 and (folder / "checkpoint.safetensors").is_file()
+    assert main("--resume", folder, "--save-every", 2) == 0 and outcome(folder) == outcome(whole)
 
 
 @pytest.mark.parametrize("crash", range(1, 13))
@@ -643,7 +659,9 @@ def test_a_config_that_cannot_be_read_is_named(copy, text, words):
         "save_every", "samples_every", "mismatch_every", "micro_tokens", "rank", "alpha")),
     *((name, -1, "-1 must be at least 0") for name in ("steps", "warmup", "resample", "overlong_cache")),
     ("beta", -.1, "-0.1 must be at least 0"),
-    ("rank", 513, "513 must be at most 512"),
+    ("rank", 513, "513 must be at most 512"), ("device", "cuda:1", "cuda:1 must be cpu, or cuda"),
+    *((name, value, f"{value} must be positive and finite; without noise: --no-aqn")
+      for name in ("sigma_start", "sigma_end") for value in (0.0, -1.0, float("inf"), float("nan"))),
     ("group_size", 1, "group of 1"), ("sigma_stages", 2, "2 must be at least 3"),
     ("temperature", float("nan"), "nan must be positive"),
     ("max_grad_norm", 0.0, "0.0 would end every gradient at 0"),
@@ -666,7 +684,7 @@ def test_a_config_that_cannot_work_is_refused_by_name_and_value(name, value, wor
     ("--test {tmp}/file", "make their own problems and read no file"),
     ("--out {tmp}/file", "file"), ("--loss nonsense", "nonsense"), ("--operands 3", "operands='3'"),
     ("--adapter {tmp}", "adapter_config.json"), ("--group-size 1", "group of 1"),
-    ("--max-new-tokens 500", "context of 128")])
+    ("--max-new-tokens 500", "the prompt '")])
 def test_what_a_user_can_get_wrong_is_one_line_and_exit_code_2(
         tiny_chat, tmp_path, monkeypatch, capsys, flags, words):
     """python train.py …, run in this process."""
@@ -753,6 +771,20 @@ def test_runs_py_shows_and_plots(whole, tmp_path, monkeypatch, capsys, argv, cod
         assert png.read_bytes().startswith(b"\x89PNG\r\n") and png.stat().st_size > 10_000
     else:
         assert not (whole / "curves.png").exists()
+
+
+def test_a_reward_beyond_0_and_1_is_in_the_picture(tmp_path, monkeypatch):
+    """--overlong penalty goes down to -1; one's own task may pay anything."""
+    from matplotlib.figure import Figure
+    limits, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **more: limits.append(
+        self.axes[0].get_ylim()) or save(self, *args, **more))
+    for rewards in ((), (.2, .9), (-1, .5, 2.5)):
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(dict(
+            kind="step", step=i, segment=0, reward=r, entropy=1, kl_noise=0, sigma=0)) + "\n"
+            for i, r in enumerate(rewards)))
+        runs.plot([tmp_path], tmp_path / "curves.png")
+    assert limits == [(-.03, 1.03), (-.03, 1.03), (-1, 2.5)]
 
 
 def test_signals_wait_until_the_block_is_left():

@@ -224,12 +224,16 @@ MATH = [    # gold, boxed, reward
     ("2\\sqrt{3}", "2\\sqrt3", 1), ("2\\sqrt{3}", "\\sqrt{12}", 0), ("\\text{Evelyn}", "Evelyn", 1),
     ("\\sqrt{\\frac{\\sqrt{2}}{3}}", "\\sqrt{\\frac{ \\sqrt2 }{3}}", 1), ("3^2", "9", 0), ("5.5", "1 1/2", 0),
     ("a_{b_{c_{d_{e}}}}", "a_{b_{c_{ d_{e} }}}", 1), ("1\\frac{1}{2}", "3/2", 1),
+    ("5\\text{ m}", "5", 1), ("3+4\\mathrm{i}", "3+4", 0), ("3+4\\mathrm{i}", "3+4i", 1),
+    ("2\\mathrm{e}", "2", 0), ("5\\text{ m}.", "5", 1),
+    ("10\\text{ AM}", "10\\text{ PM}", 0), ("10\\text{ a.m.}", "10\\text{ a.m.}", 1),
     ("11", "1 1", 0), ("5", "", 0), ("5", " ", 0), ("9", "9**9**9**9", 0)]
 
 HOW_IT_IS_STORED = [    # MATH-500, MATH, BigMath, DAPO as published and as reprocessed, plain JSONL, a chat
     {"problem": "Half of one?", "solution": "It is \\boxed{3}.", "answer": "\\frac{1}{2}"},
     {"problem": "Half of one?", "solution": "It is \\boxed{1}. No, \\boxed{\\frac{1}{2}}."},
     {"problem": "Half of one?", "answer": "\\frac{1}{2}", "llama8b_solve_rate": .5},
+    {"problem": "Half of one?", "solution": "We get $\\boxed \\frac{1}{2}$."},
     {"prompt": [{"role": "user", "content": "Solve the following math problem step by step. The last …"
                                             "\n\nHalf of one?\n\nRemember to put your answer on its own …"}],
      "reward_model": {"ground_truth": "\\frac{1}{2}", "style": "rule"}},
@@ -413,6 +417,7 @@ def test_a_task_of_ones_own_is_a_file_of_ten_lines(tmp_path):
     (None, "No such file"), ("x =", "SyntaxError.*line 1"), ("1 / 0", "ZeroDivisionError"), ("", "reward"),
     ("def reward(problem, text): pass", "problems"),
     (OWN.replace('"prompt"', '"question"'), "KeyError: 'prompt'"),
+    (OWN + "prompt = lambda problem: 7\n", "TypeError: a prompt must be text, not 7"),
     (OWN.replace("range(10, 100)", "range(3)"), "3 problems, too few")])
 def test_a_file_that_is_no_task_is_named_with_the_reason(tmp_path, text, says):
     path = tmp_path / "mine.py"

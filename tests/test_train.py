@@ -1,5 +1,6 @@
 """python -m pytest tests/test_train.py"""
 import itertools
+import operator
 from collections import Counter
 
 import pytest
@@ -305,6 +306,18 @@ def test_evaluate_counts_strict_loose_and_sampled(tiny_chat):
     assert {(seed, step) for *_, seed, step, _ in sampler.calls} == {(7, -1)}      # and none of training's
     drawn = [range(call[5], call[5] + len(call[0]) * call[1]) for call in sampler.calls[:half] if call[2]]
     assert sorted(i for r in drawn for i in r) == list(range(120))    # no number, so no bits, twice
+
+
+def test_a_prompt_that_no_answer_can_follow_is_named_by_its_text(tiny_chat):
+    """Without a chat template an empty text has no tokens; of the context, 128, 8 are the answer's."""
+    sampler, tokenizer = Sampler(actor(tiny_chat)), checkpoint.open(str(tiny_chat)).tokenizer()
+    tokenizer.chat_template = None
+    task = Task([], [], operator.itemgetter("prompt"), None)
+    longest = {"prompt": "1" * 120}
+    assert [len(p) for p in train.encoded(config(), sampler, task, tokenizer, [longest])] == [120]
+    for text, count in (("", 0), ("1" * 121, 121)):
+        with pytest.raises(ValueError, match=f"prompt '{text[:60]}' has {count} tokens, of 1 to 120 .* 128"):
+            train.encoded(config(), sampler, task, tokenizer, [longest, {"prompt": text}])
 
 
 def test_evaluation_is_repeatable_and_refuses_noise(tiny_chat):
