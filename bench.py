@@ -20,11 +20,13 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import torch
 import transformers
@@ -101,15 +103,27 @@ def main(arguments):
     kinds = {"nvfp4", "bf16"} | ({"hf", "hf-lora"} if args.run is rollout and not args.whole else set())
     if args.run is not gemm and not set(args.quant.split(",")) <= kinds:
         sys.exit(f"--quant {args.quant}: of {', '.join(sorted(kinds))}, separated by commas")
-    info = conditions()
+    info, first = conditions(), os.environ.get("RANK", "0") == "0"
     print(info)
-    records, summary = args.run(args)
-    if os.environ.get("RANK", "0") != "0":
-        return
-    if args.out:
-        with open(args.out, "a") as f:
-            f.writelines(json.dumps(info | r) + "\n" for r in records)
-    print(json.dumps(info | summary))
+    summary = args.run(args, Records(args.out if first else None, info))
+    if first:
+        print(json.dumps(info | summary))
+
+
+class Records(list):
+    """Of what is measured. Each is in the file, with its conditions, before the next is begun."""
+
+    def __init__(self, path, info):
+        super().__init__()
+        try:
+            self.info, self.file = info, open(path, "a", buffering=1) if path else None
+        except OSError as error:
+            sys.exit(f"--out {path}: {error.strerror}")
+
+    def append(self, record):
+        super().append(record)
+        if self.file:
+            self.file.write(json.dumps(self.info | record) + "\n")
 
 
 def numbers(text):
@@ -120,10 +134,13 @@ def conditions():
     import triton
     query = ["nvidia-smi", "--id=0", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     gpu = "cpu" if DEVICE == "cpu" else subprocess.run(query, capture_output=True, text=True).stdout.strip()
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
     # a machine without the repository is told by COMMIT which state it runs
-    commit = os.environ.get("COMMIT") or git.stdout.strip() or "none"
-    return {"gpu": gpu, "torch": torch.__version__, "triton": triton.__version__, "commit": commit}
+    commit = os.environ.get("COMMIT")
+    if not commit and shutil.which("git"):
+        commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True,
+                                cwd=Path(__file__).resolve().parent).stdout.strip()
+    return {"gpu": gpu, "torch": torch.__version__, "triton": triton.__version__,
+            "commit": commit or "none"}
 
 
 def graph_times(kinds, replays=25, at_least=16):
@@ -181,8 +198,8 @@ def clone(packed):
                                counters=packed.counters.clone())
 
 
-def gemm(args):
-    records, names = [], args.shapes.split(",") if args.shapes else SHAPES
+def gemm(args, records):
+    names = args.shapes.split(",") if args.shapes else SHAPES
     asked = {name: (sizes, K, [M for M in rows if M in args.rows or not args.rows])
              for name, (sizes, K, rows) in SHAPES.items() if name in names}
     if not (set(names) <= set(SHAPES) and any(rows for *_, rows in asked.values())):
@@ -218,7 +235,7 @@ def gemm(args):
                   f"{speedup:8.2f} {of_bound:8.2f} {us['lora'] / us['ours']:9.2f}",
                   f"  dx {us['dx']:.1f} µs, {us['dx_bf16'] / us['dx']:.2f}" if "dx" in us else "", flush=True)
         del fours, dense, exact, W
-    return records, {"speedup": {f"{r['shape']} M={r['M']}": round(r["speedup"], 2) for r in records}}
+    return {"speedup": {f"{r['shape']} M={r['M']}": round(r["speedup"], 2) for r in records}}
 
 
 def check_row(what, x, dy, packed, exact, lora):
@@ -289,10 +306,10 @@ def rollout_bound(c, quant, batch, context):
     return batch / (linear + head + (adapters + cached + 8 * batch * V) / BYTES_PER_S)
 
 
-def rollout(args):
+def rollout(args, records):
     print(f"{'model':>6} {'weights':>8} {'B':>4} {'tok/s':>8} {'ms/step':>8} {'of bound':>8} {'peak GB':>8} "
           f"{'slots':>5}")
-    shape, c, records = args.model_shape, memory.config(args.model_shape), []
+    shape, c = args.model_shape, memory.config(args.model_shape)
     prompt = torch.randint(c.vocab_size, (args.context - args.new // 2,)).tolist()
     for quant in args.quant.split(","):
         model = None                                       # the last one's memory first
@@ -311,7 +328,7 @@ def rollout(args):
             print(f"{shape:>6} {quant:>8} {batch:4} {r['tok_s']:8.0f} {r['ms_step']:8.2f} "
                   f"{r.get('of_bound', math.nan):8.2f} {r['peak_gb']:8.1f} {r['slots']:5}", flush=True)
             records.append(r)
-    return records, {"tok_s": {f"{shape} {r['weights']} B={r['batch']}": round(r["tok_s"]) for r in records}}
+    return {"tok_s": {f"{shape} {r['weights']} B={r['batch']}": round(r["tok_s"]) for r in records}}
 
 
 def our_decode(model, prompt, batch, new):
@@ -362,7 +379,7 @@ def hf_decode(model, prompt, batch, new):
 
 # --- step
 
-def step(args):
+def step(args, records):
     global DEVICE
     DEVICE = train.join_ranks(DEVICE)
     rank, ranks = train.rank_and_count()
@@ -370,7 +387,7 @@ def step(args):
         torch.cuda.set_per_process_memory_fraction(args.memory_gb * 1e9 / torch.cuda.mem_get_info()[1])
     print(f"{'model':>6} {'weights':>8} {'step':>4} {'rollout s':>9} {'tok/s':>8} {'update s':>9} "
           f"{'tok/s':>8} {'peak GB':>8} {'planned':>8}")
-    shape, c, records = args.model_shape, memory.config(args.model_shape), []
+    shape, c = args.model_shape, memory.config(args.model_shape)
     B, length = args.prompts * args.samples, args.prompt_length + args.new
     prompts = torch.randint(c.vocab_size, (args.prompts, args.prompt_length)).tolist()
     for quant in args.quant.split(","):
@@ -406,7 +423,7 @@ def step(args):
                   f"{update_s:9.2f} {records[-1]['update_tok_s']:8.0f} {records[-1]['peak_gb']:8.1f} "
                   f"{planned:8.1f}", flush=True)
     train.leave_ranks()
-    return records, {"seconds": {f"{shape} {r['weights']} step {r['step']}":
+    return {"seconds": {f"{shape} {r['weights']} step {r['step']}":
                                  [round(r["rollout_s"], 2), round(r["update_s"], 2)] for r in records}}
 
 

@@ -124,6 +124,8 @@ def main():
                         help="8, 16, 32, 64 or at least 128: STAGES knows no other tiles")
     parser.add_argument("--shapes", help="only these, separated by commas", default=",".join(bench.SHAPES))
     args = parser.parse_args()
+    if wrong := set(args.shapes.split(",")) - set(bench.SHAPES):
+        parser.error(f"--shapes {', '.join(wrong)}: not one of {', '.join(bench.SHAPES)}")
     began, show = time.time(), args.small or args.large
     candidates = narrow_candidates if args.small else large_candidates if args.large else wide_candidates
     rows = [(name, M) for name, (_, _, Ms) in bench.SHAPES.items() if name in SMALL or not args.small

@@ -45,6 +45,33 @@ def test_rollout_times_every_kind_and_batch(tiny_shape, tmp_path, capsys, monkey
         assert last["tok_s"][f"tiny {r['weights']} B={r['batch']}"] == round(r["tok_s"])
 
 
+def test_a_record_is_in_the_log_when_the_next_one_fails(tiny_shape, tmp_path, capsys, monkeypatch):
+    """And a log that cannot be written is told before anything is measured."""
+    decode, log = bench.our_decode, tmp_path / "log.jsonl"
+    monkeypatch.setattr(bench, "our_decode", lambda model, prompt, batch, new: (
+        decode(model, prompt, batch, new) if batch < 3 else 1 / 0))
+    command = "rollout --model-shape tiny --quant bf16 --context 20 --new 6 --batch 1,2,3 --out".split()
+    with pytest.raises(ZeroDivisionError):
+        bench.main([*command, str(log)])
+    assert [json.loads(line)["batch"] for line in log.read_text().splitlines()] == [1, 2]
+    monkeypatch.setattr(bench, "random_model", None)
+    with pytest.raises(SystemExit, match="--out .*nowhere/log: No such file"):
+        bench.main([*command, str(tmp_path / "nowhere" / "log")])
+
+
+def test_the_commit_is_that_of_the_file_and_needs_no_git(tmp_path, monkeypatch):
+    """Wherever it is called from; COMMIT tells it on a machine without the repository."""
+    ours = bench.conditions()["commit"]
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    monkeypatch.chdir(tmp_path)
+    assert bench.conditions()["commit"] == ours != "none"
+    monkeypatch.setenv("COMMIT", "abc")
+    monkeypatch.setenv("PATH", "")
+    assert bench.conditions()["commit"] == "abc"
+    monkeypatch.delenv("COMMIT")
+    assert bench.conditions()["commit"] == "none"
+
+
 def test_hugging_faces_model_has_an_adapter_at_each_projection_if_asked(tiny_shape):
     c = memory.config("tiny")
     for adapted, count in ((False, 0), (True, 7 * c.num_hidden_layers)):
@@ -108,7 +135,7 @@ def test_gemm_needs_a_gpu(monkeypatch):
 @pytest.mark.parametrize("shapes, rows", [("7B gateup", []), ("7B o,7B gateup", []), ("7B o", [3])])
 def test_a_product_that_is_not_in_the_table_is_named(shapes, rows):
     with pytest.raises(SystemExit, match=f"--shapes '{shapes}'.*not in the table of 7B gate_up, "):
-        bench.gemm(argparse.Namespace(shapes=shapes, rows=rows, check=True))
+        bench.gemm(argparse.Namespace(shapes=shapes, rows=rows, check=True), [])
 
 
 @pytest.mark.parametrize("command, asked, known", [("step", "hf", "bf16, nvfp4"),
