@@ -100,6 +100,8 @@ def main(arguments):
     args = parser.parse_args(arguments)
     if args.run is gemm and not torch.cuda.is_available():
         sys.exit("bench.py gemm needs a GPU")
+    if args.run is step and args.memory_gb and DEVICE == "cpu":
+        sys.exit(f"--memory-gb {args.memory_gb:g} caps a GPU's allocator, and there is no GPU")
     kinds = {"nvfp4", "bf16"} | ({"hf", "hf-lora"} if args.run is rollout and not args.whole else set())
     if args.run is not gemm and not set(args.quant.split(",")) <= kinds:
         sys.exit(f"--quant {args.quant}: of {', '.join(sorted(kinds))}, separated by commas")

@@ -418,6 +418,9 @@ def main(arguments):
         task = own(config.task) if config.task.endswith(".py") else TASKS[config.task](*given)
     began = time.perf_counter()
     source = checkpoint.open(config.model)
+    if config.max_new_tokens >= (context := getattr(source.config, "max_position_embeddings", math.inf)):
+        raise ValueError(f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt in the "
+                         f"model's context of {context}: lower it")
     tokenizer, stop_ids = source.tokenizer(), source.stop_ids()
     run = runs.Run(config, quiet=rank_and_count()[0] > 0)
     model = load(source, config.quant, config.rank, config.alpha, device, config.seed)

@@ -22,8 +22,10 @@ def run(*seeds):
     """Train each seed, or those named, with the default flags; keep config and metrics."""
     for seed in map(int, seeds or SEEDS):
         began = time.perf_counter()
-        subprocess.run([sys.executable, "train.py", "--seed", str(seed),
-                        "--out", "runs/quickstart", "--name", f"seed{seed}"], cwd=ROOT, check=True)
+        made = subprocess.run([sys.executable, "train.py", "--seed", str(seed),
+                               "--out", "runs/quickstart", "--name", f"seed{seed}"], cwd=ROOT)
+        if made.returncode:
+            sys.exit(made.returncode)                                       # it has said why
         (LOGS / f"seed{seed}").mkdir(parents=True, exist_ok=True)
         for file in ("config.json", "metrics.jsonl"):
             shutil.copy(ROOT / "runs" / "quickstart" / f"seed{seed}" / file, LOGS / f"seed{seed}" / file)

@@ -126,6 +126,12 @@ def test_the_bound_is_the_notes_table():
             assert bound == pytest.approx(rate, rel=0.03)
 
 
+def test_a_cap_of_memory_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr(bench, "DEVICE", "cpu")
+    with pytest.raises(SystemExit, match="--memory-gb 5 caps a GPU's allocator"):
+        bench.main(["step", "--memory-gb", "5"])
+
+
 def test_gemm_needs_a_gpu(monkeypatch):
     monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="needs a GPU"):

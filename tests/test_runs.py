@@ -684,7 +684,8 @@ def test_a_config_that_cannot_work_is_refused_by_name_and_value(name, value, wor
     ("--test {tmp}/file", "make their own problems and read no file"),
     ("--out {tmp}/file", "file"), ("--loss nonsense", "nonsense"), ("--operands 3", "operands='3'"),
     ("--adapter {tmp}", "adapter_config.json"), ("--group-size 1", "group of 1"),
-    ("--max-new-tokens 500", "the prompt '")])
+    ("--max-new-tokens 128", "--max-new-tokens 128 leaves no room"),
+    ("--max-new-tokens 127", "the prompt '")])
 def test_what_a_user_can_get_wrong_is_one_line_and_exit_code_2(
         tiny_chat, tmp_path, monkeypatch, capsys, flags, words):
     """python train.py …, run in this process."""
