@@ -426,7 +426,7 @@ def step(args, records):
                   f"{planned:8.1f}", flush=True)
     train.leave_ranks()
     return {"seconds": {f"{shape} {r['weights']} step {r['step']}":
-                                 [round(r["rollout_s"], 2), round(r["update_s"], 2)] for r in records}}
+                        [round(r[k], 2) for k in ("rollout_s", "update_s")] for r in records}}
 
 
 def made_up(prompts, samples, new, V):

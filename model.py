@@ -192,9 +192,9 @@ class Decoder(nn.Module):
         tied, head = config.tie_word_embeddings, self.embed_tokens
         if not tied or "lm_head.weight" in source.unread:        # some exports store the tied matrix twice
             head = source.tensor("lm_head.weight", (V, D)).to(device, self.dtype)
-        if tied and not torch.equal(head, self.embed_tokens):
-            raise ValueError(f"{source.path}: lm_head.weight is not the embeddings, to which its config ties "
-                             "it: set tie_word_embeddings there to false")
+            if tied and not torch.equal(head, self.embed_tokens):
+                raise ValueError(f"{source.path}: lm_head.weight is not the embeddings, to which its config "
+                                 "ties it: set tie_word_embeddings there to false")
         self.register_buffer("lm_head", self.embed_tokens if tied else head)
         inv_freq, self.rope_scale = rope_frequencies(config, self.head_dim)
         self.register_buffer("inv_freq", inv_freq.float().to(device))

@@ -277,7 +277,7 @@ def own(path, held_out=32):
     try:
         module = runpy.run_path(path)
         judge, prompt = module["reward"], module.get("prompt", operator.itemgetter("prompt"))
-        always, problems = len(inspect.signature(judge).parameters) > 2, module["problems"]()
+        always, problems = len(inspect.signature(judge).parameters) > 2, list(module["problems"]())
         if odd := [text for text in map(prompt, problems) if not isinstance(text, str)]:
             raise TypeError(f"a prompt must be text, not {odd[0]!r}")
         return _split(problems, held_out, path, None, reward, prompt)

@@ -407,7 +407,7 @@ def test_a_task_of_ones_own_is_a_file_of_ten_lines(tmp_path):
     assert task.prompt(problem) == "What is 8 - 1?" and not [p for p in task.held_out if p in task.train]
     assert [task.reward(problem, text, True) for text in ("7", "8", "x")] == [1, .1, 0]
     assert task.reward(problem, "7", False) == 0, "an answer that the model did not end"
-    path.write_text("def problems():\n    return [{'n': n} for n in range(8)]\n"
+    path.write_text("def problems():\n    yield from ({'n': n} for n in range(8))\n"
                     "prompt = lambda problem: str(problem['n'])\nreward = lambda problem, text, end: -end")
     task = tasks.own(str(path))
     assert task.prompt({"n": 3}) == "3" and [task.reward({}, "", f) for f in (True, False)] == [-1, 0]
