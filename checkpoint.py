@@ -62,14 +62,19 @@ def open(name):                                                  # checkpoint.op
         if not path.is_file():
             raise ValueError(f"{name} is not a file: name a .gguf file that exists")
         return GGUF(path)
-    if not path.is_dir():
-        if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
-            raise ValueError(f"{name} is neither a folder, nor a .gguf file, "
-                             "nor a hub id of the form owner/model")
+    if _on_the_hub(name):
         wanted = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
         path = Path(_readable(name, lambda: huggingface_hub.snapshot_download(name, allow_patterns=wanted),
                               "is not a folder here and could not be fetched from the hub"))
     return Safetensors(path)
+
+
+def _on_the_hub(name):
+    """Else it is a folder. ValueError: neither."""
+    if not (folder := Path(name).is_dir()) and not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
+        raise ValueError(f"{name} is neither a folder, nor a .gguf file, "
+                         "nor a hub id of the form owner/model")
+    return not folder
 
 
 def config_of(name):
@@ -77,6 +82,7 @@ def config_of(name):
     ValueError: as there."""
     if name == "smollm2" or Path(name).suffix == ".gguf":
         return open(name).config
+    _on_the_hub(name)
     return _readable(name, lambda: AutoConfig.from_pretrained(name), "has no config.json that can be read")
 
 
@@ -142,7 +148,8 @@ class Safetensors(Source):
             with _readable(only, lambda: safe_open(only, "pt")) as f:
                 files = dict.fromkeys(f.keys(), only.name)
         elif index.is_file():
-            files = _readable(index, lambda: json.loads(index.read_text())["weight_map"])
+            files = _readable(index, lambda: {
+                k: str(v) for k, v in json.loads(index.read_text())["weight_map"].items()})
         else:
             raise ValueError(f"{folder} has no model.safetensors and no model.safetensors.index.json")
         if missing := sorted({f for f in files.values() if not (folder / f).is_file()}):
@@ -197,18 +204,17 @@ class GGUF(Source):
         self.path, self.folder = path, path.parent
         self.gguf = {"gguf_file": path.name}
         self.reader = reader = _readable(path, lambda: GGUFReader(path), "cannot be read, fetch it again")
+        if (parts := self._field("split.count", 1)) > 1:
+            raise ValueError(f"{path} is one part of {parts}: join them with llama-gguf-split --merge")
         with self.parsed():
             self.config = _readable(path, lambda: AutoConfig.from_pretrained(self.folder, **self.gguf))
-        split = reader.get_field("split.count")
-        if split and split.contents() > 1:
-            raise ValueError(f"{path} is one part of {split.contents()}: join them, llama-gguf-split --merge")
         arch_name = reader.fields["general.architecture"].contents()
         arch = next(a for a, n in MODEL_ARCH_NAMES.items() if n == arch_name)
         self.config.architectures = {"llama": ["LlamaForCausalLM"], "qwen2": ["Qwen2ForCausalLM"],
                                      "qwen3": ["Qwen3ForCausalLM"]}.get(arch_name, [arch_name])
         self.permuted = arch_name == "llama"
         stored = {t.name: t for t in reader.tensors}
-        self._scale_rope(stored.pop("rope_freqs.weight", None), f"{arch_name}.rope.scaling.type")
+        self._scale_rope(stored.pop("rope_freqs.weight", None), f"{arch_name}.rope.")
         short = get_tensor_name_map(arch, self.config.num_hidden_layers)
         self.names = {}
         for name in _names(self.config):
@@ -218,11 +224,16 @@ class GGUF(Source):
                 self.names[name] = stored.pop(gguf_name)
         self.unread = set(self.names) | set(stored)
 
+    def _field(self, key, default):
+        found = self.reader.get_field(key)
+        return found.contents() if found else default
+
     def _scale_rope(self, factors, key):
         """transformers reads no scaling of RoPE from a GGUF. Llama 3's is there as what each frequency is
         divided by; of its formula only the factor differs from model to model. ValueError: another one."""
-        field = self.reader.get_field(key)
-        kind = field.contents() if field else "none"
+        kind = self._field(f"{key}scaling.type", "none")
+        if {self._field(f"{key}scaling.factor", 1), self._field(f"{key}scale_linear", 1)} - {0, 1}:
+            kind = "a factor" if kind == "none" else kind                # llama.cpp takes it as linear
         if factors is not None:
             rope, factors = self.config.rope_parameters, torch.from_numpy(factors.data.copy())
             rope |= dict(rope_type="llama3", factor=factors.max().item(), low_freq_factor=1.0,
@@ -230,7 +241,7 @@ class GGUF(Source):
             scaled = ROPE_INIT_FUNCTIONS["llama3"](self.config, "cpu")[0]                        # (Dh/2,)
             plain = rope["rope_theta"] ** -(torch.arange(len(scaled)) / len(scaled))
             right = len(factors) == len(scaled) and torch.allclose(plain / scaled, factors, rtol=1e-3)
-            kind = "none" if right else "factors that are not Llama 3's"
+            kind = kind if right else "factors that are not Llama 3's"
         if kind != "none":
             raise ValueError(f"{self.path} scales RoPE by {kind}, which is not read from a GGUF: take this "
                              "model's safetensors")

@@ -169,9 +169,10 @@ def load_adapter(model, folder):
             raise ValueError(f"{folder / 'adapter_config.json'} has {key}={config.get(key)!r}; "
                              f"this model takes {value or 'none'}")
     start = config.get("init_lora_weights")
-    if isinstance(start, str) and start not in ("gaussian", "orthogonal", "eva"):
+    if isinstance(start, str) and start not in ("gaussian", "orthogonal", "eva", "mica"):
         raise ValueError(f"{folder / 'adapter_config.json'} has init_lora_weights={start!r}, which changes "
-                         "the base too: in PEFT save it with path_initial_model_for_weight_conversion")
+                         "the base too: PEFT converts most of these as it saves them, see its "
+                         "path_initial_model_for_weight_conversion")
     if stored.keys() != own.keys():
         odd = sorted(stored.keys() ^ own.keys())
         raise ValueError(f"{folder}: {len(odd)} tensors do not match the model's layers, "

@@ -103,7 +103,8 @@ class Run:
                 prompt, answer = texts[b]
                 append(file, dict(step=step, which=which, prompt=prompt, answer=answer, reward=rewards[b],
                                    advantage=advantages[b], segment=self.segment))
-                print(f"    {which:5} {rewards[b]:+.2f}  {prompt!r} → {answer!r}", flush=True)
+        for which, b in (("worst", order[0]), ("best", order[-1])):
+            print(f"    {which:5} {rewards[b]:+.2f}  {texts[b][0]!r} → {texts[b][1]!r}", flush=True)
 
     def save(self, model, optimizer):
         """Write adapter and optimizer as they are after `done` steps, each file whole or not at all.

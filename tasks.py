@@ -76,6 +76,8 @@ FRAC = re.compile(r"(?:([0-9]) ?)?\\[dt]?frac\{ ?(-?[0-9]+) ?\}\{ ?([0-9]+) ?\}"
 MARK = re.compile(r"####[ \t=:*_`(<\\$]*")
 # braces in braces, five deep
 BOXED = re.compile(r"\\boxed *\{(" + r"(?:[^{}]|\{" * 4 + "[^{}]*" + r"\})*" * 4 + r")\}")
+# $\boxed 2$, as MATH has it, up to where the formula ends
+BARE = re.compile(r"\\boxed +((?:\\\$|[^ ${])(?:\\\$|[^$])*?) *(?=\$|\\[])]|\\end)")
 BINARY = re.compile(r"(?:[^\W_]|[)\]}%]|[0-9]\$|[0-9%][ \t]{1,8})\Z")        # a minus behind this takes away
 POWER = re.compile(r"(?:[0-9)]\*\*|[0-9)] \*\* |\^ ?[({]?)\Z")               # "is **bold**" is no power
 RAISED = re.compile(r"\^(?!\{?\\circ)|\*\*[0-9(]| \*\* [0-9(]")              # nor is 90^\circ
@@ -231,7 +233,7 @@ def _latex_problem(record):
     if isinstance(found.get("reward_model"), dict):
         found["reward_model"] = found["reward_model"].get("ground_truth")
     answer = _text(found, "answer", "reward_model", "solution")
-    answer = re.sub(r"\\boxed +([^${][^$]*?) *(?=\$|\Z)", r"\\boxed{\1}", answer)      # MATH has $\boxed 2$
+    answer = BARE.sub(r"\\boxed{\1}", answer)
     gold = (BOXED.findall(answer) or [answer.rpartition("####")[2]])[-1].strip()
     if not 0 < len(gold) <= GOLD:
         raise ValueError(f"its answer must be short (1 to {GOLD} characters) or stand in \\boxed{{…}}")

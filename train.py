@@ -17,6 +17,7 @@
 Needs: all files of this project but bench.py.
 """
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -438,9 +439,10 @@ def main(arguments):
     except (KeyboardInterrupt, SystemExit, BrokenPipeError) as stop:
         if isinstance(stop, BrokenPipeError):           # of `… | tee`, which Ctrl-C ends too: nobody reads on
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not run.quiet:
-            print(f"\nstopped after {run.done} steps; go on with: python train.py --resume {run.folder}",
-                  file=sys.stderr)
+        with contextlib.suppress(BrokenPipeError):
+            if not run.quiet:
+                print(f"\nstopped after {run.done} steps; go on with: python train.py --resume {run.folder}",
+                      file=sys.stderr, flush=True)
         sys.exit(stop.code if isinstance(stop, SystemExit) else 130)
     run.finish()
     leave_ranks()

@@ -127,7 +127,6 @@ def test_a_gguf_of_another_family_or_one_part_of_several_is_refused(tmp_path):
         path = tmp_path / f"{i}.gguf"
         w = gguf.GGUFWriter(path, family)
         w.add_uint16("split.count", parts)
-        w.add_block_count(1)
         w.add_tensor("token_embd.weight", torch.zeros(4, 4).numpy())
         w.write_header_to_file()
         w.write_kv_data_to_file()
@@ -194,8 +193,9 @@ def test_a_whole_file_goes_before_an_index_that_an_older_save_left(tmp_path):
     index.write_text('{"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}')
     assert model.load(str(tmp_path), quant="bf16", rank=2).embed_tokens.shape == (97, 64)
     (tmp_path / "model.safetensors").unlink()
-    index.write_text("{}")
-    refuses(tmp_path, index, "weight_map")
+    for text, words in (("{}", "weight_map"), ('{"weight_map": []}', "list")):
+        index.write_text(text)
+        refuses(tmp_path, index, words)
 
 
 @pytest.mark.parametrize("text", ['{"model": ', "", "{}"])
@@ -269,11 +269,11 @@ def test_a_gguf_file_gives_the_checkpoint_back(tmp_path, family):
     arch = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}[family]
     short = gguf.get_tensor_name_map(arch, 3)
 
-    def write(path, extra=(), scaling=None):
+    def write(path, extra=(), **more):
         w = gguf.GGUFWriter(path, family)
         for key, value in dict(block_count=3, context_length=128, embedding_length=64, feed_forward_length=96,
                                head_count=4, head_count_kv=2, layer_norm_rms_eps=1e-6, rope_freq_base=1e4,
-                               vocab_size=97).items():
+                               vocab_size=97, **more).items():
             getattr(w, f"add_{key}")(value)
         w.add_tokenizer_model("gpt2")
         w.add_token_list([f"t{i}" for i in range(97)])
@@ -286,8 +286,6 @@ def test_a_gguf_file_gives_the_checkpoint_back(tmp_path, family):
             w.add_tensor(f"{short.get_name(stem)}.{suffix}", tensor.numpy())
         for name, tensor in dict(extra).items():
             w.add_tensor(name, tensor.numpy())
-        if scaling:
-            w.add_rope_scaling_type(scaling)
         w.write_header_to_file()
         w.write_kv_data_to_file()
         w.write_tensors_to_file()
@@ -315,7 +313,8 @@ def test_a_gguf_file_gives_the_checkpoint_back(tmp_path, family):
     assert (ours.inv_freq / theirs.inv_freq - 1).abs().max() < 1e-6
     factors[1] = 2
     refuses(write(tmp_path / "odd.gguf", {"rope_freqs.weight": factors}), "not Llama 3's", "safetensors")
-    refuses(write(tmp_path / "yarn.gguf", scaling=gguf.RopeScalingType.YARN), "scales RoPE by yarn")
+    refuses(write(tmp_path / "yarn.gguf", rope_scaling_type=gguf.RopeScalingType.YARN), "scales RoPE by yarn")
+    refuses(write(tmp_path / "linear.gguf", rope_scaling_factor=4.0), "scales RoPE by a factor")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

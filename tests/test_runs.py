@@ -129,10 +129,12 @@ def test_a_stopped_run_saves_its_last_whole_step_and_resumes_to_the_same_end(
     assert len(after.splitlines()) == 6 - done + 1 + (done == 3)      # steps, evaluation at 6, and at 3
 
 
-def test_a_run_whose_output_nobody_reads_any_more_is_saved(whole, tiny_chat, tmp_path):
-    """`python train.py … | tee log`: Ctrl-C ends tee, too, and the next line has no reader."""
+@pytest.mark.parametrize("samples_every", [1, 100])
+def test_a_run_whose_output_nobody_reads_any_more_is_saved(whole, tiny_chat, tmp_path, samples_every):
+    """`python train.py … | tee log`: Ctrl-C ends tee, too, and the next line, a sample's or a step's, has no
+    reader."""
     command = [sys.executable, ROOT / "train.py", *FLAGS, "--model", tiny_chat, "--out", tmp_path,
-               "--name", "run", "--save-every", "100"]
+               "--name", "run", "--save-every", "100", "--samples-every", samples_every]
     run = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while "step    1 " not in run.stdout.readline():
         assert run.poll() is None

@@ -288,6 +288,15 @@ def test_math_without_math_verify_compares_text_and_numbers(gold, boxed, expecte
     assert tasks.math_reward({"answer": gold}, f"{boxed}", True) == 0, "without a box"
 
 
+@pytest.mark.parametrize("solution, gold", [
+    ("so $\\boxed 2$. Then $x$", "2"), ("It is $\\boxed  {5}$.", "5"),
+    ("\\[x = \\boxed 7 \\] Hence $y$", "7"), ("$\\boxed \\$32.50$", "\\$32.50"),
+    ("\\begin{align*} x&=\\boxed \\frac12 \\end{align*}", "\\frac12"),
+    ("no formula: \\boxed 2", "no formula: \\boxed 2")])
+def test_a_box_without_braces_ends_with_its_formula(solution, gold):
+    assert tasks._latex_problem({"problem": "?", "solution": solution})["answer"] == gold
+
+
 @pytest.mark.parametrize("record", HOW_IT_IS_STORED)
 def test_math_reads_the_field_names_of_the_known_datasets(tmp_path, monkeypatch, capsys, record):
     monkeypatch.setattr(tasks.importlib.util, "find_spec", lambda name: None)
