@@ -423,8 +423,8 @@ if __name__ == "__main__":
     flags = parser.parse_args()
     try:
         off = export(**vars(flags))
-    except (ValueError, OSError, SafetensorError) as error:         # the last: a full disk, too
-        print(f"checkpoint.py: {flags.destination}: {error}" if isinstance(error, SafetensorError)
-              else f"checkpoint.py: {error}", file=sys.stderr)
+    except (ValueError, OSError, SafetensorError) as error:     # the last: a full disk, unnamed
+        where = f"{flags.destination}: " * isinstance(error, SafetensorError)
+        print(f"checkpoint.py: {where}{error}", file=sys.stderr)
         sys.exit(2)
     print(f"done: {flags.destination}, whose logits are the model's but for {off:.1e} of their size")

@@ -97,14 +97,14 @@ class Run:
         if self.quiet:
             return
         order = sorted(range(len(rewards)), key=rewards.__getitem__)
-        path = self.folder / "samples.jsonl"
-        with self.writing(path.name), open(path, "ab+", buffering=0) as file:
-            for which, b in (("worst", order[0]), ("best", order[-1])):
-                prompt, answer = texts[b]
-                append(file, dict(step=step, which=which, prompt=prompt, answer=answer, reward=rewards[b],
-                                   advantage=advantages[b], segment=self.segment))
-        for which, b in (("worst", order[0]), ("best", order[-1])):
-            print(f"    {which:5} {rewards[b]:+.2f}  {texts[b][0]!r} → {texts[b][1]!r}", flush=True)
+        kept = [dict(step=step, which=which, prompt=texts[b][0], answer=texts[b][1], reward=rewards[b],
+                     advantage=advantages[b], segment=self.segment)
+                for which, b in (("worst", order[0]), ("best", order[-1]))]
+        with self.writing("samples.jsonl"), open(self.folder / "samples.jsonl", "ab+", buffering=0) as file:
+            for s in kept:
+                append(file, s)
+        for s in kept:                         # behind the file: a reader that is gone is no fault of its own
+            print(f"    {s['which']:5} {s['reward']:+.2f}  {s['prompt']!r} → {s['answer']!r}", flush=True)
 
     def save(self, model, optimizer):
         """Write adapter and optimizer as they are after `done` steps, each file whole or not at all.
