@@ -76,9 +76,9 @@ def quantize(w, method="sweep", global_scale=None):
 def shared_global_scale(*weights):
     """The power of two that lets every block scale of all these weights fit into e4m3. A Python float.
 
-    ValueError: a weight is NaN or infinite (its largest magnitude, which this reads anyway, shows it).
+    ValueError: a weight is NaN or infinite (the largest magnitude, which is read anyway, shows it).
     """
-    amax = max(w.detach().abs().max().item() if w.isfinite().all() else math.nan for w in weights)
+    amax = torch.stack([w.detach().abs().max() for w in weights]).max().item()    # unlike Python's, keeps NaN
     if not math.isfinite(amax):
         bad = sum(int((~w.isfinite()).sum()) for w in weights)
         raise ValueError(f"{bad} weights are NaN or infinite: the checkpoint is damaged, "

@@ -93,47 +93,42 @@ class Config:
     preflight: bool = False             # a step of 32 prompts without update, then advice; exit 3: pointless
 
     def __post_init__(self):
+        def check(name, holds, words):
+            if not holds:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} {words}")
         choices = {"quant": QUANT, "task": TASKS, "loss": grpo.CLIP, "correction": ("none", "bypass", "tis"),
                    "scale": ("group", "none"), "overlong": ("none", "mask", "penalty"),
                    "schedule": ("constant", "linear", "cosine"), "sigma_schedule": aqn.SCHEDULES}
         for name, allowed in choices.items():
-            if getattr(self, name) not in allowed and not (name == "task" and self.task.endswith(".py")):
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be one of "
-                                 f"{', '.join(allowed)}")
+            check(name, getattr(self, name) in allowed or name == "task" and self.task.endswith(".py"),
+                  f"must be one of {', '.join(allowed)}")
         least = dict(steps=0, warmup=0, resample=0, overlong_cache=0, beta=0, sigma_stages=3) | dict.fromkeys(
             ("prompts", "group_size", "max_new_tokens", "updates_per_rollout", "eval_every", "eval_samples",
              "save_every", "samples_every", "mismatch_every", "micro_tokens", "rank", "alpha"), 1)
         for name, bound in least.items():
-            if getattr(self, name) < bound:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least {bound}")
+            check(name, getattr(self, name) >= bound, f"must be at least {bound}")
+        for name in ("clip_low", "clip_high"):
+            check(name, getattr(self, name) is None or getattr(self, name) >= 0, "must be at least 0")
+        check("cispo_max", self.cispo_max > 0, "must be positive: it bounds what a gradient is multiplied by")
         for name in ("sigma_start", "sigma_end") if self.aqn else ():
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be positive and "
-                                 "finite; without noise: --no-aqn")
-        if self.device not in ("", "cpu", "cuda") or self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"--device {self.device} must be cpu, or cuda where torch finds a GPU")
-        if self.rank > 512:
-            raise ValueError(f"--rank {self.rank} must be at most 512, what a GPU's shared memory holds of B")
-        if self.group_size == 1:
-            raise ValueError("--group-size 1 makes a group of 1, which has no mean to compare with")
-        if self.task.endswith(".py") and (self.data or self.test or self.operands):
-            raise ValueError(f"--task {self.task} makes its problems itself: no --data, no --test, "
-                             "no --operands")
+            check(name, 0 < getattr(self, name) < math.inf,
+                  "must be positive and finite; without noise: --no-aqn")
+        check("device", self.device in ("", "cpu") or self.device == "cuda" and torch.cuda.is_available(),
+              "must be cpu, or cuda where torch finds a GPU")
+        check("rank", self.rank <= 512, "must be at most 512, what a GPU's shared memory holds of B")
+        check("group_size", self.group_size > 1, "makes a group of 1, which has no mean to compare with")
+        check("task", not (self.task.endswith(".py") and (self.data or self.test or self.operands)),
+              "makes its problems itself: no --data, no --test, no --operands")
         if self.preflight and self.resume:
             raise ValueError(f"--preflight takes no --resume, but --adapter {self.resume}/adapter")
-        if not self.temperature > 0:
-            raise ValueError(f"--temperature {self.temperature} must be positive, or a group is one answer")
-        if not 0 < self.eval_top_p <= 1:
-            raise ValueError(f"--eval-top-p {self.eval_top_p} must be above 0 and at most 1")
-        if not self.max_grad_norm > 0:
-            raise ValueError(f"--max-grad-norm {self.max_grad_norm} would end every gradient at 0: "
-                             "for no limit say inf")
-        if self.steps % self.updates_per_rollout:
-            raise ValueError(f"--steps {self.steps} must be a multiple of "
-                             f"--updates-per-rollout {self.updates_per_rollout}")
-        if self.loss == "gspo" and self.correction == "bypass":
-            raise ValueError("--loss gspo needs --correction none or tis: with bypass the noise in the ratio "
-                             "of an answer is far beyond gspo's clip of 3e-4 and would silence nearly all")
+        check("temperature", self.temperature > 0, "must be positive, or a group is one answer")
+        check("eval_top_p", 0 < self.eval_top_p <= 1, "must be above 0 and at most 1")
+        check("max_grad_norm", self.max_grad_norm > 0, "would end every gradient at 0: for no limit say inf")
+        check("steps", self.steps % self.updates_per_rollout == 0,
+              f"must be a multiple of --updates-per-rollout {self.updates_per_rollout}")
+        check("loss", not (self.loss == "gspo" and self.correction == "bypass"),
+              "needs --correction none or tis: with bypass the noise in the ratio of an answer is far beyond "
+              "gspo's clip of 3e-4 and would silence nearly all")
 
 
 def train(config, model, task, tokenizer, stop_ids, run):

@@ -164,6 +164,12 @@ def test_a_shared_global_scale_fits_all_and_changes_nothing_else():
     assert torch.equal(torch.cat([a.packed for a in apart]), joined.packed)
     assert torch.equal(torch.cat([bits(a.block_scale) for a in apart]), bits(joined.block_scale))
     assert all(a.global_scale == joined.global_scale for a in apart)
+    for bad in (math.nan, math.inf):                                   # in whichever of them it is
+        for place in range(3):
+            weights = [w.clone() for w in parts]
+            weights[place][0, 0] = bad
+            with pytest.raises(ValueError, match="1 weights are NaN or infinite"):
+                nvfp4.shared_global_scale(*weights)
 
 
 @pytest.mark.parametrize("method", ["rtn", "sweep"])

@@ -660,7 +660,9 @@ def test_a_config_that_cannot_be_read_is_named(copy, text, words):
         "prompts", "group_size", "max_new_tokens", "updates_per_rollout", "eval_every", "eval_samples",
         "save_every", "samples_every", "mismatch_every", "micro_tokens", "rank", "alpha")),
     *((name, -1, "-1 must be at least 0") for name in ("steps", "warmup", "resample", "overlong_cache")),
-    ("beta", -.1, "-0.1 must be at least 0"),
+    ("beta", -.1, "-0.1 must be at least 0"), ("beta", float("nan"), "nan must be at least 0"),
+    ("clip_low", -.5, "-0.5 must be at least 0"), ("clip_high", float("nan"), "nan must be at least 0"),
+    *(("cispo_max", value, f"{value} must be positive: it bounds") for value in (0.0, -1.0, float("nan"))),
     ("rank", 513, "513 must be at most 512"), ("device", "cuda:1", "cuda:1 must be cpu, or cuda"),
     *((name, value, f"{value} must be positive and finite; without noise: --no-aqn")
       for name in ("sigma_start", "sigma_end") for value in (0.0, -1.0, float("inf"), float("nan"))),
