@@ -369,10 +369,10 @@ def hf_model(c, adapted=False):
     return model
 
 
-def hf_decode(model, prompt, batch, new):
-    """The same of model.generate: the time of more tokens less that of a few, after a first call."""
-    ids, seconds, tokens = torch.tensor([prompt] * batch, device=DEVICE), [], min(32, new)
-    for count in (1, 1, 1 + tokens):
+def hf_decode(model, prompt, batch, new, most=32):
+    """The same of model.generate: the time of more tokens, at most `most`, than two, after a first call."""
+    ids, seconds, tokens = torch.tensor([prompt] * batch, device=DEVICE), [], min(most, new)
+    for count in (2, 2, 2 + tokens):                       # two: a decode step is loaded by the first call
         began = clock()
         model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=True, pad_token_id=0)
         seconds.append(clock() - began)

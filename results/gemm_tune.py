@@ -28,7 +28,6 @@ tiles of 64 to 256 rows and 128 or 256 columns, 4 or 8 warps, with the next kern
 import argparse
 import contextlib
 import io
-import json
 import multiprocessing
 import os
 import sys
@@ -126,6 +125,7 @@ def main():
     args = parser.parse_args()
     if wrong := set(args.shapes.split(",")) - set(bench.SHAPES):
         parser.error(f"--shapes {', '.join(wrong)}: not one of {', '.join(bench.SHAPES)}")
+    log = bench.Records(args.out, {})
     began, show = time.time(), args.small or args.large
     candidates = narrow_candidates if args.small else large_candidates if args.large else wide_candidates
     rows = [(name, M) for name, (_, _, Ms) in bench.SHAPES.items() if name in SMALL or not args.small
@@ -138,7 +138,6 @@ def main():
     print(f"{len(jobs)} kernels compiled in {time.time() - began:.0f} s", flush=True)
 
     times = {}, {}                           # without and with LoRA
-    log = open(args.out, "a")
     for name, M in rows:
         sizes, K, _ = bench.SHAPES[name]
         N, packed = sum(sizes), bench.random_packed(sizes, K)
@@ -159,9 +158,8 @@ def main():
         for (tile, with_lora), error in errors.items():
             us = 1e6 * seconds[tile, with_lora] if (tile, with_lora) in seconds else None
             record = {"shape": name, "N": N, "K": K, "M": M, "tile": tile or None, "lora": bool(with_lora)}
-            log.write(json.dumps(record | {"us": us, "error": error}) + "\n")
+            log.append(record | {"us": us, "error": error})
             times[with_lora][(N, K, M, *tile)] = us or float("inf")
-    log.close()
     if show:
         for (N, K, M), t in ((key, t) for key in sorted({k[:3] for k in times[1]}) for t in times):
             found = sorted((us, k[3:]) for k, us in t.items() if k[:3] == (N, K, M))

@@ -45,18 +45,11 @@ def qlora(c):
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]))
 
 
-def sample(model, prompts, new, sampled):
+def sample(model, prompt_length, batch, new, sampled):
     """Seconds of `new` steps of generate, from those of `sampled` steps in the middle of the answers."""
-    shape = len(prompts), prompts.shape[1] + new // 2
-    middle = torch.randint(model.config.vocab_size, shape, device=bench.DEVICE)
+    middle = torch.randint(model.config.vocab_size, (prompt_length + new // 2,)).tolist()
     model.eval()                           # in training, gradient checkpointing would switch the cache off
-    seconds = []
-    for count in (1, 2, 2 + sampled):
-        began = bench.clock()
-        model.generate(input_ids=middle, max_new_tokens=count, min_new_tokens=count, do_sample=True,
-                       pad_token_id=0, use_cache=True)
-        seconds.append(bench.clock() - began)
-    return (seconds[2] - seconds[1]) / sampled * new
+    return bench.hf_decode(model, middle, batch, sampled, sampled)[1] / sampled * new
 
 
 def update(model, optimizer, tokens, prompt_length, micro_tokens):
@@ -82,6 +75,7 @@ def main():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--out")
     args = parser.parse_args()
+    log = bench.Records(args.out, {})
     info = bench.conditions() | {"bitsandbytes": bitsandbytes.__version__, "peft": peft.__version__,
                                  "transformers": transformers.__version__}
     c = memory.config(args.model_shape)
@@ -91,15 +85,13 @@ def main():
     tokens = torch.randint(c.vocab_size, (B, length), device=bench.DEVICE)
     seconds = [update(model, optimizer, tokens, args.prompt_length, args.micro_tokens) for _ in range(2)]
     update_gb = runs.peak_memory_gb()
-    rollout_s = sample(model, tokens[:, :args.prompt_length], args.new, args.sampled)
+    rollout_s = sample(model, args.prompt_length, B, args.new, args.sampled)
     record = info | vars(args) | {
         "shape": args.model_shape, "weights": "hf-nf4", "rollout_s": rollout_s, "update_s": seconds[1],
         "step_s": rollout_s + seconds[1], "rollout_tok_s": B * args.new / rollout_s,
         "update_tok_s": B * length / seconds[1], "update_gb": update_gb,
         "peak_gb": runs.peak_memory_gb()}
-    if args.out:
-        with open(args.out, "a") as file:
-            file.write(json.dumps(record) + "\n")
+    log.append(record)
     print(json.dumps(record))
 
 

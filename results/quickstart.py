@@ -24,6 +24,7 @@ def run(*seeds):
         began = time.perf_counter()
         made = subprocess.run([sys.executable, "train.py", "--seed", str(seed),
                                "--out", "runs/quickstart", "--name", f"seed{seed}"], cwd=ROOT)
+        seconds = round(time.perf_counter() - began)
         if made.returncode:
             sys.exit(made.returncode)                                       # it has said why
         (LOGS / f"seed{seed}").mkdir(parents=True, exist_ok=True)
@@ -32,8 +33,8 @@ def run(*seeds):
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT,
                                 capture_output=True, text=True)
         import torch
-        conditions = dict(seconds=round(time.perf_counter() - began), cores=os.cpu_count(),
-                          torch=torch.__version__, commit=commit.stdout.strip())
+        conditions = dict(seconds=seconds, cores=os.cpu_count(), torch=torch.__version__,
+                          commit=commit.stdout.strip())
         (LOGS / f"seed{seed}" / "conditions.json").write_text(json.dumps(conditions) + "\n")
 
 

@@ -27,7 +27,6 @@ Needs: train.py and what it needs; bench.py, memory.py.
 import argparse
 import dataclasses
 import json
-import os
 import sys
 import tempfile
 import time
@@ -168,11 +167,10 @@ def main(arguments):
     args = vars(parser.parse_args(arguments))
     if args.pop("verb") == "list":
         return [show(name) for name in RECIPES]
-    out = args.pop("out")
-    with open(out or os.devnull, "a") as file:
-        for record in attempt(**args):
-            print(json.dumps(record))
-            print(json.dumps(record), file=file)
+    log = bench.Records(args.pop("out"), {})
+    for record in attempt(**args):
+        print(json.dumps(record))
+        log.append(record)
 
 
 if __name__ == "__main__":
