@@ -60,7 +60,7 @@ def norms(model):
 
 def is_noisy(model):
     """True inside noisy_norms, where nothing may be evaluated or saved as the policy."""
-    return any(getattr(m, "clean_weight", None) is not None for m in norms(model))
+    return any(hasattr(m, "clean_weight") for m in norms(model))
 
 
 @contextmanager
@@ -85,10 +85,10 @@ def noisy_norms(model, sigma, seed, step):
         yield len(changed)
     finally:
         for norm in changed:
-            if getattr(norm, "clean_weight", None) is not None:
+            if hasattr(norm, "clean_weight"):
                 with torch.no_grad():
                     norm.weight.copy_(norm.clean_weight)
-                norm.clean_weight = None
+                del norm.clean_weight
 
 
 if __name__ == "__main__":

@@ -31,12 +31,13 @@ from pathlib import Path
 import torch
 import transformers
 
+import checkpoint
 import fp4_gemm
 import lora
 import memory
 import runs
 import train
-from model import Decoder
+from model import load
 from rollout import Rollout, Sampler
 
 L2_BYTES, BYTES_PER_S, FLOP_PER_S = 60e6, 4.3e12, 790e12
@@ -169,9 +170,9 @@ def graph_times(kinds, replays=25, at_least=16):
     return {name: statistics.median(t[3:]) for name, t in times.items()}
 
 
-def copies(nbytes):
-    """How many weights of nbytes a graph walks over: at least 4, and twice the L2 cache."""
-    return max(4, math.ceil(2 * L2_BYTES / nbytes))
+def copies(weight, clone, nbytes):
+    """The weight and clones of it for a graph to walk over: at least 4, and twice the L2 cache."""
+    return [weight] + [clone(weight) for _ in range(max(4, math.ceil(2 * L2_BYTES / nbytes)) - 1)]
 
 
 def rel_err(y, ref):
@@ -212,8 +213,8 @@ def gemm(args, records):
         N, packed = sum(sizes), random_packed(sizes, K)
         W = fp4_gemm.dequantize(packed)
         lora = (*random_adapter(sizes, K), 1.)
-        fours = [packed] + [clone(packed) for _ in range(copies(packed.words.nbytes) - 1)]
-        dense = [W] + [W.clone() for _ in range(copies(W.nbytes) - 1)]
+        fours = copies(packed, clone, packed.words.nbytes)
+        dense = copies(W, torch.clone, W.nbytes)
         exact = W.double()
         for M in rows:
             x, dy = (torch.randn(M, n, device="cuda", dtype=torch.bfloat16) for n in (K, N))
@@ -258,8 +259,8 @@ def dx(dy, packed):
 
 # --- rollout
 
-class RandomWeights:
-    """A checkpoint.Source of a shape, each tensor made where and when it is read."""
+class RandomWeights(checkpoint.Source):
+    """A checkpoint of a shape, each tensor made where and when it is read."""
 
     unread = set()
 
@@ -271,14 +272,10 @@ class RandomWeights:
             return torch.ones(shape, device=DEVICE)
         return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) * 0.5 * shape[-1]**-.5
 
-    def finish(self):
-        pass
-
 
 def random_model(shape, quant):
     """Random weights and an adapter that is not zero. NVFP4 by round-to-nearest, the sooner to be there."""
-    decoder = Decoder(RandomWeights(shape), {"nvfp4": "rtn", "bf16": None}[quant], 32, 32,
-                      torch.device(DEVICE), torch.Generator().manual_seed(0))
+    decoder = load(RandomWeights(shape), {"nvfp4": "rtn"}.get(quant, quant), 32, 32, DEVICE)
     for layer in lora.lora_layers(decoder).values():
         torch.nn.init.normal_(layer.lora_B, std=0.01)
     lora.refresh(decoder)

@@ -138,7 +138,7 @@ class Safetensors(Source):
     has compressed-tensors' names, and what is stored fused (qkv_proj, gate_up_proj) its parts'."""
 
     def __init__(self, folder):
-        self.path = self.folder = Path(folder)
+        self.path = self.folder = folder
         self.gguf = {}
         if not (folder / "config.json").is_file():
             raise ValueError(f"{folder} has no config.json: name a folder written by save_pretrained")
@@ -166,25 +166,25 @@ class Safetensors(Source):
             if kind not in (*ENDS, ("modelopt", "NVFP4")) or sizes:
                 raise ValueError(f"{file} says {' '.join(map(str, (*kind, *sizes)))}: of quantised weights "
                                  "only NVFP4 in groups of 16 loads; take another checkpoint of this model")
-        self.names = {}                                          # name → file, name in the file, which part
+        self.names = {}                                     # name → file, name in the file, fused, which part
         for stored, file in files.items():
             name = f"{stored}_packed" if f"{stored}_scale" in files else stored          # ModelOpt's codes
             name = name.replace("weight_scale_2", "weight_global_scale")
             fused = next((f for f in FUSED if f in stored), "")
             for i, part in enumerate(FUSED.get(fused, ("",))):
-                self.names[name.replace(fused, part)] = file, stored, i
+                self.names[name.replace(fused, part)] = file, stored, fused, i
         self.unread = {name for name in self.names if not name.endswith(UNUSED)}
         if unused := len(self.names) - len(self.unread):
             print(f"note: {unused} scales of activations or of a kv-cache in {folder} are not used: only the "
                   "weights have 4 bits here", file=sys.stderr, flush=True)
 
     def read(self, name):
-        (file, stored, part), c = self.names[name], self.config
+        (file, stored, fused, part), c = self.names[name], self.config
         path = self.folder / file
         with _readable(path, lambda: safe_open(path, "pt")) as f:
             tensor = _readable(path, lambda: f.get_tensor(stored))
-        if tensor.numel() > 1 and (fused := [f for f in FUSED if f in stored]):
-            heads = [c.num_attention_heads, *[c.num_key_value_heads] * 2] if "qkv" in fused[0] else [1, 1]
+        if fused and tensor.numel() > 1:
+            heads = [c.num_attention_heads, *[c.num_key_value_heads] * 2] if "qkv" in fused else [1, 1]
             rows = len(tensor) // sum(heads)
             return tensor[rows * sum(heads[:part]):rows * sum(heads[:part + 1])].clone()      # frees the rest
         return 1 / tensor if stored.endswith("weight_global_scale") else tensor

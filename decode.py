@@ -251,10 +251,9 @@ def cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
     cos, sin (B, Dh/2) f32. cache: a model.KVCache; row b lives in its slot cache.slots[b]. positions (B,)
     int64, −1 for a row that is over: nothing is written for it and its result is undefined. → (B, H·Dh)
     What is cached before `positions` must be there when the kernel in front of this one starts."""
-    k_cache, v_cache, slots = cache.k[layer], cache.v[layer], cache.slots               # (S, Hkv, L, Dh)
     if qkv.is_cuda:
-        return _cached_attention(qkv, head_norms, cos, sin, k_cache, v_cache, slots, positions, cache.pieces,
-                                 cache.counters)
+        return _cached_attention(qkv, head_norms, cos, sin, cache, layer, positions)
+    k_cache, v_cache, slots = cache.k[layer], cache.v[layer], cache.slots               # (S, Hkv, L, Dh)
     Hkv, _, Dh = k_cache.shape[1:]
     q, k, v = qkv.unflatten(-1, (-1, Dh)).tensor_split((-2 * Hkv, -Hkv), 1)             # (B, heads, Dh)
     if head_norms:
@@ -271,23 +270,24 @@ def cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
     return out.flatten(1)
 
 
-def _cached_attention(qkv, head_norms, cos, sin, k_cache, v_cache, slots, positions, pieces, counters):
-    """pieces: an upper bound of position // SPLIT + 1. counters (≥ B·Hkv,) int32 zeros, zeros again after."""
+def _cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
+    """cache.pieces: at least position // SPLIT + 1. cache.counters: (≥ B·Hkv,) int32 zeros, also after."""
+    k_cache, v_cache, pieces = cache.k[layer], cache.v[layer], cache.pieces
     (B, width), (_, Hkv, length, Dh) = qkv.shape, k_cache.shape
     H = width // Dh - 2 * Hkv
     q_weight, k_weight, eps = head_norms or (None, None, 0.)
     out = qkv.new_empty(B, H * Dh)
     sums = qkv.new_empty(B, Hkv, pieces, H // Hkv, Dh, dtype=torch.float32)
     maxima = qkv.new_empty(B, Hkv, pieces, 2, H // Hkv, dtype=torch.float32)
-    assert counters.numel() >= B * Hkv and pieces * SPLIT < length + SPLIT
+    assert cache.counters.numel() >= B * Hkv and pieces * SPLIT < length + SPLIT
     gpu = torch.cuda.get_device_properties(qkv.device) if qkv.is_cuda else None          # None: interpreter
     sms, shared = (gpu.multi_processor_count, gpu.shared_memory_per_block_optin) if gpu else (132, 2**20)
     # few rows: a whole piece is under way at once. Many: small tiles, so that an SM has several pieces
     few = 4 * B * Hkv <= sms and shared > 200 * 2**10
     half = max(16, triton.next_power_of_2(Dh) // 2)
     _attention_kernel[Hkv, pieces, B](
-        qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, slots, positions, out, sums, maxima,
-        counters, length, Dh**-0.5 * 1.4426950408889634, H, DH=Dh, REP=H // Hkv, SPLIT=SPLIT,
+        qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, cache.slots, positions, out, sums,
+        maxima, cache.counters, length, Dh**-0.5 * 1.4426950408889634, H, DH=Dh, REP=H // Hkv, SPLIT=SPLIT,
         TILE=min((8192 if few else 2048) // half, SPLIT), ROWS=max(8, triton.next_power_of_2(H // Hkv)),
         HALF=half, **_flags(qkv), num_warps=4 if few else 2, num_stages=3)
     return out

@@ -77,7 +77,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, normalizer, loss_type=
     adv = advantages[:, None]                                                             # (B, 1)
     lengths = mask.sum(1).clamp(min=1)                                                    # (B,)
     if loss_type == "gspo":
-        rows, clipped = gspo(log_ratio, adv[:, 0], weights, lengths, low, high)
+        rows, clipped = gspo(log_ratio, advantages, weights, lengths, low, high)
     elif loss_type == "cispo":
         rows, clipped = cispo(log_ratio, adv, torch.where(mask, logprobs, 0), weights, cispo_max)
     else:  # dapo, grpo, dr_grpo
@@ -86,7 +86,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, normalizer, loss_type=
     if beta:
         kl = kl_k3(torch.where(mask, ref_logprobs.detach() - logprobs, 0)).sum(1)         # (B,)
         rows = rows + beta * (kl / lengths if loss_type in ("grpo", "gspo") else kl)
-    return rows.sum() / normalizer, clipped.detach()
+    return rows.sum() / normalizer, clipped
 
 
 def clipped_surrogate(log_ratio, adv, weights, low, high):

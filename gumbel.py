@@ -50,7 +50,7 @@ def sample(logits, temperature, seed, step, sequence, position):
     """
     if _fused(logits):
         return _sample(logits, temperature, seed, step, sequence, position)
-    scaled = logits / temperature if temperature > 0 else logits
+    scaled = logits / (temperature or 1.0)
     noisy = scaled + noise(logits.shape[1], seed, step, sequence, position) if temperature > 0 else scaled
     token = noisy.argmax(-1)
     return token, scaled.gather(1, token[:, None])[:, 0] - scaled.logsumexp(-1)
@@ -131,8 +131,7 @@ def _merge_kernel(found, winner, token, logprob, tiles, TILES: constexpr, PDL: c
 def noise(V, seed, step, sequence, position):
     """(B, V) f32 standard Gumbel noise, B = len(sequence)."""
     block = torch.arange((V + 3) // 4, device=sequence.device)[None]                     # (1, V/4)
-    when = torch.tensor(step & 0xFFFFFFFF, device=block.device)
-    words = philox(seed, block, position[:, None], sequence[:, None], when)
+    words = philox(seed, block, position[:, None], sequence[:, None], step & 0xFFFFFFFF)
     bits = torch.stack(words, -1).flatten(1)[:, :V]                                      # (B, V) 32-bit words
     # 23 bits and the half fit fp32. With 24 the largest would round to 1, and its noise, infinite, would win
     uniform = ((bits >> 9).float() + 0.5) * 2.0**-23
@@ -140,7 +139,7 @@ def noise(V, seed, step, sequence, position):
 
 
 def philox(seed, c0, c1, c2, c3):
-    """Philox-4x32-10: int64 tensors that broadcast, each one 32-bit word of the counter → four words."""
+    """Philox-4x32-10: int64 tensors and ints that broadcast, each one 32-bit word of the counter → four."""
     low = 0xFFFFFFFF
     key0, key1 = seed & low, (seed >> 32) & low
     for _ in range(10):

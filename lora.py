@@ -107,23 +107,16 @@ def disabled(model):
             layer.enabled = True
 
 
-def _parts(name, layer):
-    """One fused layer → (PEFT name, rows of lora_A, rows of lora_B) of each part."""
-    parent, _, own = name.rpartition(".")
-    names = FUSED.get(own, (own,)) if len(layer.splits) > 1 else (own,)
-    row = 0
-    for s, (part, n) in enumerate(zip(names, layer.splits, strict=True)):
-        yield f"{PREFIX}{parent}.{part}", slice(s * layer.rank, (s + 1) * layer.rank), slice(row, row + n)
-        row += n
-
-
 def adapter_tensors(model):
     """PEFT tensor name → view of the parameter (fp32): the rows of one part of one layer."""
     tensors = {}
     for name, layer in lora_layers(model).items():
-        for peft_name, a, b in _parts(name, layer):
-            tensors[f"{peft_name}.lora_A.weight"] = layer.lora_A.data[a]
-            tensors[f"{peft_name}.lora_B.weight"] = layer.lora_B.data[b]
+        parent, _, own = name.rpartition(".")
+        parts = FUSED.get(own, (own,)) if len(layer.splits) > 1 else (own,)
+        A, B = layer.lora_A.data.split(layer.rank), layer.lora_B.data.split(layer.splits)
+        for part, a, b in zip(parts, A, B, strict=True):
+            tensors[f"{PREFIX}{parent}.{part}.lora_A.weight"] = a
+            tensors[f"{PREFIX}{parent}.{part}.lora_B.weight"] = b
     return tensors
 
 

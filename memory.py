@@ -13,7 +13,7 @@
 A GPU's context and the allocator's gaps come on top: about 1 GB. On a GPU only; on a CPU all is fp32, and the
 weights are kept in both forms.
 
-Needs: transformers; model.py, rollout.py, checkpoint.py, fp4_gemm.py for their constants.
+Needs: transformers; checkpoint.py for configs; model.py, rollout.py, fp4_gemm.py for sizes and families.
 """
 
 import argparse

@@ -72,12 +72,12 @@ class FrozenLinear(nn.Module):
         super().__init__()
         self.register_buffer("bias", torch.cat(biases).to(device, dtype) if biases else None)
         parts = [tuple(t.to(device) for t in w) if isinstance(w, tuple) else w.to(device) for w in weights]
-        plain = [w for w in parts if torch.is_tensor(w)]
         if method is None:
             parts = [w if torch.is_tensor(w) else nvfp4.dequantize(w, torch.float32) for w in parts]
             self.dense = fp4_gemm.Dense(torch.cat(parts).to(dtype))
         else:
             # one global scale for what one GEMM reads, as vLLM and TensorRT-LLM require of a checkpoint
+            plain = [w for w in parts if torch.is_tensor(w)]
             shared = plain and nvfp4.shared_global_scale(*plain)
             self.packed = fp4_gemm.pack(*(nvfp4.quantize(w, method, shared) if torch.is_tensor(w) else w
                                           for w in parts))
@@ -322,8 +322,7 @@ def family(config):
         "hidden_act": getattr(config, "hidden_act", "silu") != "silu",
         "mlp_bias": getattr(config, "mlp_bias", False),
         "use_sliding_window": getattr(config, "use_sliding_window", False),
-        "rope_parameters": rope_type not in ("default",
-                                             *(ROPE_INIT_FUNCTIONS.keys() - {"dynamic", "longrope"})),
+        "rope_parameters": rope_type not in {"default", *ROPE_INIT_FUNCTIONS} - {"dynamic", "longrope"},
     }
     for key, bad in refused.items():
         if bad:

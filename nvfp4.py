@@ -60,14 +60,15 @@ def quantize(w, method="sweep", global_scale=None):
     packed = torch.empty(N, K // 2, dtype=torch.uint8, device=w.device)
     block_scale = torch.empty(N, K // BLOCK, dtype=torch.float8_e4m3fn, device=w.device)
     rows = max(1, CHUNK // K) if w.device.type == "cpu" else max(1, 64 * CHUNK // K)
+    grid = torch.tensor(E2M1, device=w.device)
     for n in range(0, N, rows):
         blocks = w[n:n + rows].float().view(-1, K // BLOCK, BLOCK) / global_scale        # (n, K/16, 16)
-        scale = _choose_scale(blocks, SWEEP if method == "sweep" else (0,))              # (n, K/16)
+        magnitude = blocks.abs()
+        scale = _choose_scale(magnitude, SWEEP if method == "sweep" else (0,))           # (n, K/16)
         block_scale[n:n + rows] = scale
         # divide by the rounded scale, the one dequantize() multiplies by
-        magnitude = _nearest_e2m1(blocks.abs() / _divisor(scale.float())[..., None])
-        grid = torch.tensor(E2M1, device=w.device)
-        code = torch.bucketize(magnitude.contiguous(), grid).to(torch.uint8)             # exact: on the grid
+        rounded = _nearest_e2m1(magnitude / _divisor(scale.float())[..., None])
+        code = torch.bucketize(rounded.contiguous(), grid).to(torch.uint8)               # exact: on the grid
         code = (code | (blocks < 0).to(torch.uint8) << 3).view(-1, K)
         packed[n:n + rows] = code[:, 0::2] | code[:, 1::2] << 4
     return NVFP4Tensor(packed, block_scale, torch.tensor(float(global_scale), device=w.device))
@@ -87,15 +88,13 @@ def shared_global_scale(*weights):
     return 2.0 ** max(-126, math.ceil(math.log2(amax / (FP4_MAX * FP8_MAX)))) if amax > 0 else 1.0
 
 
-def _choose_scale(blocks, offsets):
-    """(n, K/16, 16) weights / global_scale → (n, K/16) e4m3, the best of the codes near amax / 6."""
-    nearest = (blocks.abs().amax(-1) / FP4_MAX).clamp(max=FP8_MAX).to(torch.float8_e4m3fn)
-    base = nearest.view(torch.uint8).int()              # e4m3 bytes 0 … 126 are in the order of their values
+def _choose_scale(magnitude, offsets):
+    """(n, K/16, 16) |weights| / global_scale → (n, K/16) e4m3, the best of the codes near amax / 6."""
+    nearest = (magnitude.amax(-1) / FP4_MAX).clamp(max=FP8_MAX).to(torch.float8_e4m3fn)
     if len(offsets) == 1:
         return nearest
-    magnitude = blocks.abs()
-    best = base.clone()
-    least = torch.full_like(magnitude[..., 0], math.inf)
+    base = nearest.view(torch.uint8).int()              # e4m3 bytes 0 … 126 are in the order of their values
+    best, least = base, torch.full_like(magnitude[..., 0], math.inf)
     for offset in offsets:
         code = (base + offset).clamp(0, 126)
         scale = code.to(torch.uint8).view(torch.float8_e4m3fn).float()[..., None]

@@ -57,7 +57,7 @@ class Rollout(NamedTuple):
 
     def rows(self, index):
         """Some rows as a Rollout of their own, cut to the longest of them. index: a range or (n,) int64."""
-        index = torch.as_tensor(list(index) if isinstance(index, range) else index, device=self.tokens.device)
+        index = torch.as_tensor(index, device=self.tokens.device)
         picked = Rollout(*(field[index] for field in self))
         used = int((picked.prompt_lengths + picked.lengths).max())
         return picked._replace(tokens=picked.tokens[:, :used], logprobs=picked.logprobs[:, :used])
@@ -144,14 +144,13 @@ class Sampler:
                     slots = self.stats["slots"] = -(-slots // 2)
                     tqdm.write(f"out of memory while sampling: going on with {slots} sequences at a time")
                     # what ran starts again and draws the same: its random bits come from its number
-                    for row, prompt in reversed(running):
+                    for row, prompt, _ in reversed(running):
                         waiting.appendleft((row, prompt))
                         rollout.lengths[row] = 0
                         rollout.tokens[row, len(prompt):] = 0
                         rollout.logprobs[row] = 0
                 batch = None
-                if self.model.device.type == "cuda":
-                    torch.cuda.empty_cache()     # what the update keeps must not settle where slots were
+                torch.cuda.empty_cache()         # what the update keeps must not settle where slots were
         return rollout.rows(range(B))
 
     def _room(self, length, prefill, top_p):
@@ -188,54 +187,52 @@ class _Batch:
         self.sampler, self.model, self.stats = sampler, sampler.model, sampler.stats
         self.rollout, self.stops, self.limit, self.draw = rollout, stops, limit, draw
         self.cache = KVCache(self.model, slots, rollout.tokens.shape[1])
-        # row i of the batch: its row in the rollout, its slot, the token that goes in next, its position,
-        # where its prompt's last token stands, and the number that its random bits come from
+        # row i of the batch: its row in the rollout, its slot, the token that goes in next, its position, and
+        # the number that its random bits come from
         # (one column more where slots are odd: rows that begin at multiples of 16 bytes have one kernel)
-        self.state = torch.zeros(6, slots + slots % 2, dtype=torch.long, device=self.model.device)
+        self.state = torch.zeros(5, slots + slots % 2, dtype=torch.long, device=self.model.device)
         self.slots = slots
         self.cuda, self.graphs, self.pool = self.model.device.type == "cuda", {}, None
         self.wanted = None                             # by the last chunk of steps: (rows, pieces)
 
     def run(self, waiting, running, wanted, bar):
-        """Until all are over. waiting, running: (row, prompt), taken from the one and kept in the other.
+        """Until all are over. waiting: (row, prompt); those that run are in running, each with its slot.
         wanted: so many free slots are worth a prefill."""
         slots = self.slots
-        free, places, positions = list(range(slots)), [], []        # the last two: of each running row
+        free, positions = list(range(slots)), []                    # positions: of each running row
         while waiting or running:
             if waiting and len(free) >= min(wanted, len(waiting)):
-                new = [waiting.popleft() for _ in range(min(len(free), len(waiting)))]
+                new = [(*waiting.popleft(), free.pop()) for _ in range(min(len(free), len(waiting)))]
                 running += new
-                places += [free.pop() for _ in new]
-                positions += [len(prompt) - 1 for _, prompt in new]
-                self.admit(new, places[-len(new):], len(running))
+                positions += [len(prompt) - 1 for _, prompt, _ in new]
+                self.admit(new, len(running))
             size, steps = len(running), 1
             if self.cuda:                              # one graph for all up to the next power of two
                 size = min(slots, 1 << (size - 1).bit_length())
-                left = [len(p) - 1 + self.limit - at for (_, p), at in zip(running, positions, strict=True)]
-                steps = min(STEPS, max(left))
+                most = max(len(p) - at for (_, p, _), at in zip(running, positions, strict=True))
+                steps = min(STEPS, self.limit - 1 + most)
             size = slots if self.sampler.deterministic else size
             self.state[3, len(running):] = -1          # the rest of them is over
             positions = self.advance(size, max(positions) + steps, steps, bar)[:len(running)]
             going = [i for i, at in enumerate(positions) if at >= 0]
             if len(going) < len(running):
                 bar.update(len(running) - len(going))
-                free += [place for place, at in zip(places, positions, strict=True) if at < 0]
-                running[:], places, positions = ([x[i] for i in going] for x in (running, places, positions))
+                free += [slot for (*_, slot), at in zip(running, positions, strict=True) if at < 0]
+                running[:], positions = ([x[i] for i in going] for x in (running, positions))
                 self.state[:, :len(going)] = self.state[:, torch.tensor(going, dtype=torch.long)]
             if not bar.disable:
                 rate = int(self.rollout.lengths.sum()) / max(bar.format_dict["elapsed"], 1e-9)
                 bar.set_postfix_str(f"{len(running)} running, {rate:.0f} tok/s", refresh=False)
 
-    def admit(self, new, places, size):
-        """Prefill new rows' prompts into their slots, and make them the last of `size` rows."""
+    def admit(self, new, size):
+        """Prefill the prompts of new (row, prompt, slot)s, and make them the last of `size` rows."""
         began, device = time.perf_counter(), self.state.device
         first = self.draw[3]
-        state = [(row, place, prompt[-1], len(prompt) - 1, len(prompt) - 1, first + row)
-                 for (row, prompt), place in zip(new, places, strict=True)]
+        state = [(row, slot, prompt[-1], len(prompt) - 1, first + row) for row, prompt, slot in new]
         self.state[:, size - len(new):size] = torch.tensor(state, device=device).T
         slots_of = {}                                  # prompt → its rows' slots
-        for (_, prompt), place in zip(new, places, strict=True):
-            slots_of.setdefault(tuple(prompt[:-1]), []).append(place)
+        for _, prompt, slot in new:
+            slots_of.setdefault(tuple(prompt[:-1]), []).append(slot)
         prompts = sorted((p for p in slots_of if p), key=len)
         while prompts:
             fit = 1 if self.sampler.deterministic else max(1, PREFILL_TOKENS // len(prompts[-1]))
@@ -286,13 +283,13 @@ class _Batch:
 
     def step(self, size, pieces):
         """One token more for each row that is not over."""
-        rows, self.cache.slots, last, positions, begin, number = self.state[:, :size]
+        rows, self.cache.slots, last, positions, number = self.state[:, :size]
         self.cache.pieces = pieces
         temperature, seed, step, _, top_p = self.draw
         logits = self.model.logits(self.model(last[:, None], positions[:, None], self.cache)[:, 0])
         if top_p < 1:
             logits = gumbel.nucleus(logits, temperature, top_p)
-        token, logprob = gumbel.sample(logits, temperature, seed, step, number, positions - begin)
+        token, logprob = gumbel.sample(logits, temperature, seed, step, number, self.rollout.lengths[rows])
         gumbel.append(token, logprob, rows, positions, self.stops, self.limit, last, self.rollout)
 
     def clock(self, name, began):

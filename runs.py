@@ -103,7 +103,7 @@ class Run:
         with self.writing("samples.jsonl"), open(self.folder / "samples.jsonl", "ab+", buffering=0) as file:
             for s in kept:
                 append(file, s)
-        for s in kept:                         # behind the file: a reader that is gone is no fault of its own
+        for s in kept:                  # not inside writing(): a reader that is gone is not the file's fault
             print(f"    {s['which']:5} {s['reward']:+.2f}  {s['prompt']!r} → {s['answer']!r}", flush=True)
 
     def save(self, model, optimizer):
@@ -191,7 +191,7 @@ class Run:
 
     def stop_if_diverged(self, history, sampled, advantages):
         """ValueError after five skipped steps in a row; the answers of the last are kept, to look at."""
-        if len(history) < 5 or not all(r.get("skipped") for r in history[-5:]):
+        if sum("skipped" in r for r in history[-5:]) < 5:
             return
         path = self.folder / f"rollout-{self.done}.safetensors"
         tensors = {k: v.contiguous().cpu() for k, v in sampled._asdict().items()} | {"advantages": advantages}
@@ -231,10 +231,9 @@ class Run:
             "training would be pointless" if pointless else "ready to train"))
         if not self.quiet:
             print(text, flush=True)
-            if not self.metrics.seek(0, os.SEEK_END):                # no run: the folder goes as it came
-                (self.folder / "metrics.jsonl").unlink()
-                with suppress(OSError):
-                    self.folder.rmdir()
+            (self.folder / "metrics.jsonl").unlink()                 # empty: the folder goes as it came
+            with suppress(OSError):
+                self.folder.rmdir()
         return 3 if pointless else 0
 
     def finish(self):
@@ -257,7 +256,7 @@ def diagnose(records, needed=5, seen="five steps"):
     if len(recent) == needed and all(r["finished"] == 0 for r in recent):
         yield "unfinished", (f"{seen} in which no answer ended: raise --max-new-tokens, or check that the "
                              "model's chat template and end token are the ones it was trained with.")
-    if recent and recent[-1].get("skipped"):
+    if recent and "skipped" in recent[-1]:
         yield "skipped", ("the loss or gradient was NaN or infinite, and the step was skipped: "
                           "if that comes again, try a lower --lr.")
     if recent and not (recent[-1].get("mismatch") or 1) <= 1.05:                # NaN is not either
@@ -345,7 +344,7 @@ def line(record):
             f"gen {r['rollout_s']:.1f}s {r['rollout_tok_s']:.0f} tok/s | "
             f"train {r['update_s']:.1f}s {r['update_tok_s']:.0f} tok/s | {r['memory_gb']:.1f} GB"
             + (f" of {r['planned_gb']:.1f} planned" if "planned_gb" in r else "")
-            + " | skipped" * bool(r.get("skipped")))
+            + " | skipped" * ("skipped" in r))
     return text.replace("nan%", "–").replace("nan", "–")
 
 

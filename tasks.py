@@ -232,8 +232,7 @@ def _latex_problem(record):
         found["prompt"] = found["prompt"][-1]["content"]
     if isinstance(found.get("reward_model"), dict):
         found["reward_model"] = found["reward_model"].get("ground_truth")
-    answer = _text(found, "answer", "reward_model", "solution")
-    answer = BARE.sub(r"\\boxed{\1}", answer)
+    answer = BARE.sub(r"\\boxed{\1}", _text(found, "answer", "reward_model", "solution"))
     gold = (BOXED.findall(answer) or [answer.rpartition("####")[2]])[-1].strip()
     if not 0 < len(gold) <= GOLD:
         raise ValueError(f"its answer must be short (1 to {GOLD} characters) or stand in \\boxed{{…}}")
@@ -242,9 +241,10 @@ def _latex_problem(record):
 
 def math_reward(problem, text, finished, equal=None):
     """equal(gold, answer) is asked where neither the texts are equal nor both are numbers."""
-    pair = [problem["answer"], *BOXED.findall(text[-READ:])[-1:]]
-    if not finished or not pair[-1].strip() or len(pair) < 2:
+    boxed = BOXED.findall(text[-READ:])
+    if not finished or not boxed or not boxed[-1].strip():
         return 0.0
+    pair = problem["answer"], boxed[-1]
     one, other = map(_plain, pair)
     numbers = [match and _value(match) for match in map(NUMBER.fullmatch, map(_tail, (one, other)))]
     if one == other or None not in numbers:

@@ -159,7 +159,7 @@ def train(config, model, task, tokenizer, stop_ids, run):
                     stats["planned_gb"] = planned = max(planned, plan.peak / 1e9)
                 history.append(stats)
                 run.done, run.whole, phase = step + config.updates_per_rollout, True, "sampling"
-                run.log("step", step, history[-1])
+                run.log("step", step, stats)
                 if due(config, config.samples_every, step):
                     run.sample(step, texts, rewards.tolist(), advantages.tolist())
                 run.warn(history)
@@ -246,7 +246,7 @@ def update(config, model, optimizer, sampled, advantages):
     for number in range(config.updates_per_rollout):
         now = backward(config, model, sampled, advantages, old, first=number == 0)
         through, loss = through + now.pop("tokens"), now.pop("loss")
-        stats = now if number == 0 else stats | dict(clip_fraction=now["clip_fraction"])
+        stats = now | stats | dict(clip_fraction=now["clip_fraction"])
         if now["rows"] == 0:
             break                                        # no advantage: AdamW's momentum alone would move it
         stats["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
@@ -271,30 +271,30 @@ def backward(config, model, sampled, advantages, old, first=True):
     total = torch.zeros(7, dtype=torch.float64, device=model.device)
     for micro in sampled.micro_batches(rows, config.micro_tokens):
         part = sampled.rows(micro)
-        mask = answer_mask(part.tokens, part.prompt_lengths, part.lengths)
-        logprobs, entropy = model.logprobs(part.tokens, part.prompt_lengths, part.lengths, config.temperature)
+        where = part.tokens, part.prompt_lengths, part.lengths
+        mask = answer_mask(*where)
+        logprobs, entropy = model.logprobs(*where, config.temperature)
         before = logprobs.detach() if first and config.correction != "bypass" else old[micro, :mask.shape[1]]
         old[micro, :mask.shape[1]] = before
         weights = grpo.importance_weights(before, part.logprobs) if config.correction == "tis" else None
-        reference = None
+        reference = logprobs.detach()                                    # without beta: a KL of 0
         if config.beta:
             with lora.disabled(model), torch.no_grad():
-                reference, _ = model.logprobs(part.tokens, part.prompt_lengths, part.lengths,
-                                              config.temperature)
+                reference, _ = model.logprobs(*where, config.temperature)
         loss, clipped = grpo.policy_loss(logprobs, before, advantages[micro], mask, normalizer, config.loss,
                                          weights, config.clip_low, config.clip_high, config.cispo_max,
                                          reference, config.beta)
         loss.backward()
         with torch.no_grad():
             drift = (logprobs - part.logprobs)[mask]                     # ln(clean trainer / noisy sampler)
-            kl = (logprobs - reference)[mask].sum() if config.beta else drift.sum() * 0        # k1
+            kl = (logprobs - reference)[mask].sum()                      # k1
             total += torch.stack([mask.sum(), entropy.sum(), grpo.kl_k3(drift).sum(), clipped, kl,
                                   (part.prompt_lengths + part.lengths).sum(), loss])
     all_sum(grads)
     tokens, entropy, kl_noise, clipped, kl, through, loss = all_sum(total).tolist()
-    mean = [x / tokens if tokens else None for x in (entropy, kl_noise, clipped, kl)]
-    return dict(zip(("entropy", "kl_noise", "clip_fraction", "kl_reference"), mean, strict=True),
-                grad_norm=None, rows=int(all_sum(torch.tensor(len(rows)))), tokens=through, loss=loss)
+    sums = dict(entropy=entropy, kl_noise=kl_noise, clip_fraction=clipped, kl_reference=kl)
+    return {k: x / tokens if tokens else None for k, x in sums.items()} | dict(
+        grad_norm=None, rows=int(all_sum(torch.tensor(len(rows)))), tokens=through, loss=loss)
 
 
 def fresh_gradients(model):
@@ -307,15 +307,15 @@ def fresh_gradients(model):
 
 
 @torch.no_grad()
-def measure_mismatch(config, model, sampled, rows=64):
-    """mean exp|Δ ln π|, sampler against trainer on equal weights and noise: 1 is perfect. Measured on answers
-    in equal distances, up to twice `rows`."""
-    ratios, every = [], max(1, len(sampled.tokens) // rows)
+def measure_mismatch(config, model, sampled):
+    """mean exp|Δ ln π|, sampler against trainer on equal weights and noise: 1 is perfect. Measured on fewer
+    than 128 answers, in equal distances."""
+    ratios, every = [], max(1, len(sampled.tokens) // 64)
     for micro in sampled.micro_batches(torch.arange(0, len(sampled.tokens), every), config.micro_tokens):
         part = sampled.rows(micro)
-        logprobs, _ = model.logprobs(part.tokens, part.prompt_lengths, part.lengths, config.temperature)
-        mask = answer_mask(part.tokens, part.prompt_lengths, part.lengths)
-        ratios.append((logprobs - part.logprobs)[mask].abs().exp())
+        where = part.tokens, part.prompt_lengths, part.lengths
+        logprobs, _ = model.logprobs(*where, config.temperature)
+        ratios.append((logprobs - part.logprobs)[answer_mask(*where)].abs().exp())
     return torch.cat(ratios).mean().item()
 
 
@@ -324,7 +324,7 @@ def evaluate(config, sampler, task, tokenizer, stop_ids):
     mean over sampled answers (pass@1 at the training temperature, of the nucleus of eval_top_p)."""
     assert not aqn.is_noisy(sampler.model), "evaluation under noise measures another policy"
     rank, ranks = rank_and_count()
-    began, right, size = time.perf_counter(), torch.zeros(4, dtype=torch.float64), 32
+    began, right, size = time.perf_counter(), torch.zeros(3, dtype=torch.float64), 32
     for start in range(rank * size, len(task.held_out), ranks * size):
         problems = task.held_out[start:start + size]
         prompts = encoded(config, sampler, task, tokenizer, problems)
@@ -336,11 +336,11 @@ def evaluate(config, sampler, task, tokenizer, stop_ids):
             for b, ids in enumerate(sampled.answers()):
                 text, problem = tokenizer.decode(ids, skip_special_tokens=True), problems[b // G]
                 reward = task.reward(problem, text, bool(sampled.finished[b]))
-                right += torch.tensor([0, 0, reward / G, 0] if temperature else
-                                      [reward, task.reward(problem, text, True), 0, 1])
-    strict, loose, drawn, count = all_sum(right).tolist()
+                right += torch.tensor([0, 0, reward / G] if temperature else
+                                      [reward, task.reward(problem, text, True), 0])
+    (strict, loose, drawn), count = all_sum(right).tolist(), len(task.held_out)
     return dict(eval_greedy=strict / count, eval_greedy_loose=loose / count, eval_sampled=drawn / count,
-                problems=int(count), rollout_s=time.perf_counter() - began)
+                problems=count, rollout_s=time.perf_counter() - began)
 
 
 def preflight(config, model, task, tokenizer, stop_ids, run):
@@ -405,8 +405,9 @@ def all_sum(tensor):
 def main(arguments):
     config = runs.parse_cli(Config, arguments)
     device = join_ranks(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if config.prompts % rank_and_count()[1]:
-        raise ValueError(f"--prompts {config.prompts} must be a multiple of the {rank_and_count()[1]} ranks")
+    rank, ranks = rank_and_count()
+    if config.prompts % ranks:
+        raise ValueError(f"--prompts {config.prompts} must be a multiple of the {ranks} ranks")
     given = config.data, config.operands
     if config.test:
         task = tested(config.task, config.test, *given, trains=bool(config.steps or config.preflight))
@@ -418,7 +419,7 @@ def main(arguments):
         raise ValueError(f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt in the "
                          f"model's context of {context}: lower it")
     tokenizer, stop_ids = source.tokenizer(), source.stop_ids()
-    run = runs.Run(config, quiet=rank_and_count()[0] > 0)
+    run = runs.Run(config, quiet=rank > 0)
     model = load(source, config.quant, config.rank, config.alpha, device, config.seed)
     model.gradient_checkpointing = config.gradient_checkpointing
     if config.adapter and not run.saved():

@@ -195,7 +195,7 @@ class Whole(lora.LoRALinear):
 
     def __init__(self, layer):
         torch.nn.Module.__init__(self)
-        self.base, self.enabled = layer.base, True
+        self.base = layer.base
         self.weight = torch.nn.Parameter(layer.base.dense.weight.to(torch.float32, copy=True))
 
     def refresh(self):

@@ -110,7 +110,7 @@ def measured(name):
     return [r for r in tables.read("recipes") if r["recipe"] == name and r["kind"] == "step"][-1]
 
 
-class StandIn(bench.RandomWeights, checkpoint.Source):
+class StandIn(bench.RandomWeights):
     """What checkpoint.open would return, but for its ends, every new'th id."""
 
     def tokenizer(self):
@@ -140,8 +140,7 @@ def attempt(name, data, steps, new, **changes):
         run, load_s = runs.Run(config), time.perf_counter() - began
         run.banner(model, tried, load_s)
         train.train(config, model, tried, tokenizer, stop_ids, run)
-        records = [r | dict(seconds=r["rollout_s"] + r["update_s"], peak_gb=r["memory_gb"])
-                   for r in runs.read(run.folder).values() if r["kind"] == "step"]
+        records = [r for r in runs.read(run.folder).values() if r["kind"] == "step"]
     config = dataclasses.replace(config, **SAMPLED)
     evaluated = train.evaluate(config, Sampler(model), tried, tokenizer, stop_ids)
     records.append(dict(kind="eval", step=steps) | evaluated)

@@ -104,8 +104,8 @@ def recipes():
     records = {r["recipe"]: r for r in read("recipes") if r["kind"] == "step" and r["step"]}
     head("recipe", "answers a step", "mean length", "rollout s", "update s", "peak GB", "planned")
     for name, r in records.items():
-        print(f"| `{name}` | {r['flags']['prompts']} × {r['flags']['group_size']} | {r['length']:.0f} "
-              f"| {r['rollout_s']:.1f} | {r['update_s']:.1f} | {r['peak_gb']:.1f} | {r['planned_gb']:.1f} |")
+        print(f"| `{name}` | {r['flags']['prompts']} × {r['flags']['group_size']} | {r['length']:.0f} |",
+              *(f"{r[key]:.1f} |" for key in ("rollout_s", "update_s", "memory_gb", "planned_gb")))
     note(records.values(), "the second of two steps of at most 256 new tokens, on random weights. By `python "
          "results/recipes.py try NAME --data train.jsonl --out FILE.jsonl`, log in "
          "`results/recipes_bench.jsonl`.")

@@ -128,13 +128,12 @@ def interpreted():
                                               (2, 1, 128, False, [1023, 1024, 1300])):      # a fifth piece
         length = max(positions) + 1
         qkv, norms, cos, sin, cache, _, at = decode_step(H, Hkv, Dh, positions, length, head_norms)
-        k, v, live = cache.k[1].clone(), cache.v[1].clone(), at >= 0
+        twin, live = SimpleNamespace(**vars(cache) | dict(k=cache.k.clone(), v=cache.v.clone())), at >= 0
         plain = decode.cached_attention(qkv, norms, cos, sin, cache, 1, at)
-        ours = decode._cached_attention(qkv, norms, cos, sin, k, v, cache.slots, at, cache.pieces,
-                                        cache.counters)
+        ours = decode._cached_attention(qkv, norms, cos, sin, twin, 1, at)
         same(ours[live], plain[live], 4e-6)
-        same(k, cache.k[1], 4e-6)
-        same(v, cache.v[1], 0)
+        same(twin.k, cache.k, 4e-6)
+        same(twin.v, cache.v, 0)
         assert not cache.counters.any()
 
 

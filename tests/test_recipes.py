@@ -97,7 +97,7 @@ def test_try_trains_and_leaves_nothing_behind(name, problems, tokenizer, tmp_pat
     for r in records[:2]:
         assert 0 < r["rows"] < 48 and 0 < r["finished"] < 1 and "skipped" not in r
         assert r["grad_norm"] > 0 and math.isfinite(r["grad_norm"]) and r["signal"] > 0
-        assert r["seconds"] > 0 < r["peak_gb"] and r["planned_gb"] > 0 and r["longest_prompt"] > 20
+        assert r["rollout_s"] > 0 < r["memory_gb"] and r["planned_gb"] > 0 and r["longest_prompt"] > 20
     assert records[0]["sigma"] == 0 < records[1]["sigma"] and records[2]["problems"] == 4
     assert evaluated == [(1, 1, 1)] * 2 + [(8, .6, .95)]
     changed = dict(steps=2, max_new_tokens=12, data=str(problems), prompts=3, group_size=16)
