@@ -96,7 +96,7 @@ def _rows(x):
 def _row(x):
     """A program has a whole row."""
     D = x.shape[-1]
-    return {"D": D, "TILE": triton.next_power_of_2(D), "num_warps": 8 if D > 1024 else 4}
+    return {"D": D, "TILE": triton.next_power_of_2(D), "num_warps": 8 if D > 1024 else 2}
 
 
 @jit
@@ -285,9 +285,10 @@ def _cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
     # few rows: a whole piece is under way at once. Many: small tiles, so that an SM has several pieces
     few = 4 * B * Hkv <= sms and shared > 200 * 2**10
     half = max(16, triton.next_power_of_2(Dh) // 2)
+    scale = Dh**-0.5 * 1.4426950408889634                # log2(e): the kernel's exponentials are powers of 2
     _attention_kernel[Hkv, pieces, B](
         qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, cache.slots, positions, out, sums,
-        maxima, cache.counters, length, Dh**-0.5 * 1.4426950408889634, H, DH=Dh, REP=H // Hkv, SPLIT=SPLIT,
+        maxima, cache.counters, length, scale, H, DH=Dh, REP=H // Hkv, SPLIT=SPLIT,
         TILE=min((8192 if few else 2048) // half, SPLIT), ROWS=max(8, triton.next_power_of_2(H // Hkv)),
         HALF=half, **_flags(qkv), num_warps=4 if few else 2, num_stages=3)
     return out

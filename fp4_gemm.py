@@ -51,7 +51,7 @@ try:
     from triton import jit
     from triton.language import constexpr
     from triton.tools.tensor_descriptor import TensorDescriptor
-    # what _few_rows loads: 2.1 instructions a weight. Triton 3.8 takes it through shared memory, and 3.4
+    # what _few_rows loads: 2.1 instructions a weight. Triton from 3.8 on goes through shared memory: 3.4
     INTO_REGISTERS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
 except ImportError:      # the CPU path needs no triton
     jit, constexpr = (lambda kernel=None, **options: kernel or jit), int
@@ -355,12 +355,13 @@ def _tile(M, N, K, sms, generation, deterministic=False, rank=0):
 
 
 def _shrink_tile(M, K, plain, direct=False):
-    """→ TILE_M, SPLIT_K, stages of LoRA's kernel. A short row has five steps under way at once, and no sum.
+    """→ TILE_M, SPLIT_K, stages, warps of LoRA's kernel. A short row has five steps under way, and no sum.
     A packed weight comes while this kernel runs; a Dense's cuBLAS call waits for it, so it is cut finer. In
     front of a direct one it has little shared memory: an SM must be idle to divide that and L1 anew."""
     if K < 8 * COLS:
-        return 16, 1, 6
-    return 16 if plain or M <= 16 else 32, min(28, triton.cdiv(K, 256)), 2 if direct else 3
+        return 16, 1, 6, 4
+    tile_m = 8 if M <= 8 else 16 if plain or M <= 16 else 32
+    return tile_m, min(28, triton.cdiv(K, 256)), 2 if direct else 3, 4 if tile_m == 32 else 2
 
 
 def _fused(x, packed, bias, lora_A, lora_B, splits, scale, tile):
@@ -375,7 +376,7 @@ def _fused(x, packed, bias, lora_A, lora_B, splits, scale, tile):
     xa, rank = None, 0
     if lora_A is not None:
         R, rank = lora_A.shape[0], lora_A.shape[0] // len(splits)
-        xa_m, xa_split, xa_stages = _shrink_tile(M, K, plain, not plain and tile[2] == 1)
+        xa_m, xa_split, stages, warps = _shrink_tile(M, K, plain, not plain and tile[2] == 1)
         grid = (triton.cdiv(M, xa_m), triton.cdiv(R, 32), xa_split)
         assert xa_split == 1 or grid[0] * grid[1] <= 2048, f"{M} rows, lora_A of {R}: too many for a launch"
         # it lives on beside the sums below: the two kernels overlap, and what is free the allocator hands on
@@ -383,7 +384,7 @@ def _fused(x, packed, bias, lora_A, lora_B, splits, scale, tile):
         both = x.new_empty(M, K + R) if plain else None
         xa = both[:, K:] if plain else x.new_empty(M, R)
         _shrink_kernel[grid](x, lora_A, xa, both, xa_sums, packed.counters, M, R, K, xa.stride(0), scale,
-                             TILE_M=xa_m, SPLIT_K=xa_split, **flags, num_stages=xa_stages)
+                             TILE_M=xa_m, SPLIT_K=xa_split, **flags, num_stages=stages, num_warps=warps)
         if plain:
             return F.linear(both, packed.wide, bias), xa
     tile_m, split, stages, whole, tile_n = tile
@@ -396,7 +397,7 @@ def _fused(x, packed, bias, lora_A, lora_B, splits, scale, tile):
     sums = x.new_empty(parts, tile_m * tile_n, dtype=torch.float32)
     tma = tile_m >= 32 and generation in (0, 9, 10)
     box = [tile_m, COLS // 2 if tile_m >= 64 else COLS]                               # as PARTS in the kernel
-    near = tile_m == 8 and generation != 10 and tiles_n <= 2 * sms                      # else: x row by row
+    near = tile_m == 8 and generation != 10 and tiles_n <= 2 * sms               # more tiles lost: up to 11 %
     _linear_kernel[grid](TensorDescriptor(x, [M, K], [K, 1], box) if tma else x, packed.words, packed.scales,
                          packed.global_scales, bias, xa, lora_B, y, sums, packed.counters, M, N, K, tiles_k,
                          EXPONENT, TILE_M=tile_m, TILE_N=tile_n, SPLIT_K=split, WHOLE=whole, RANK=rank,

@@ -251,7 +251,7 @@ def interpreted():
     with mock.patch.object(fp4_gemm, "_gpu", return_value=(0, 0)):       # so few SMs: another order of k
         assert torch.equal(each_column(p, (8, 1, 3, 0, 64)), exact(q))
     for M, sizes, K, rank, tile in [
-            (1, (70, 33, 5), 208, 5, (8, 2, 3, 0, 64)), (9, (64, 1), 1024, 16, (8, 3, 3, 0, 64)),
+            (1, (70, 33, 5), 1040, 5, (8, 2, 3, 0, 64)), (9, (64, 1), 1024, 16, (8, 3, 3, 0, 64)),
             (7, (70, 180), 592, 5, (8, 2, 1, 0, 64)), (33, (64,), 512, 3, (32, 2, 3, 0, 64)),
             (35, (130,), 592, 17, (64, 3, 3, 1, 64)), (260, (70, 180), 592, 5, (256, 2, 3, 1, 128))]:
         x, packed, W, bias, lora_A, lora_B = layer = adapted_layer(M, sizes, K, rank)
@@ -321,10 +321,11 @@ def compiled_for(cc):
             per_weight = len(loop) * 32 * 8 / (128 * 128)
             assert 2 < per_weight < 4, f"{per_weight:.2f} instructions a weight for 256 rows of x"
             check_registers_of_wgmma(loop, True, 1)
-    for K, beside in itertools.product((576, 18944), ({"both": None}, {"PDL": False}, {})):    # packed, plain
-        tile_m, split, stages = fp4_gemm._shrink_tile(64, K, "both" not in beside)
+    rows = (64, 576), (8, 18944), (64, 18944)
+    for (M, K), beside in itertools.product(rows, ({"both": None}, {"PDL": False}, {})):       # packed, plain
+        tile_m, split, stages, warps = fp4_gemm._shrink_tile(M, K, "both" not in beside)
         tile = common | {"TILE_M": tile_m, "SPLIT_K": split} | beside
-        build(fp4_gemm._shrink_kernel, cc, tile, names_of, "NKR", 4, stages)
+        build(fp4_gemm._shrink_kernel, cc, tile, names_of, "NKR", warps, stages)
     build(fp4_gemm._dequantize_kernel, cc, {"F32": False}, names_of, "NKR")
 
 
