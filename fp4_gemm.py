@@ -360,8 +360,10 @@ def _shrink_tile(M, K, plain, direct=False):
     front of a direct one it has little shared memory: an SM must be idle to divide that and L1 anew."""
     if K < 8 * COLS:
         return 16, 1, 6, 4
+    if direct:
+        return 16, min(28, triton.cdiv(K, 256)), 2, 4
     tile_m = 8 if M <= 8 else 16 if plain or M <= 16 else 32
-    return tile_m, min(28, triton.cdiv(K, 256)), 2 if direct else 3, 4 if tile_m == 32 else 2
+    return tile_m, min(28, triton.cdiv(K, 256)), 3, 4 if tile_m == 32 else 2
 
 
 def _fused(x, packed, bias, lora_A, lora_B, splits, scale, tile):
