@@ -357,7 +357,8 @@ def _tile(M, N, K, sms, generation, deterministic=False, rank=0):
 def _shrink_tile(M, K, plain, direct=False):
     """→ TILE_M, SPLIT_K, stages, warps of LoRA's kernel. A short row has five steps under way, and no sum.
     A packed weight comes while this kernel runs; a Dense's cuBLAS call waits for it, so it is cut finer. In
-    front of a direct one it has little shared memory: an SM must be idle to divide that and L1 anew."""
+    front of a direct one it has little shared memory: an SM must be idle to divide that and L1 anew (8 rows
+    and two warps, with less of it, made a 32B 7 % slower there; why, we do not know)."""
     if K < 8 * COLS:
         return 16, 1, 6, 4
     if direct:

@@ -42,7 +42,7 @@ def test_a_module_keeps_its_length_and_the_direction_of_imports(name, lines):
 
 def test_the_modules_together_stay_within_the_budget():
     """The whole of it is to be read."""
-    assert sum(p.read_text().count("\n") for p in ROOT.glob("*.py")) <= 4917
+    assert sum(p.read_text().count("\n") for p in ROOT.glob("*.py")) <= 4918
 
 
 @pytest.mark.parametrize("name", COPYABLE)
