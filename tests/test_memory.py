@@ -3,6 +3,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 from conftest import tiny_checkpoint
 
 import bench
@@ -10,6 +12,16 @@ import lora
 import memory
 import model
 import train
+
+
+@pytest.mark.parametrize("shape, parameters", [
+    ("135m", 134_515_008), ("0.5b", 494_032_768), ("1.5b", 1_543_714_304), ("3b", 3_085_938_688),
+    ("7b", 7_615_616_512), ("14b", 14_770_033_664), ("32b", 32_763_876_352), ("72b", 72_706_203_648)])
+def test_a_shape_has_as_many_parameters_as_the_released_model(shape, parameters):
+    """Those of SmolLM2-135M and Qwen2.5 on the hub."""
+    with torch.device("meta"):
+        released = transformers.AutoModelForCausalLM.from_config(memory.config(shape))
+    assert sum(p.numel() for p in released.parameters()) == parameters
 
 
 @pytest.mark.parametrize("family, changes", [("llama", {}), ("qwen3", dict(head_dim=24)),
