@@ -1,4 +1,5 @@
 """python -m pytest tests/test_rollout.py -q"""
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -125,8 +126,11 @@ def test_each_prompt_is_prefilled_once_and_finished_rows_leave(m, monkeypatch):
 @pytest.mark.parametrize("slots", [1, 5, 13, 63])
 def test_slots_change_nothing(m, slots):
     """With fewer slots than rows, rows wait for free ones; what is sampled does not depend on it."""
-    r, sampler = generate(m), Sampler(m, slots=slots)
+    r, sampler, began = generate(m), Sampler(m, slots=slots), time.perf_counter()
     s = sampler.generate(PROMPTS, 8, 20, 1.0, STOPS, 5, 2)
+    took = time.perf_counter() - began
+    parts = [sampler.stats[name] for name in ("prefill_s", "decode_s")]
+    assert min(parts) > 0 and sum(parts) < took
     assert torch.equal(s.tokens, r.tokens) and torch.equal(s.finished, r.finished)
     torch.testing.assert_close(s.logprobs, r.logprobs, atol=1e-4, rtol=0)
     # in one slot each token is a step of its own; in more, as many steps as tokens cannot be needed
