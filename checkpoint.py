@@ -273,7 +273,7 @@ class GGUF(Source):
 
 def _readable(path, read=None, what="cannot be read"):
     """read(), by default a file's JSON object, where whatever goes wrong is a ValueError of one sentence."""
-    read = read or (lambda: dict(json.loads(path.read_text())))
+    read = read or (lambda: {**json.loads(path.read_text())})
     try:
         return read()
     except Exception as error:                                   # each library has its own kinds

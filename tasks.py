@@ -421,9 +421,9 @@ def main(paths):
         return 2
     files["total"], good = [problem for problems in files.values() for problem in problems], True
     for name, problems in files.items():
-        gold, more = ([gsm8k_reward(p, f"#### {final_answer(p['answer']) + one}", True) for p in problems]
-                      for one in (0, 1))
-        right, wrong = gold.count(1), more.count(0)
+        right = sum(gsm8k_reward(p, p["answer"], True) == 1 for p in problems)
+        more = (f"{p['answer']}\n#### {final_answer(p['answer']) + 1}" for p in problems)
+        wrong = sum(gsm8k_reward(p, text, True) == 0 for p, text in zip(problems, more, strict=True))
         print(f"{name}: {len(problems)} problems, {right} gold answers accepted, {wrong} gold+1 rejected")
         good &= right == wrong == len(problems) > 0
     return 0 if good else 1

@@ -246,7 +246,7 @@ def update(config, model, optimizer, sampled, advantages):
     for number in range(config.updates_per_rollout):
         now = backward(config, model, sampled, advantages, old, first=number == 0)
         through, loss = through + now.pop("tokens"), now.pop("loss")
-        stats = now | stats | dict(clip_fraction=now["clip_fraction"])
+        stats = (stats or now) | dict(clip_fraction=now["clip_fraction"])
         if now["rows"] == 0:
             break                                        # no advantage: AdamW's momentum alone would move it
         stats["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm).item()

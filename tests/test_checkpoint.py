@@ -605,7 +605,7 @@ def test_the_command_exports_a_run_or_says_why_not_in_one_line(runs, tmp_path, m
     assert [f.name for f in (tmp_path / "a").iterdir()] == ["good"]
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("")
-    (tmp_path / "full" / "adapter_config.json").write_text("3")
+    (tmp_path / "full" / "adapter_config.json").write_text('[{"r": 8, "x": 1}]')
     base, plain = run.parent / "llama", runs(quant="bf16")[0]
     for arguments, words in [
             ((run, tmp_path / "full", "--format", "bf16"), "full exists and is not an empty folder"),
@@ -613,7 +613,7 @@ def test_the_command_exports_a_run_or_says_why_not_in_one_line(runs, tmp_path, m
             ((plain, tmp_path / "out", "--format", "nvfp4"), "--merge"),
             ((run, tmp_path / "out", "--format", "adapter", "--merge"), "leave --merge out"),
             ((base, tmp_path / "out", "--format", "bf16", "--adapter", tmp_path), "adapter_config.json"),
-            ((base, tmp_path / "out", "--format", "bf16", "--adapter", tmp_path / "full"), "cannot be read"),
+            ((base, tmp_path / "out", "--format", "bf16", "--adapter", tmp_path / "full"), "not a mapping"),
             ((base, tmp_path / "out", "--format", "bf16", "--quant", "int3"), "quant='int3'"),
             ((tmp_path / "none", tmp_path / "out", "--format", "bf16"), "hub id"),
             ((run, tmp_path / "full" / "mine" / "out", "--format", "bf16"), "mine")]:

@@ -252,7 +252,7 @@ def interpreted():
         assert torch.equal(each_column(p, (8, 1, 3, 0, 64)), exact(q))
     for M, sizes, K, rank, tile in [
             (1, (70, 33, 5), 1040, 5, (8, 2, 3, 0, 64)), (9, (64, 1), 1024, 16, (8, 3, 3, 0, 64)),
-            (7, (70, 180), 592, 5, (8, 2, 1, 0, 64)), (33, (64,), 512, 3, (32, 2, 3, 0, 64)),
+            (7, (70, 180), 1104, 5, (8, 2, 1, 0, 64)), (33, (64,), 512, 3, (32, 2, 3, 0, 64)),
             (35, (130,), 592, 17, (64, 3, 3, 1, 64)), (260, (70, 180), 592, 5, (256, 2, 3, 1, 128))]:
         x, packed, W, bias, lora_A, lora_B = layer = adapted_layer(M, sizes, K, rank)
         assert tile[1] > 1, "split-K is what this is to test"

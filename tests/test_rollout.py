@@ -123,6 +123,14 @@ def test_each_prompt_is_prefilled_once_and_finished_rows_leave(m, monkeypatch):
     assert calls[1][:, 0].tolist() == [p[-1] for p in PROMPTS for _ in range(8)]
 
 
+def test_a_token_is_drawn_by_its_place_in_the_answer(m, monkeypatch):
+    """Not by its position in the row, which the prompt's length moves."""
+    places, sample = [], gumbel.sample
+    monkeypatch.setattr(gumbel, "sample", lambda *all: places.append(set(all[-1].tolist())) or sample(*all))
+    assert generate(m).lengths.max() == len(places) > 10
+    assert places == [{t} for t in range(len(places))]
+
+
 @pytest.mark.parametrize("slots", [1, 5, 13, 63])
 def test_slots_change_nothing(m, slots):
     """With fewer slots than rows, rows wait for free ones; what is sampled does not depend on it."""

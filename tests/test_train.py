@@ -215,8 +215,9 @@ def test_the_ratio_carries_the_noise_with_bypass_and_nothing_without(tiny_chat):
 @pytest.mark.parametrize("correction", ["bypass", "none", "tis"])
 def test_what_old_is_over_four_updates(tiny_chat, monkeypatch, correction):
     """bypass: the recorded ones; none, tis: the trainer's before the first update, ratio exactly 1 there; tis
-    weights min(exp(old − recorded), 2). The policy then moves away from old."""
-    model, calls, loss_of = actor(tiny_chat), [], grpo.policy_loss
+    weights min(exp(old − recorded), 2). The policy then moves away from old. Measured is the first update; of
+    the last the clips, which the first cannot have."""
+    model, calls, loss_of, measured, backward = actor(tiny_chat), [], grpo.policy_loss, [], train.backward
     sampled = rollout(model, sigma=.5)
 
     def spy(logprobs, old, adv, mask, normalizer, loss, weights, *rest):
@@ -225,7 +226,11 @@ def test_what_old_is_over_four_updates(tiny_chat, monkeypatch, correction):
     monkeypatch.setattr(grpo, "policy_loss", spy)
     flags = config(correction=correction, updates_per_rollout=4, steps=4, micro_tokens=10**6)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    train.update(flags, model, optimizer, sampled, ADVANTAGES)
+    monkeypatch.setattr(train, "backward",
+                        lambda *a, **more: measured.append(backward(*a, **more)) or dict(measured[-1]))
+    stats = train.update(flags, model, optimizer, sampled, ADVANTAGES)
+    assert stats["kl_noise"] == measured[0]["kl_noise"] != measured[3]["kl_noise"]
+    assert stats["clip_fraction"] == measured[3]["clip_fraction"] != measured[0]["clip_fraction"]
     recorded = sampled.logprobs[sampled.micro_batches(ADVANTAGES.nonzero()[:, 0], 10**6)[0]]
     first, mask = calls[0][0], calls[0][3]
     recorded = recorded[:, :mask.shape[1]]
