@@ -275,7 +275,7 @@ class RandomWeights(checkpoint.Source):
 
 def random_model(shape, quant):
     """Random weights and an adapter that is not zero. NVFP4 by round-to-nearest, the sooner to be there."""
-    decoder = load(RandomWeights(shape), {"nvfp4": "rtn"}.get(quant, quant), 32, 32, DEVICE)
+    decoder = load(RandomWeights(shape), "rtn" if quant == "nvfp4" else quant, 32, 32, DEVICE)
     for layer in lora.lora_layers(decoder).values():
         torch.nn.init.normal_(layer.lora_B, std=0.01)
     lora.refresh(decoder)

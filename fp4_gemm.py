@@ -357,14 +357,14 @@ def _tile(M, N, K, sms, generation, deterministic=False, rank=0):
 def _shrink_tile(M, K, plain, direct=False):
     """→ TILE_M, SPLIT_K, stages, warps of LoRA's kernel. A short row has five steps under way, and no sum.
     A packed weight comes while this kernel runs; a Dense's cuBLAS call waits for it, so it is cut finer. In
-    front of a direct one it has little shared memory: an SM must be idle to divide that and L1 anew (8 rows
-    and two warps, with less of it, made a 32B 7 % slower there; why, we do not know)."""
+    front of a direct one, which wants L1, it has little shared memory (8 rows, two warps: 32B 7 % slower)."""
     if K < 8 * COLS:
         return 16, 1, 6, 4
+    split = min(28, triton.cdiv(K, 256))
     if direct:
-        return 16, min(28, triton.cdiv(K, 256)), 2, 4
+        return 16, split, 2, 4
     tile_m = 8 if M <= 8 else 16 if plain or M <= 16 else 32
-    return tile_m, min(28, triton.cdiv(K, 256)), 3, 4 if tile_m == 32 else 2
+    return tile_m, split, 3, 4 if tile_m == 32 else 2
 
 
 def _fused(x, packed, bias, lora_A, lora_B, splits, scale, tile):

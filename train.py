@@ -287,7 +287,7 @@ def backward(config, model, sampled, advantages, old, first=True):
         loss.backward()
         with torch.no_grad():
             drift = (logprobs - part.logprobs)[mask]                     # ln(clean trainer / noisy sampler)
-            kl = (logprobs - reference)[mask].sum()                      # k1
+            kl = (logprobs - reference).sum()                            # k1; both are 0 outside of answers
             total += torch.stack([mask.sum(), entropy.sum(), grpo.kl_k3(drift).sum(), clipped, kl,
                                   (part.prompt_lengths + part.lengths).sum(), loss])
     all_sum(grads)
