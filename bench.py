@@ -9,6 +9,8 @@ rollout: steady decoding of a model of random weights, whose values do not matte
 rank 32 at temperature 1: tokens a second, and their share of the bound
     B / (bytes of weights, adapters and lm_head + B · context · bytes of a token's keys and values) · 4.3 TB/s
     or, where that is less, what 790 TFLOP/s allow the weights (a GPU with other rates: other constants)
+--samples rows have a prompt in common, most of the context, which L2 gives to all but the first; the bound
+counts it for each. --samples 1: nothing in common, as when answers are much longer than their prompts.
 hf is transformers' generate in bf16 on the same GPU, hf-lora has lora.py's plain lines at its projections.
 
 step: whole GRPO steps of train.py on random weights: --prompts × --samples answers of --new tokens each, then
@@ -81,6 +83,7 @@ def main(arguments):
                               help="sequences at once, separated by commas")
     rollout_args.add_argument("--context", type=int, default=1000, help="mean length while it is timed")
     rollout_args.add_argument("--new", type=int, default=128, help="tokens that are timed")
+    rollout_args.add_argument("--samples", type=int, default=16, help="sequences of one prompt")
     rollout_args.add_argument("--whole", action="store_true", help="32 prompts × 16 samples, mean length "
                               "600, longest 2048, in --batch slots, prefill and refill included")
     step_args = commands.add_parser("step", help="rollout and update of one training step")
@@ -306,10 +309,12 @@ def rollout_bound(c, quant, batch, context):
 
 
 def rollout(args, records):
+    odd = [b for b in args.batch if not args.whole and (args.samples < 1 or b % min(args.samples, b))]
+    if odd:
+        sys.exit(f"--batch {odd[0]} is no whole number of groups: of --samples {args.samples} rows each")
     print(f"{'model':>6} {'weights':>8} {'B':>4} {'tok/s':>8} {'ms/step':>8} {'of bound':>8} {'peak GB':>8} "
           f"{'slots':>5}")
     shape, c = args.model_shape, memory.config(args.model_shape)
-    prompt = torch.randint(c.vocab_size, (args.context - args.new // 2,)).tolist()
     for quant in args.quant.split(","):
         model = None                                       # the last one's memory first
         model, decode = ((hf_model(c, quant == "hf-lora"), hf_decode) if quant in ("hf", "hf-lora")
@@ -319,9 +324,12 @@ def rollout(args, records):
             if args.whole:
                 tokens, seconds, steps, more = whole_rollout(model, batch)
             else:
-                tokens, seconds, steps, slots = decode(model, prompt, batch, args.new)
+                group, length = min(args.samples, batch), args.context - args.new // 2
+                prompts = torch.randint(c.vocab_size, (batch // group, length)).tolist()
+                tokens, seconds, steps, slots = decode(model, prompts, group, args.new)
                 bound = rollout_bound(c, quant, batch, args.context)
-                more = {"context": args.context, "slots": slots, "of_bound": tokens / seconds / bound}
+                more = {"context": args.context, "samples": group, "slots": slots,
+                        "of_bound": tokens / seconds / bound}
             r = {"shape": shape, "weights": quant, "batch": batch, "tok_s": tokens / seconds,
                  "ms_step": 1e3 * seconds / steps, "peak_gb": runs.peak_memory_gb(), **more}
             print(f"{shape:>6} {quant:>8} {batch:4} {r['tok_s']:8.0f} {r['ms_step']:8.2f} "
@@ -330,12 +338,12 @@ def rollout(args, records):
     return {"tok_s": {f"{shape} {r['weights']} B={r['batch']}": round(r["tok_s"]) for r in records}}
 
 
-def our_decode(model, prompt, batch, new):
+def our_decode(model, prompts, group, new):
     """Tokens, seconds and steps of decoding, without prefill, capture and compilation, and the slots that
     memory gave: with fewer than the batch it goes in waves."""
-    sampler = Sampler(model, slots=batch)
+    sampler = Sampler(model, slots=len(prompts) * group)
     for _ in range(2):                                     # the first time the kernels are compiled
-        tokens = sampler.generate([prompt], batch, new, 1.0, [], 0, 0).lengths.sum().item()
+        tokens = sampler.generate(prompts, group, new, 1.0, [], 0, 0).lengths.sum().item()
     return tokens, *(sampler.stats[name] for name in ("decode_s", "steps", "slots"))
 
 
@@ -366,14 +374,15 @@ def hf_model(c, adapted=False):
     return model
 
 
-def hf_decode(model, prompt, batch, new, most=32):
+def hf_decode(model, prompts, group, new, most=32):
     """The same of model.generate: the time of more tokens, at most `most`, than two, after a first call."""
-    ids, seconds, tokens = torch.tensor([prompt] * batch, device=DEVICE), [], min(most, new)
+    ids = torch.tensor(prompts, device=DEVICE).repeat_interleave(group, 0)
+    seconds, tokens = [], min(most, new)
     for count in (2, 2, 2 + tokens):                       # two: a decode step is loaded by the first call
         began = clock()
         model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=True, pad_token_id=0)
         seconds.append(clock() - began)
-    return batch * tokens, seconds[2] - seconds[1], tokens, batch
+    return len(ids) * tokens, seconds[2] - seconds[1], tokens, len(ids)
 
 
 # --- step

@@ -16,7 +16,8 @@ Attention reads a row's own length from the GPU: one captured graph serves every
 cached positions of one row and one key head, with all the query heads that share it; the last to finish adds
 up the pieces in their order. As in fp4_gemm.py operands are swapped, scores.T = K @ q.T, for a tensor core's
 wide side must not be the few queries. Pieces have a fixed size: of the other rows a result depends on their
-number at most, which picks the tiles.
+number at most, which picks the tiles. Rows that have a prompt in common all read one row's copy of its keys
+and values: the first brings it to L2, where the others find it.
 
 Needs: torch; on a GPU also triton.
 """
@@ -248,8 +249,9 @@ def cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
     """One new token a row: norm and rotate its q and k, write k and v to the cache, attend to 0 … position.
 
     qkv (B, (H + 2·Hkv)·Dh) as the projection leaves it. head_norms: (q's weight, k's weight, eps) or None.
-    cos, sin (B, Dh/2) f32. cache: a model.KVCache; row b lives in its slot cache.slots[b]. positions (B,)
-    int64, −1 for a row that is over: nothing is written for it and its result is undefined. → (B, H·Dh)
+    cos, sin (B, Dh/2) f32. cache: a model.KVCache; row b lives in its slot cache.slots[b], and its first
+    cache.shared[b] positions in cache.leaders[b] too, where a GPU reads them. positions (B,) int64, −1 for a
+    row that is over: nothing is written for it and its result is undefined. → (B, H·Dh)
     What is cached before `positions` must be there when the kernel in front of this one starts."""
     if qkv.is_cuda:
         return _cached_attention(qkv, head_norms, cos, sin, cache, layer, positions)
@@ -287,8 +289,8 @@ def _cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
     half = max(16, triton.next_power_of_2(Dh) // 2)
     scale = Dh**-0.5 * 1.4426950408889634                # log2(e): the kernel's exponentials are powers of 2
     _attention_kernel[Hkv, pieces, B](
-        qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, cache.slots, positions, out, sums,
-        maxima, cache.counters, length, scale, H, DH=Dh, REP=H // Hkv, SPLIT=SPLIT,
+        qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, cache.slots, cache.leaders, cache.shared,
+        positions, out, sums, maxima, cache.counters, length, scale, H, DH=Dh, REP=H // Hkv, SPLIT=SPLIT,
         TILE=min((8192 if few else 2048) // half, SPLIT), ROWS=max(8, triton.next_power_of_2(H // Hkv)),
         HALF=half, **_flags(qkv), num_warps=4 if few else 2, num_stages=3)
     return out
@@ -308,9 +310,9 @@ def _rotated(x, at, mask, weight, d, in_d, cos, sin, eps, DH: constexpr):
 
 
 @jit(do_not_specialize=["length"])
-def _attention_kernel(qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, slots, positions, out, sums,
-                      maxima, counters, length, scale, H, DH: constexpr, REP: constexpr, SPLIT: constexpr,
-                      TILE: constexpr, ROWS: constexpr, HALF: constexpr, PDL: constexpr):
+def _attention_kernel(qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, slots, leaders, shared,
+                      positions, out, sums, maxima, counters, length, scale, H, DH: constexpr, REP: constexpr,
+                      SPLIT: constexpr, TILE: constexpr, ROWS: constexpr, HALF: constexpr, PDL: constexpr):
     """Grid (Hkv, pieces, B): the REP query heads of one key head over SPLIT positions of one row."""
     h, piece, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     # before the wait: what was written before this layer's norm, whose end those in front have awaited, older
@@ -321,7 +323,9 @@ def _attention_kernel(qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, 
     in_d, in_q = d < DH // 2, (head < REP)[:, None] & (d < DH // 2)[None, :]
     c = tl.load(cos + b * (DH // 2) + d, mask=in_d, other=0.)[None, :]
     s = tl.load(sin + b * (DH // 2) + d, mask=in_d, other=0.)[None, :]
-    at = (tl.load(slots + b) * Hkv + h) * length * DH                    # this head's first key in the cache
+    slot, in_both = tl.load(slots + b), tl.load(shared + b).to(tl.int32)
+    at = (slot * Hkv + h) * length * DH                                  # this head's first key in the cache
+    to_leader = (tl.load(leaders + b) - slot) * Hkv * length * DH
     k_cache += at
     v_cache += at
     if begin > position:
@@ -333,13 +337,14 @@ def _attention_kernel(qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, 
     m, total = tl.full((ROWS,), -1e30, tl.float32), tl.zeros((TILE, ROWS), tl.float32)
     acc = tl.zeros((2 * HALF, ROWS), tl.float32)
     for start in range(begin, tl.maximum(begin + 1, tl.minimum(begin + SPLIT, position)), TILE):
-        t = start + tl.arange(0, TILE)
-        live = (t < position)[:, None]
-        k_at = t[:, None] * DH + d[None, :]
-        k1 = tl.load(k_cache + k_at, mask=live & in_d[None, :], other=0.)                # (TILE, HALF)
-        k2 = tl.load(k_cache + k_at + DH // 2, mask=live & in_d[None, :], other=0.)
-        v = tl.load(v_cache + t[None, :] * DH + dim[:, None], other=0.,
-                    mask=(t < position)[None, :] & (dim < DH)[:, None])                  # (2·HALF, TILE)
+        t = tl.arange(0, TILE)
+        live = (start + t < position)[:, None]
+        there = tl.where(start + TILE <= in_both, to_leader, 0) + start * DH
+        k_ptr = k_cache + there + t[:, None] * DH + d[None, :]
+        k1 = tl.load(k_ptr, mask=live & in_d[None, :], other=0.)                         # (TILE, HALF)
+        k2 = tl.load(k_ptr + DH // 2, mask=live & in_d[None, :], other=0.)
+        v = tl.load(v_cache + there + t[None, :] * DH + dim[:, None], other=0.,
+                    mask=(start + t < position)[None, :] & (dim < DH)[:, None])          # (2·HALF, TILE)
         if start == begin:                 # these are on their way while the kernel before still makes qkv
             if PDL:                        # 0 comes out of the wait: no compiler can load earlier from there
                 qkv += tl.multiple_of(tl.inline_asm_elementwise(

@@ -10,10 +10,11 @@ A step begins with a token that is not in the cache yet, at first the last of th
 next one, so prefill needs no sampling of its own. The host does not see single steps: it replays the graph 8
 times, reads which rows are over, closes the ranks and fills them up. What a row needs (its slot, position and
 last token) is data on the GPU, so the graph depends on two numbers only, rounded up to powers of two: rows in
-the batch and pieces of 256 positions in the longest. The slots are sized by the memory that is free, a graph
-is captured when it is needed (one smaller than what is there, when it is wanted twice), and both go when
-`generate` returns: the update can have the memory, and no graph outlives the tensors that it reads. On a CPU
-a step is called, not replayed, and nothing is rounded.
+the batch and pieces of 256 positions in the longest. Each row of a group has a copy of the prompt's keys and
+values, but all read that of the first which runs, so that the GPU's L2 has it for the others. The slots are
+sized by the memory that is free, a graph is captured when it is needed (one smaller than what is there, when
+it is wanted twice), and both go when `generate` returns: the update can have the memory, and no graph
+outlives the tensors that it reads. On a CPU a step is called, not replayed, and nothing is rounded.
 
 It runs the model that trains, on the same tensors, so there are no weights to hand over, AQN's noise is in
 exactly the modules that sample, and the recorded log-probabilities are those of the policy that sampled.
@@ -136,7 +137,7 @@ class Sampler:
                 running = []
                 try:
                     draw = temperature, seed, step, first, top_p
-                    batch = _Batch(self, slots, rollout, stops, max_new_tokens, draw)
+                    batch = _Batch(self, slots, rollout, group_size, stops, max_new_tokens, draw)
                     batch.run(waiting, running, min(group_size, -(-slots // 4)), bar)
                 except torch.OutOfMemoryError:
                     if slots == 1 or self.deterministic:
@@ -183,14 +184,14 @@ def prefill_bytes(config, tokens):
 class _Batch:
     """The rows that run: on the GPU what a step reads and writes, on the host which rows they are."""
 
-    def __init__(self, sampler, slots, rollout, stops, limit, draw):
+    def __init__(self, sampler, slots, rollout, group, stops, limit, draw):
         self.sampler, self.model, self.stats = sampler, sampler.model, sampler.stats
-        self.rollout, self.stops, self.limit, self.draw = rollout, stops, limit, draw
+        self.rollout, self.group, self.stops, self.limit, self.draw = rollout, group, stops, limit, draw
         self.cache = KVCache(self.model, slots, rollout.tokens.shape[1])
-        # row i of the batch: its row in the rollout, its slot, the token that goes in next, its position, and
-        # the number that its random bits come from
+        # row i of the batch: its row in the rollout, its slot, the token that goes in next, its position, the
+        # number that its random bits come from, how many of its positions its group has too, in which slot
         # (one column more where slots are odd: rows that begin at multiples of 16 bytes have one kernel)
-        self.state = torch.zeros(5, slots + slots % 2, dtype=torch.long, device=self.model.device)
+        self.state = torch.zeros(7, slots + slots % 2, dtype=torch.long, device=self.model.device)
         self.slots = slots
         self.cuda, self.graphs, self.pool = self.model.device.type == "cuda", {}, None
         self.wanted = None                             # by the last chunk of steps: (rows, pieces)
@@ -220,6 +221,7 @@ class _Batch:
                 free += [slot for (*_, slot), at in zip(running, positions, strict=True) if at < 0]
                 running[:], positions = ([x[i] for i in going] for x in (running, positions))
                 self.state[:, :len(going)] = self.state[:, torch.tensor(going, dtype=torch.long)]
+                self.lead(len(going))
             if not bar.disable:
                 rate = int(self.rollout.lengths.sum()) / max(bar.format_dict["elapsed"], 1e-9)
                 bar.set_postfix_str(f"{len(running)} running, {rate:.0f} tok/s", refresh=False)
@@ -228,8 +230,10 @@ class _Batch:
         """Prefill the prompts of new (row, prompt, slot)s, and make them the last of `size` rows."""
         began, device = time.perf_counter(), self.state.device
         first = self.draw[3]
-        state = [(row, slot, prompt[-1], len(prompt) - 1, first + row) for row, prompt, slot in new]
-        self.state[:, size - len(new):size] = torch.tensor(state, device=device).T
+        state = [(row, slot, prompt[-1], len(prompt) - 1, first + row, len(prompt) - 1)
+                 for row, prompt, slot in new]
+        self.state[:6, size - len(new):size] = torch.tensor(state, device=device).T
+        self.lead(size)
         slots_of = {}                                  # prompt → its rows' slots
         for _, prompt, slot in new:
             slots_of.setdefault(tuple(prompt[:-1]), []).append(slot)
@@ -246,6 +250,11 @@ class _Batch:
             self.cache.of = torch.tensor([i for i, p in enumerate(group) for _ in slots_of[p]], device=device)
             self.model(ids.to(device), torch.arange(ids.shape[1], device=device).expand_as(ids), self.cache)
         self.clock("prefill_s", began)
+
+    def lead(self, size):
+        """The first row of each group reads its prompt in its own slot, the others read it there too."""
+        rows = self.state[0, :size]                          # ascending: they wait, and run, in their order
+        self.state[6, :size] = self.state[1, torch.searchsorted(rows, rows // self.group * self.group)]
 
     def advance(self, size, longest, steps, bar):
         """Some steps of the first `size` rows, none of which comes beyond `longest` positions → positions."""
@@ -283,10 +292,10 @@ class _Batch:
 
     def step(self, size, pieces):
         """One token more for each row that is not over."""
-        rows, self.cache.slots, last, positions, number = self.state[:, :size]
-        self.cache.pieces = pieces
+        cache, (rows, slots, last, positions, number, shared, leaders) = self.cache, self.state[:, :size]
+        cache.slots, cache.shared, cache.leaders, cache.pieces = slots, shared, leaders, pieces
         temperature, seed, step, _, top_p = self.draw
-        logits = self.model.logits(self.model(last[:, None], positions[:, None], self.cache)[:, 0])
+        logits = self.model.logits(self.model(last[:, None], positions[:, None], cache)[:, 0])
         if top_p < 1:
             logits = gumbel.nucleus(logits, temperature, top_p)
         token, logprob = gumbel.sample(logits, temperature, seed, step, number, self.rollout.lengths[rows])

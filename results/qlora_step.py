@@ -49,7 +49,7 @@ def sample(model, prompt_length, batch, new, sampled):
     """Seconds of `new` steps of generate, from those of `sampled` steps in the middle of the answers."""
     middle = torch.randint(model.config.vocab_size, (prompt_length + new // 2,)).tolist()
     model.eval()                           # in training, gradient checkpointing would switch the cache off
-    return bench.hf_decode(model, middle, batch, sampled, sampled)[1] / sampled * new
+    return bench.hf_decode(model, [middle], batch, sampled, sampled)[1] / sampled * new
 
 
 def update(model, optimizer, tokens, prompt_length, micro_tokens):

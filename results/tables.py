@@ -51,20 +51,22 @@ def gemm():
 
 
 def rollout():
-    records = {(r["shape"], r["weights"], r["batch"], r.get("whole", False)): r for r in read("rollout")}
-    latest = {key[:3]: r for key, r in records.items() if not key[3]}
-    batches = sorted({batch for _, _, batch in latest})
+    # ours until d8f0000 read each row's own copy of a prompt, whatever rows have in common
+    records = {(r["weights"][:2] != "hf" and r.get("samples", 1) == 1, r["shape"], r["weights"], r["batch"],
+                r.get("whole", False)): r for r in read("rollout")}
+    latest = {key[:4]: r for key, r in records.items() if not key[4]}
+    batches = sorted({batch for *_, batch in latest})
     head("tokens/s (share of the bound)", *(f"B={b}" for b in batches))
-    for shape, weights in dict.fromkeys((s, w) for s, w, _ in latest):
-        row = [latest.get((shape, weights, b)) for b in batches]
+    for alone, shape, weights in sorted(dict.fromkeys(key[:3] for key in latest), key=lambda key: key[0]):
+        row = [latest.get((alone, shape, weights, b)) for b in batches]
         cells = "".join(f" {r['tok_s']:,.0f} ({r['of_bound']:.2f}) |" if r else " |" for r in row)
-        print(f"| {model(shape)}, {NAMES[weights]} |{cells}")
-        plain = [latest.get((shape, "bf16", b)) for b in batches]
+        print(f"| {model(shape)}, {NAMES[weights]}{', nothing in common' * alone} |{cells}")
+        plain = [latest.get((alone, shape, "bf16", b)) for b in batches]
         if weights == "nvfp4" and any(plain):
             ratios = "".join(f" ×{r['tok_s'] / p['tok_s']:.2f} |" if r and p else " |"
                              for r, p in zip(row, plain, strict=True))
             print(f"| … over our own bf16 |{ratios}")
-    for (shape, weights, batch, whole), r in records.items():
+    for (_, shape, weights, batch, whole), r in records.items():
         if whole:
             say(f"A whole rollout of {model(shape)} in {NAMES[weights]}, 32 prompts × 16 samples in {batch} "
                 f"slots, mean length {r['mean_length']:.0f}, longest {r['longest']}, prefill, refill and "

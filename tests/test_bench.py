@@ -45,11 +45,32 @@ def test_rollout_times_every_kind_and_batch(tiny_shape, tmp_path, capsys, monkey
         assert last["tok_s"][f"tiny {r['weights']} B={r['batch']}"] == round(r["tok_s"])
 
 
+@pytest.mark.parametrize("samples, groups", [(1, 4), (2, 2), (16, 1)])
+def test_so_many_rows_have_a_prompt_in_common(tiny_shape, tmp_path, capsys, monkeypatch, samples, groups):
+    """Ours and Hugging Face's alike: of other prompts L2 has nothing."""
+    seen, asked = [], ["rollout", "--batch", "4", "--context", "20", "--new", "6", "--samples", str(samples)]
+    monkeypatch.setattr(bench, "random_model", lambda *args: None)
+    for name in ("our_decode", "hf_decode"):
+        monkeypatch.setattr(bench, name, lambda model, *found: seen.append(found) or (24, 1., 6, 4))
+    found, _ = records(tmp_path, capsys, *asked, "--quant", "nvfp4,hf")
+    assert [r["samples"] for r in found] == [min(samples, 4)] * 2
+    for prompts, group, new in seen:
+        assert (len(prompts), group, new) == (groups, 4 // groups, 6) and {len(p) for p in prompts} == {17}
+        assert len(set(map(tuple, prompts))) == groups
+
+
+@pytest.mark.parametrize("samples", ["0", "3"])
+def test_a_batch_of_broken_groups_is_refused(samples):
+    with pytest.raises(SystemExit, match="^--batch 8 is no whole number of groups: of --samples"):
+        bench.main(["rollout", "--batch", "1,8", "--samples", samples] if samples == "3" else
+                   ["rollout", "--batch", "8", "--samples", samples])
+
+
 def test_a_record_is_in_the_log_when_the_next_one_fails(tiny_shape, tmp_path, capsys, monkeypatch):
     """And a log that cannot be written is told before anything is measured."""
     decode, log = bench.our_decode, tmp_path / "log.jsonl"
-    monkeypatch.setattr(bench, "our_decode", lambda model, prompt, batch, new: (
-        decode(model, prompt, batch, new) if batch < 3 else 1 / 0))
+    monkeypatch.setattr(bench, "our_decode", lambda model, prompts, group, new: (
+        decode(model, prompts, group, new) if group < 3 else 1 / 0))
     command = "rollout --model-shape tiny --quant bf16 --context 20 --new 6 --batch 1,2,3 --out".split()
     with pytest.raises(ZeroDivisionError):
         bench.main([*command, str(log)])

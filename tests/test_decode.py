@@ -48,17 +48,32 @@ def test_causal_attention_equals_its_definition(H, Hkv):
 
 
 def decode_step(H, Hkv, Dh, positions, length, head_norms, device="cpu", dtype=torch.float32):
-    """The arguments of cached_attention: rows in slots of another order, two slots of nobody."""
+    """The arguments of cached_attention: rows in slots of another order, two slots of nobody. Of two rows the
+    second begins as the first does, as far as both have come."""
     B = len(positions)
     positions = torch.tensor(positions, device=device)
     slots = torch.randperm(B + 2).to(device)[:B]
     k, v = torch.randn(2, 2, B + 2, Hkv, length, Dh).to(device, dtype)
-    cache = SimpleNamespace(k=k, v=v, slots=slots, pieces=-(-length // decode.SPLIT),
+    shared, leaders = torch.zeros_like(slots), slots.clone()
+    for b in range(1, B, 2):
+        n = max(0, int(positions[b - 1:b + 1].min()))
+        leaders[b], shared[b] = slots[b - 1], n
+        for x in (k, v):
+            x[:, slots[b], :, :n] = x[:, slots[b - 1], :, :n]
+    cache = SimpleNamespace(k=k, v=v, slots=slots, shared=shared, leaders=leaders,
+                            pieces=-(-length // decode.SPLIT),
                             counters=torch.zeros((B + 2) * Hkv, dtype=torch.int32, device=device))
     angle = positions[:, None] * torch.rand(Dh // 2, device=device)
     norms = (*(torch.rand(2, Dh, device=device) + 0.5), 1e-5) if head_norms else None
     qkv = torch.randn(B, (H + 2 * Hkv) * Dh).to(device, dtype)
     return qkv, norms, angle.cos(), angle.sin(), cache, 1, positions
+
+
+def spoil(cache):
+    """What nobody should read: copies of what a leader has, as far as they fill a tile of any size."""
+    for slot, leader, n in zip(cache.slots, cache.leaders, cache.shared // 256 * 256, strict=True):
+        if slot != leader:
+            cache.k[:, slot, :, :n] = cache.v[:, slot, :, :n] = 100.
 
 
 @pytest.mark.parametrize("H, Hkv, head_norms", [(6, 6, False), (6, 2, True), (5, 1, False)])
@@ -110,6 +125,7 @@ def alike(ours, plain, inputs, atol, used=(0,)):
 def interpreted():
     """Each kernel against its plain lines, in fp32, on sizes that are no multiple of anything."""
     torch.manual_seed(0)
+    spoiled = 0
     for D in (64, 97, 576):
         x, y, w = torch.randn(5, D), torch.randn(5, D), torch.randn(D)
         for inputs in ([x, y], [x, None]):                             # sums of 576: a few roundings of 2⁻²³
@@ -130,11 +146,15 @@ def interpreted():
         qkv, norms, cos, sin, cache, _, at = decode_step(H, Hkv, Dh, positions, length, head_norms)
         twin, live = SimpleNamespace(**vars(cache) | dict(k=cache.k.clone(), v=cache.v.clone())), at >= 0
         plain = decode.cached_attention(qkv, norms, cos, sin, cache, 1, at)
+        spoil(twin)
         ours = decode._cached_attention(qkv, norms, cos, sin, twin, 1, at)
+        spoiled += (twin.k == 100).sum()
+        spoil(cache)
         same(ours[live], plain[live], 4e-6)
         same(twin.k, cache.k, 4e-6)
         same(twin.v, cache.v, 0)
         assert not cache.counters.any()
+    assert spoiled > 0
 
 
 def test_kernels_in_the_interpreter():
@@ -144,7 +164,7 @@ def test_kernels_in_the_interpreter():
 def compiled_for(cc):
     """For the widest heads; of attention also that keys and values are on their way before it waits."""
     names_of = {"*bf16": "qkv k_cache v_cache gate_up y out d_out dy", "*i32": "counters",
-                "*i64": "slots positions", "fp32": "eps scale sign",
+                "*i64": "slots leaders shared positions", "fp32": "eps scale sign",
                 "*fp32": "sums maxima cos sin x weight q_weight k_weight total d_total dx"}
     wide, narrow = ([dict(SPLIT=decode.SPLIT, ROWS=8, PDL=cc >= 90) | more for more in (
         dict(DH=128, REP=7, HALF=64), dict(DH=64, REP=3, HALF=32, q_weight=None, k_weight=None))])
@@ -185,9 +205,12 @@ def test_gpu_attention(H, Hkv, Dh, head_norms, positions):
     """bf16 against the plain lines in fp32, and the same bits 50 times; of many rows and of few."""
     arguments = decode_step(H, Hkv, Dh, positions, 2451, head_norms, "cuda", torch.bfloat16)
     qkv, norms, cos, sin, cache, layer, at = arguments
-    wide = SimpleNamespace(k=cache.k.float().cpu(), v=cache.v.float().cpu(), slots=cache.slots.cpu())
+    wide = SimpleNamespace(k=cache.k.float().cpu(), v=cache.v.float().cpu(), slots=cache.slots.cpu(),
+                           leaders=cache.leaders.cpu(), shared=cache.shared.cpu())
     plain = decode.cached_attention(qkv.float().cpu(), norms and (norms[0].cpu(), norms[1].cpu(), norms[2]),
                                     cos.cpu(), sin.cpu(), wide, layer, at.cpu())
+    spoil(cache)
+    spoil(wide)
     with torch.no_grad():
         ours = [decode.cached_attention(*arguments) for _ in range(50)]
     live = at >= 0

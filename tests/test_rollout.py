@@ -147,6 +147,31 @@ def test_slots_change_nothing(m, slots):
     assert slots > 1 or sampler.stats["steps"] == r.lengths.sum()
 
 
+@pytest.mark.parametrize("slots", [5, 13, 64])
+def test_rows_read_their_prompt_in_the_slot_of_the_first_of_their_group(m, monkeypatch, slots):
+    """Where it is what they have themselves, whoever has ended and come since."""
+    seen, attention = [], decode.cached_attention
+
+    def spy(qkv, norms, cos, sin, cache, layer, positions):
+        for slot, leader, n in zip(cache.slots, cache.leaders, cache.shared, strict=True):
+            for x in (cache.k[layer], cache.v[layer]):      # a group's prompt may be prefilled in two batches
+                torch.testing.assert_close(x[slot, :, :n], x[leader, :, :n], atol=1e-5, rtol=0)
+        seen.append([x.tolist() for x in (cache.slots, cache.leaders, cache.shared)])
+        return attention(qkv, norms, cos, sin, cache, layer, positions)
+
+    monkeypatch.setattr(decode, "cached_attention", spy)
+    states, step = [], rollout._Batch.step
+    monkeypatch.setattr(rollout._Batch, "step",
+                        lambda batch, *key: states.append(batch.state.clone()) or step(batch, *key))
+    Sampler(m, slots=slots).generate(PROMPTS, 8, 20, 1.0, STOPS, 5, 2)
+    layers = m.config.num_hidden_layers
+    assert len(seen) == layers * len(states) and any(own != leaders for own, leaders, _ in seen)
+    for state, (own, leaders, shared) in zip(states, seen[::layers], strict=True):
+        rows, first = state[0, :len(own)].tolist(), {}
+        for row, slot, leader, n in zip(rows, own, leaders, shared, strict=True):
+            assert leader == first.setdefault(row // 8, slot) and n == len(PROMPTS[row // 8]) - 1
+
+
 def test_prefill_in_pieces_changes_nothing(m, monkeypatch):
     """Prompts that do not go through the model together."""
     r = generate(m)
