@@ -51,7 +51,7 @@ def gemm():
 
 
 def rollout():
-    # ours until d8f0000 read each row's own copy of a prompt, whatever rows have in common
+    # until 9c33be7 each row read its own copy of the prompt, whatever rows had in common
     records = {(r["weights"][:2] != "hf" and r.get("samples", 1) == 1, r["shape"], r["weights"], r["batch"],
                 r.get("whole", False)): r for r in read("rollout")}
     latest = {key[:4]: r for key, r in records.items() if not key[4]}
