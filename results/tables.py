@@ -51,27 +51,32 @@ def gemm():
 
 
 def rollout():
-    # until 9c33be7 each row read its own copy of the prompt, whatever rows had in common
-    records = {(r["weights"][:2] != "hf" and r.get("samples", 1) == 1, r["shape"], r["weights"], r["batch"],
-                r.get("whole", False)): r for r in read("rollout")}
-    latest = {key[:4]: r for key, r in records.items() if not key[4]}
+    latest, whole = {}, {}
+    for r in read("rollout"):
+        key = r["shape"], r["weights"], r["batch"]
+        if r.get("whole"):
+            whole[key] = r
+        else:        # until 9c33be7 each row read its own copy of the prompt, whatever rows had in common
+            kind = 2 if r["weights"][:2] == "hf" else int(r.get("samples", 1) == 1)
+            latest[(kind, *key)] = r
     batches = sorted({batch for *_, batch in latest})
     head("tokens/s (share of the bound)", *(f"B={b}" for b in batches))
-    for alone, shape, weights in sorted(dict.fromkeys(key[:3] for key in latest), key=lambda key: key[0]):
-        row = [latest.get((alone, shape, weights, b)) for b in batches]
+    for kind, shape, weights in sorted(dict.fromkeys(key[:3] for key in latest), key=lambda key: key[0]):
+        row = [latest.get((kind, shape, weights, b)) for b in batches]
         cells = "".join(f" {r['tok_s']:,.0f} ({r['of_bound']:.2f}) |" if r else " |" for r in row)
-        print(f"| {model(shape)}, {NAMES[weights]}{', nothing in common' * alone} |{cells}")
-        plain = [latest.get((alone, shape, "bf16", b)) for b in batches]
+        print(f"| {model(shape)}, {NAMES[weights]}{', nothing in common' * (kind == 1)} |{cells}")
+        plain = [latest.get((kind, shape, "bf16", b)) for b in batches]
         if weights == "nvfp4" and any(plain):
             ratios = "".join(f" ×{r['tok_s'] / p['tok_s']:.2f} |" if r and p else " |"
                              for r, p in zip(row, plain, strict=True))
             print(f"| … over our own bf16 |{ratios}")
-    for (_, shape, weights, batch, whole), r in records.items():
-        if whole:
-            say(f"A whole rollout of {model(shape)} in {NAMES[weights]}, 32 prompts × 16 samples in {batch} "
-                f"slots, mean length {r['mean_length']:.0f}, longest {r['longest']}, prefill, refill and "
-                f"tail included: {r['tok_s']:,.0f} tokens/s (commit {r['commit']}).")
-    note(records.values(), "random weights of each shape, LoRA of rank 32, temperature 1, mean context 1000, "
+    for (shape, weights, batch), r in whole.items():
+        groups, alone = (r["tok_s"] / latest[kind, shape, weights, batch]["tok_s"] for kind in (0, 1))
+        say(f"A whole rollout of {model(shape)} in {NAMES[weights]}, 32 prompts × 16 samples in {batch} "
+            f"slots, mean length {r['mean_length']:.0f}, longest {r['longest']}, prefill, refill and tail "
+            f"included: {r['tok_s']:,.0f} tokens/s (commit {r['commit']}). That is {alone:.2f} of the steady "
+            f"rate of {batch} rows with nothing in common, {groups:.2f} of that in groups.")
+    note(latest.values(), "random weights of each shape, LoRA of rank 32, temperature 1, mean context 1000, "
          "without prefill and capture. By `python bench.py rollout --model-shape SHAPE`, log in "
          "`results/rollout_bench.jsonl`.")
 
