@@ -83,7 +83,8 @@ def main(arguments):
                               help="sequences at once, separated by commas")
     rollout_args.add_argument("--context", type=int, default=1000, help="mean length while it is timed")
     rollout_args.add_argument("--new", type=int, default=128, help="tokens that are timed")
-    rollout_args.add_argument("--samples", type=int, default=16, help="sequences of one prompt")
+    rollout_args.add_argument("--samples", type=int, default=16, help="sequences of one prompt; of a smaller "
+                              "batch all, of --whole 16")
     rollout_args.add_argument("--whole", action="store_true", help="32 prompts × 16 samples, mean length "
                               "600, longest 2048, in --batch slots, prefill and refill included")
     step_args = commands.add_parser("step", help="rollout and update of one training step")
@@ -309,7 +310,7 @@ def rollout_bound(c, quant, batch, context):
 
 
 def rollout(args, records):
-    odd = [b for b in args.batch if not args.whole and (args.samples < 1 or b % min(args.samples, b))]
+    odd = [b for b in args.batch if not args.whole and (min(args.samples, b) < 1 or b % min(args.samples, b))]
     if odd:
         sys.exit(f"--batch {odd[0]} is no whole number of groups: of --samples {args.samples} rows each")
     print(f"{'model':>6} {'weights':>8} {'B':>4} {'tok/s':>8} {'ms/step':>8} {'of bound':>8} {'peak GB':>8} "

@@ -16,8 +16,8 @@ Attention reads a row's own length from the GPU: one captured graph serves every
 cached positions of one row and one key head, with all the query heads that share it; the last to finish adds
 up the pieces in their order. As in fp4_gemm.py operands are swapped, scores.T = K @ q.T, for a tensor core's
 wide side must not be the few queries. Pieces have a fixed size: of the other rows a result depends on their
-number at most, which picks the tiles. Rows that have a prompt in common all read one row's copy of its keys
-and values: the first brings it to L2, where the others find it.
+number at most, which picks the tiles. Rows that have a prompt in common read whole tiles of it in the slot of
+the first of them, which brings them to L2, where the others find them.
 
 Needs: torch; on a GPU also triton.
 """
@@ -250,7 +250,7 @@ def cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
 
     qkv (B, (H + 2·Hkv)·Dh) as the projection leaves it. head_norms: (q's weight, k's weight, eps) or None.
     cos, sin (B, Dh/2) f32. cache: a model.KVCache; row b lives in its slot cache.slots[b], and its first
-    cache.shared[b] positions in cache.leaders[b] too, where a GPU reads them. positions (B,) int64, −1 for a
+    cache.shared[b] positions in cache.leaders[b] too, where a GPU reads most. positions (B,) int64, −1 for a
     row that is over: nothing is written for it and its result is undefined. → (B, H·Dh)
     What is cached before `positions` must be there when the kernel in front of this one starts."""
     if qkv.is_cuda:

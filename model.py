@@ -302,7 +302,7 @@ class KVCache:
         self.k, self.v = (torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(2))
         self.counters = torch.zeros(slots * shape[2], dtype=torch.int32, device=model.device)
         self.slots = torch.arange(slots, device=model.device)       # (B,) where the rows of a call are
-        # (B,) of a decode step: so many first positions are in another slot too, which all of a group read
+        # (B,) of a decode step: how many first positions a group shares, and the slot where it reads them
         self.shared, self.leaders = torch.zeros_like(self.slots), self.slots
         self.of = self.slots                                        # (n,) row of `fill`'s k, v for each slot
         self.pieces = -(-length // decode.SPLIT)                    # of the longest row of a decode step

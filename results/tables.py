@@ -57,8 +57,8 @@ def rollout():
         if r.get("whole"):
             whole[key] = r
         else:        # until 9c33be7 each row read its own copy of the prompt, whatever rows had in common
-            kind = 2 if r["weights"][:2] == "hf" else int(r.get("samples", 1) == 1)
-            latest[(kind, *key)] = r
+            kind = 2 if r["weights"][:2] == "hf" else {min(16, key[2]): 0, 1: 1}.get(r.get("samples", 1))
+            latest |= {} if kind is None else {(kind, *key): r}
     batches = sorted({batch for *_, batch in latest})
     head("tokens/s (share of the bound)", *(f"B={b}" for b in batches))
     for kind, shape, weights in sorted(dict.fromkeys(key[:3] for key in latest), key=lambda key: key[0]):
@@ -71,14 +71,15 @@ def rollout():
                              for r, p in zip(row, plain, strict=True))
             print(f"| … over our own bf16 |{ratios}")
     for (shape, weights, batch), r in whole.items():
-        groups, alone = (r["tok_s"] / latest[kind, shape, weights, batch]["tok_s"] for kind in (0, 1))
+        shares = [f", {r['tok_s'] / steady['tok_s']:.2f} of the steady rate of {batch} rows {what}"
+                  for kind, what in ((1, "with nothing in common"), (0, "in groups"))
+                  if (steady := latest.get((kind, shape, weights, batch)))]
         say(f"A whole rollout of {model(shape)} in {NAMES[weights]}, 32 prompts × 16 samples in {batch} "
             f"slots, mean length {r['mean_length']:.0f}, longest {r['longest']}, prefill, refill and tail "
-            f"included: {r['tok_s']:,.0f} tokens/s (commit {r['commit']}). That is {alone:.2f} of the steady "
-            f"rate of {batch} rows with nothing in common, {groups:.2f} of that in groups.")
-    note(latest.values(), "random weights of each shape, LoRA of rank 32, temperature 1, mean context 1000, "
-         "without prefill and capture. By `python bench.py rollout --model-shape SHAPE`, log in "
-         "`results/rollout_bench.jsonl`.")
+            f"included: {r['tok_s']:,.0f} tokens/s (commit {r['commit']}){''.join(shares)}.")
+    note([*latest.values(), *whole.values()], "random weights of each shape, LoRA of rank 32, temperature 1, "
+         "mean context 1000, without prefill and capture. By `python bench.py rollout --model-shape SHAPE`, "
+         "log in `results/rollout_bench.jsonl`.")
 
 
 def step():
