@@ -11,9 +11,9 @@ next one, so prefill needs no sampling of its own. The host does not see single 
 times, reads which rows are over, closes the ranks and fills them up. What a row needs (its slot, position and
 last token) is data on the GPU, so the graph depends on two numbers only, rounded up to powers of two: rows in
 the batch and pieces of 256 positions in the longest. Each row of a group has a copy of the prompt's keys and
-values, but all read that of the first which runs, so that the GPU's L2 has it for the others. The slots are
-sized by the memory that is free, a graph is captured when it is needed (one smaller than what is there, when
-it is wanted twice), and both go when `generate` returns: the update can have the memory, and no graph
+values, but all read that of the first which runs, in whole tiles, so that L2 has it for the others. The slots
+are sized by the memory that is free, a graph is captured when it is needed (one smaller than what is there,
+when it is wanted twice), and both go when `generate` returns: the update can have the memory, and no graph
 outlives the tensors that it reads. On a CPU a step is called, not replayed, and nothing is rounded.
 
 It runs the model that trains, on the same tensors, so there are no weights to hand over, AQN's noise is in
@@ -189,7 +189,7 @@ class _Batch:
         self.rollout, self.group, self.stops, self.limit, self.draw = rollout, group, stops, limit, draw
         self.cache = KVCache(self.model, slots, rollout.tokens.shape[1])
         # row i of the batch: its row in the rollout, its slot, the token that goes in next, its position, the
-        # number that its random bits come from, how many of its positions its group has too, in which slot
+        # number that its random bits come from, how many positions its group shares, the slot to read them in
         # (one column more where slots are odd: rows that begin at multiples of 16 bytes have one kernel)
         self.state = torch.zeros(7, slots + slots % 2, dtype=torch.long, device=self.model.device)
         self.slots = slots
@@ -206,7 +206,7 @@ class _Batch:
                 new = [(*waiting.popleft(), free.pop()) for _ in range(min(len(free), len(waiting)))]
                 running += new
                 positions += [len(prompt) - 1 for _, prompt, _ in new]
-                self.admit(new, len(running))
+                self.admit(new, running)
             size, steps = len(running), 1
             if self.cuda:                              # one graph for all up to the next power of two
                 size = min(slots, 1 << (size - 1).bit_length())
@@ -226,17 +226,23 @@ class _Batch:
                 rate = int(self.rollout.lengths.sum()) / max(bar.format_dict["elapsed"], 1e-9)
                 bar.set_postfix_str(f"{len(running)} running, {rate:.0f} tok/s", refresh=False)
 
-    def admit(self, new, size):
-        """Prefill the prompts of new (row, prompt, slot)s, and make them the last of `size` rows."""
+    def admit(self, new, running):
+        """Make new (row, prompt, slot)s, the last of those that run, ready to: prefill their prompts, or copy
+        that of a row of their group which runs already."""
         began, device = time.perf_counter(), self.state.device
-        first = self.draw[3]
+        first, older = self.draw[3], len(running) - len(new)
         state = [(row, slot, prompt[-1], len(prompt) - 1, first + row, len(prompt) - 1)
                  for row, prompt, slot in new]
-        self.state[:6, size - len(new):size] = torch.tensor(state, device=device).T
-        self.lead(size)
+        self.state[:6, older:len(running)] = torch.tensor(state, device=device).T
+        self.lead(len(running))
+        cached = {row // self.group: slot for row, _, slot in running[:older]}
         slots_of = {}                                  # prompt → its rows' slots
-        for _, prompt, slot in new:
-            slots_of.setdefault(tuple(prompt[:-1]), []).append(slot)
+        for row, prompt, slot in new:
+            if row // self.group in cached:
+                for x in (self.cache.k, self.cache.v):
+                    x[:, slot, :, :len(prompt) - 1] = x[:, cached[row // self.group], :, :len(prompt) - 1]
+            else:
+                slots_of.setdefault(tuple(prompt[:-1]), []).append(slot)
         prompts = sorted((p for p in slots_of if p), key=len)
         while prompts:
             fit = 1 if self.sampler.deterministic else max(1, PREFILL_TOKENS // len(prompts[-1]))

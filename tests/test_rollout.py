@@ -154,8 +154,8 @@ def test_rows_read_their_prompt_in_the_slot_of_the_first_of_their_group(m, monke
 
     def spy(qkv, norms, cos, sin, cache, layer, positions):
         for slot, leader, n in zip(cache.slots, cache.leaders, cache.shared, strict=True):
-            for x in (cache.k[layer], cache.v[layer]):      # a group's prompt may be prefilled in two batches
-                torch.testing.assert_close(x[slot, :, :n], x[leader, :, :n], atol=1e-5, rtol=0)
+            for x in (cache.k[layer], cache.v[layer]):
+                assert torch.equal(x[slot, :, :n], x[leader, :, :n])
         seen.append([x.tolist() for x in (cache.slots, cache.leaders, cache.shared)])
         return attention(qkv, norms, cos, sin, cache, layer, positions)
 
@@ -170,6 +170,26 @@ def test_rows_read_their_prompt_in_the_slot_of_the_first_of_their_group(m, monke
         rows, first = state[0, :len(own)].tolist(), {}
         for row, slot, leader, n in zip(rows, own, leaders, shared, strict=True):
             assert leader == first.setdefault(row // 8, slot) and n == len(PROMPTS[row // 8]) - 1
+
+
+def test_a_prompt_is_prefilled_again_only_if_none_of_its_group_runs(m, monkeypatch):
+    """Otherwise its keys and values are copied: slots_change_nothing says that they are the right ones."""
+    prefills, copied, forward, admit = [], 0, m.forward, rollout._Batch.admit
+
+    def spy(batch, new, running):
+        nonlocal copied
+        groups, before = {row // 8 for row, *_ in running[:-len(new)]}, len(prefills)
+        admit(batch, new, running)
+        wanted = {tuple(p[:-1]) for row, p, _ in new if row // 8 not in groups and len(p) > 1}
+        found = [tuple(row) for ids in prefills[before:] for row in ids.tolist()]
+        assert len(found) == len(wanted) and all(any(f[:len(w)] == w for f in found) for w in wanted)
+        copied += len({row // 8 for row, *_ in new} & groups)
+
+    monkeypatch.setattr(rollout._Batch, "admit", spy)
+    monkeypatch.setattr(m, "forward", lambda ids, *rest: (
+        prefills.append(ids) if ids.shape[1] > 1 else None) or forward(ids, *rest))
+    Sampler(m, slots=13).generate(PROMPTS, 8, 20, 1.0, STOPS, 5, 2)
+    assert copied > 5
 
 
 def test_prefill_in_pieces_changes_nothing(m, monkeypatch):
