@@ -249,9 +249,9 @@ def cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
     """One new token a row: norm and rotate its q and k, write k and v to the cache, attend to 0 … position.
 
     qkv (B, (H + 2·Hkv)·Dh) as the projection leaves it. head_norms: (q's weight, k's weight, eps) or None.
-    cos, sin (B, Dh/2) f32. cache: a model.KVCache; row b lives in its slot cache.slots[b], and its first
-    cache.shared[b] positions in cache.leaders[b] too, where a GPU reads most. positions (B,) int64, −1 for a
-    row that is over: nothing is written for it and its result is undefined. → (B, H·Dh)
+    cos, sin (B, Dh/2) f32. cache: a model.KVCache; row b lives in its slot cache.slots[b]. Its first
+    cache.shared[b] positions are in cache.leaders[b] too; a GPU reads whole tiles of them there. positions
+    (B,) int64, −1 for a row that is over: nothing is written for it, its result is undefined. → (B, H·Dh)
     What is cached before `positions` must be there when the kernel in front of this one starts."""
     if qkv.is_cuda:
         return _cached_attention(qkv, head_norms, cos, sin, cache, layer, positions)

@@ -53,12 +53,15 @@ def gemm():
 def rollout():
     latest, whole = {}, {}
     for r in read("rollout"):
-        key = r["shape"], r["weights"], r["batch"]
+        key, samples = (r["shape"], r["weights"], r["batch"]), r.get("samples", 1)
         if r.get("whole"):
             whole[key] = r
-        else:        # until 9c33be7 each row read its own copy of the prompt, whatever rows had in common
-            kind = 2 if r["weights"][:2] == "hf" else {min(16, key[2]): 0, 1: 1}.get(r.get("samples", 1))
-            latest |= {} if kind is None else {(kind, *key): r}
+        elif r["weights"].startswith("hf"):
+            latest[(2, *key)] = r
+        elif samples == 1:      # so were all until 9c33be7: rows of one prompt each read a copy of their own
+            latest[(1, *key)] = r
+        elif samples == min(16, r["batch"]):
+            latest[(0, *key)] = r
     batches = sorted({batch for *_, batch in latest})
     head("tokens/s (share of the bound)", *(f"B={b}" for b in batches))
     for kind, shape, weights in sorted(dict.fromkeys(key[:3] for key in latest), key=lambda key: key[0]):

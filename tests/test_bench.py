@@ -61,7 +61,7 @@ def test_so_many_rows_have_a_prompt_in_common(tiny_shape, tmp_path, capsys, monk
 
 @pytest.mark.parametrize("samples, batch, bad", [("0", "8", 8), ("3", "1,8", 8), ("16", "8,0", 0)])
 def test_a_batch_of_broken_groups_is_refused(samples, batch, bad):
-    with pytest.raises(SystemExit, match=f"^--batch {bad} is no whole number of groups: of --samples"):
+    with pytest.raises(SystemExit, match=f"^--batch {bad} must be a multiple of --samples {samples}, or"):
         bench.main(["rollout", "--batch", batch, "--samples", samples])
 
 
