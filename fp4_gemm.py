@@ -491,13 +491,13 @@ def _load16(at, HINT: constexpr, F32: constexpr):
 
 @jit
 def _step_of_w(words, scales, k, F32: constexpr):
-    """Pointers (64, 4) to 16 bytes and (64, 2) to 4 → words (64, 16), scales (64, 2) of step k."""
-    w, scales = _load16(words + k * 1024, ".L1::no_allocate", F32), scales + k * 128
+    """Pointers (64, 4) to 16 bytes, (64, 2) to 4 → words (64, 16), scales (64, 2), fetched by lines of L2."""
+    w, scales = _load16(words + k * 1024, ".L1::no_allocate.L2::128B", F32), scales + k * 128
     if F32:
         s = tl.load(scales)
     else:
-        s = tl.inline_asm_elementwise("ld.global.L1::no_allocate.b32 $0, [$1];", "=r,l", [scales], tl.int32,
-                                      is_pure=False, pack=1)
+        s = tl.inline_asm_elementwise("ld.global.L1::no_allocate.L2::128B.b32 $0, [$1];", "=r,l", [scales],
+                                      tl.int32, is_pure=False, pack=1)
     return w.reshape(64, 16), s
 
 
