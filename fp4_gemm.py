@@ -386,8 +386,7 @@ def _fused(x, packed, bias, lora_A, lora_B, splits, scale, tile):
         xa_sums = x.new_empty(*grid, xa_m * 32 * (xa_split > 1), dtype=torch.float32)
         both = x.new_empty(M, K + R) if plain else None
         xa = both[:, K:] if plain else x.new_empty(M, R)
-        W = (None, 0, 0, 0) if plain or M > 16 else (packed.words, *packed.words.shape[:2], tile[1])
-        _shrink_kernel[grid](x, lora_A, xa, both, xa_sums, packed.counters, *W, M, R, K, xa.stride(0), scale,
+        _shrink_kernel[grid](x, lora_A, xa, both, xa_sums, packed.counters, M, R, K, xa.stride(0), scale,
                              TILE_M=xa_m, SPLIT_K=xa_split, **flags, num_stages=stages, num_warps=warps)
         if plain:
             return F.linear(both, packed.wide, bias), xa
@@ -653,10 +652,9 @@ def _sum_splits(acc, sums, counters, tile, part, R: constexpr, C: constexpr, SPL
     return acc, done
 
 
-@jit(do_not_specialize=["tiles_n", "tiles_k", "parts", "M"])
-def _shrink_kernel(x, lora_A, xa, both, sums, counters, words, tiles_n, tiles_k, parts, M, R, K, stride,
-                   scale, TILE_M: constexpr, SPLIT_K: constexpr, PDL: constexpr, EVEN_K: constexpr,
-                   F32: constexpr):
+@jit(do_not_specialize=["M"])
+def _shrink_kernel(x, lora_A, xa, both, sums, counters, M, R, K, stride, scale, TILE_M: constexpr,
+                   SPLIT_K: constexpr, PDL: constexpr, EVEN_K: constexpr, F32: constexpr):
     """xa (M, R) = scale · x @ lora_A.T, transposed and split like the GEMM. Grid (M tiles, R/32, SPLIT_K).
     stride: from one row of xa to the next, and of `both`, into which x is copied where it is not None."""
     offs_m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
@@ -665,10 +663,6 @@ def _shrink_kernel(x, lora_A, xa, both, sums, counters, words, tiles_n, tiles_k,
     if PDL:                # of A the first two steps come to L2 while the kernel before still makes x
         line = tl.minimum(first * 128 + tl.arange(0, 4) * 64, K - 1)[None, :]                # 128 B each
         _prefetch(lora_A + tl.minimum(offs_r, R - 1)[:, None] * K + line)
-        if words is not None:              # and of W the first step of each of the large kernel's CTAs
-            begin, ctas = tl.program_id(1) * SPLIT_K + tl.program_id(2), tl.num_programs(1) * SPLIT_K
-            for cta in range(begin, tiles_n * parts, ctas):
-                _prefetch(words + cta * tiles_k // parts * 1024 + tl.arange(0, 32) * 32)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     a_ptr = lora_A + offs_r[:, None] * K + offs_k[None, :]

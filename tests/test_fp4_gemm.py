@@ -322,10 +322,9 @@ def compiled_for(cc):
             assert 2 < per_weight < 4, f"{per_weight:.2f} instructions a weight for 256 rows of x"
             check_registers_of_wgmma(loop, True, 1)
     rows = (64, 576), (8, 18944), (64, 18944)
-    plain = {"words": None}
-    for (M, K), beside in itertools.product(rows, ({"both": None}, plain | {"PDL": False}, plain)):
+    for (M, K), beside in itertools.product(rows, ({"both": None}, {"PDL": False}, {})):       # packed, plain
         tile_m, split, stages, warps = fp4_gemm._shrink_tile(M, K, "both" not in beside)
-        tile = common | {"TILE_M": tile_m, "SPLIT_K": split} | (plain if M > 16 else {}) | beside
+        tile = common | {"TILE_M": tile_m, "SPLIT_K": split} | beside
         build(fp4_gemm._shrink_kernel, cc, tile, names_of, "NKR", warps, stages)
     build(fp4_gemm._dequantize_kernel, cc, {"F32": False}, names_of, "NKR")
 
