@@ -18,7 +18,7 @@ the update with random advantages and gradient checkpointing. --update-only take
 torchrun --nproc-per-node N bench.py step … gives each rank that many; tokens a second are those of all.
 """
 import argparse
-import dataclasses
+import copy
 import json
 import math
 import os
@@ -45,30 +45,14 @@ from rollout import Rollout, Sampler
 L2_BYTES, BYTES_PER_S, FLOP_PER_S = 60e6, 4.3e12, 790e12
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"        # rollout and step run on both
 
-# name: N of each part, K, rows M
-DECODE = (1, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
-SHAPES = {
-    "7B gate_up": ((18944, 18944), 3584, DECODE),
-    "32B gate_up": ((27648, 27648), 5120, DECODE),
-    "7B down": ((3584,), 18944, DECODE),
-    "32B down": ((5120,), 27648, DECODE),
-    "7B qkv": ((3584, 512, 512), 3584, DECODE),
-    "7B o": ((3584,), 3584, DECODE),
-    "32B o": ((5120,), 5120, DECODE),
-    "135M qkv": ((576, 192, 192), 576, DECODE[:8]),
-    "135M o": ((576,), 576, DECODE[:8]),
-    "135M gate_up": ((1536, 1536), 576, DECODE[:8]),
-    "135M down": ((576,), 1536, DECODE[:8]),
-    "0.5B gate_up": ((4864, 4864), 896, DECODE[:8]),
-    "0.5B down": ((896,), 4864, DECODE[:8]),
-    "1.5B gate_up": ((8960, 8960), 1536, (1, 8, 16)),
-    "3B gate_up": ((11008, 11008), 2048, (1, 8, 16)),
-    "3B down": ((2048,), 11008, (1, 8, 16)),
-    "14B gate_up": ((13824, 13824), 5120, (1, 8, 16)),
-    "14B down": ((5120,), 13824, (1, 8, 16)),
-    "72B gate_up": ((29568, 29568), 8192, (1, 8, 16)),
-    "72B down": ((8192,), 29568, (1, 8, 16)),
-}
+# the products of each model that are timed, and with how many rows M of x
+DECODE, FEW = (1, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192), (1, 8, 16)
+TIMED = {"7b": ("gate_up down qkv o", DECODE), "32b": ("gate_up down o", DECODE),
+         "135m": ("qkv o gate_up down", DECODE[:8]), "0.5b": ("gate_up down", DECODE[:8]),
+         "1.5b": ("gate_up", FEW), "3b": ("gate_up down", FEW), "14b": ("gate_up down", FEW),
+         "72b": ("gate_up down", FEW)}
+SHAPES = {f"{model.upper()} {name}": (*memory.linears(memory.config(model))[name], rows)  # N of parts, K, M
+          for model, (names, rows) in TIMED.items() for name in names.split()}
 
 
 def main(arguments):
@@ -174,9 +158,9 @@ def graph_times(kinds, replays=25, at_least=16):
     return {name: statistics.median(t[3:]) for name, t in times.items()}
 
 
-def copies(weight, clone, nbytes):
-    """The weight and clones of it for a graph to walk over: at least 4, and twice the L2 cache."""
-    return [weight] + [clone(weight) for _ in range(max(4, math.ceil(2 * L2_BYTES / nbytes)) - 1)]
+def copies(weight, nbytes):
+    """The weight and copies of it for a graph to walk over: at least 4, and twice the L2 cache."""
+    return [weight] + [copy.deepcopy(weight) for _ in range(max(4, math.ceil(2 * L2_BYTES / nbytes)) - 1)]
 
 
 def rel_err(y, ref):
@@ -200,11 +184,6 @@ def random_adapter(sizes, K, rank=32):
     return A, B, sizes
 
 
-def clone(packed):
-    return dataclasses.replace(packed, words=packed.words.clone(), scales=packed.scales.clone(),
-                               counters=packed.counters.clone())
-
-
 def gemm(args, records):
     names = args.shapes.split(",") if args.shapes else SHAPES
     asked = {name: (sizes, K, [M for M in rows if M in args.rows or not args.rows])
@@ -217,8 +196,8 @@ def gemm(args, records):
         N, packed = sum(sizes), random_packed(sizes, K)
         W = fp4_gemm.dequantize(packed)
         lora = (*random_adapter(sizes, K), 1.)
-        fours = copies(packed, clone, packed.words.nbytes)
-        dense = copies(W, torch.clone, W.nbytes)
+        fours = copies(packed, packed.words.nbytes)
+        dense = copies(W, W.nbytes)
         exact = W.double()
         for M in rows:
             x, dy = (torch.randn(M, n, device="cuda", dtype=torch.bfloat16) for n in (K, N))
@@ -300,8 +279,9 @@ def forget_peak():
 def rollout_bound(c, quant, batch, context):
     """Tokens a second that bytes and FLOPs allow, with nothing lost between kernels."""
     D, L, V = c.hidden_size, c.num_hidden_layers, c.vocab_size
-    weights = L * sum(N * K for _, N, K in memory.linears(c))
-    adapters = L * sum(2 * 32 * (S * K + N) for S, N, K in memory.linears(c))
+    linears = [(len(parts), sum(parts), K) for parts, K in memory.linears(c).values()]
+    weights = L * sum(N * K for _, N, K in linears)
+    adapters = L * sum(2 * 32 * (S * K + N) for S, N, K in linears)
     read = weights * (0.5625 if quant == "nvfp4" else 2) / BYTES_PER_S
     linear = max(read, 2 * batch * weights / FLOP_PER_S)
     head = max(2 * V * D / BYTES_PER_S, 2 * batch * V * D / FLOP_PER_S)

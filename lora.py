@@ -166,14 +166,10 @@ def load_adapter(model, folder):
         raise ValueError(f"{folder / 'adapter_config.json'} has init_lora_weights={start!r}, which changes "
                          "the base too: PEFT converts most of these as it saves them, see its "
                          "path_initial_model_for_weight_conversion")
-    if stored.keys() != own.keys():
-        odd = sorted(stored.keys() ^ own.keys())
-        raise ValueError(f"{folder}: {len(odd)} tensors do not match the model's layers, "
-                         f"the first is {odd[0]}")
-    for name, tensor in stored.items():
-        if tensor.shape != own[name].shape:
-            raise ValueError(f"{folder}: {name} is {tuple(tensor.shape)}, "
-                             f"the model has {tuple(own[name].shape)}")
+    has, takes = ({name: tuple(t.shape) for name, t in tensors.items()} for tensors in (stored, own))
+    if odd := sorted({name for name, _ in has.items() ^ takes.items()}):
+        raise ValueError(f"{folder}: {len(odd)} tensors do not fit the model's layers; {odd[0]} is "
+                         f"{has.get(odd[0], 'missing')}, the model has {takes.get(odd[0], 'no such tensor')}")
     for name, tensor in stored.items():                # nothing is copied before everything fits
         own[name].copy_(tensor)
     refresh(model)

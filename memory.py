@@ -64,16 +64,16 @@ class Plan(NamedTuple):
 
 
 def linears(c):
-    """(parts that share an input, N, K) of the four products of a layer; c: a transformers config."""
+    """name → N of each part, K: a layer's products; parts share an input. c: a transformers config."""
     D, F = c.hidden_size, c.intermediate_size
     Dh = getattr(c, "head_dim", None) or D // c.num_attention_heads
     q, kv = c.num_attention_heads * Dh, c.num_key_value_heads * Dh
-    return [(3, q + 2 * kv, D), (1, D, q), (2, 2 * F, D), (1, D, F)]
+    return {"qkv": ((q, kv, kv), D), "o": ((D,), q), "gate_up": ((F, F), D), "down": ((D,), F)}
 
 
 def cached(c):
     """Bytes of one token's keys and values in bf16."""
-    return cached_bytes(c, linears(c)[1][2] // c.num_attention_heads)
+    return cached_bytes(c, linears(c)["o"][1] // c.num_attention_heads)
 
 
 def plan(c, quant="nvfp4", rank=32, slots=64, length=1152, micro_tokens=4096, checkpointing=True,
@@ -81,13 +81,15 @@ def plan(c, quant="nvfp4", rank=32, slots=64, length=1152, micro_tokens=4096, ch
     """→ Plan. c: a transformers config; slots: answers sampled at once; length: of prompt and answer;
     prefill: prompt tokens that go through the model at a time."""
     D, F, V, L = c.hidden_size, c.intermediate_size, c.vocab_size, c.num_hidden_layers
-    qkv, q, (*_, head_norm) = linears(c)[0][1], linears(c)[1][2], family(c)
-    padded = sum(-(-N // ROWS) * ROWS * (-(-K // COLS) * COLS) for _, N, K in linears(c))
-    layer = 2 * sum(N * K for _, N, K in linears(c)) if quant == "bf16" else 0.5625 * padded
+    products = [(len(parts), sum(parts), K) for parts, K in linears(c).values()]
+    (_, qkv, _), (_, _, q), *_ = products
+    *_, head_norm = family(c)
+    padded = sum(-(-N // ROWS) * ROWS * (-(-K // COLS) * COLS) for _, N, K in products)
+    layer = 2 * sum(N * K for _, N, K in products) if quant == "bf16" else 0.5625 * padded
     weights = L * layer + 2 * V * D * (1 if c.tie_word_embeddings else 2)
-    learned = L * rank * sum(S * K + N for S, N, K in linears(c))
-    adapter = 14 * learned + 2 * L * rank * sum(S * N for S, N, _ in linears(c)) * (quant == "bf16")
-    scratch = 0 if quant == "bf16" else 2 * max(N * K for _, N, K in linears(c))
+    learned = L * rank * sum(S * K + N for S, N, K in products)
+    adapter = 14 * learned + 2 * L * rank * sum(S * N for S, N, _ in products) * (quant == "bf16")
+    scratch = 0 if quant == "bf16" else 2 * max(N * K for _, N, K in products)
     # bytes a token that autograd keeps of a layer: two sums (fp32) and their norms, q, k and v, the rotated,
     # what attention makes of them, gate and up, their product, x @ A.T; Qwen3's norms of q and k keep fp32
     kept = 14 * D + 4 * qkv + 6 * F + 14 * rank + 2 * (q + qkv) * head_norm

@@ -141,7 +141,7 @@ def main():
     for name, M in rows:
         sizes, K, _ = bench.SHAPES[name]
         N, packed = sum(sizes), bench.random_packed(sizes, K)
-        fours = bench.copies(packed, bench.clone, packed.words.nbytes)
+        fours = bench.copies(packed, packed.words.nbytes)
         x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
         plain, lora = adapter((), K), adapter(sizes, K)
         ref = [x.double() @ fp4_gemm.dequantize(packed).double().T]
