@@ -14,7 +14,7 @@ counts it for each. --samples 1: nothing in common, as when answers are much lon
 hf is transformers' generate in bf16 on the same GPU, hf-lora has lora.py's plain lines at its projections.
 
 step: whole GRPO steps of train.py on random weights: --prompts × --samples answers of --new tokens each, then
-the update with random advantages and gradient checkpointing. --update-only takes the answers from nowhere.
+the update with random advantages and gradient checkpointing. --update-only makes answers up.
 torchrun --nproc-per-node N bench.py step … gives each rank that many; tokens a second are those of all.
 """
 import argparse
@@ -67,8 +67,8 @@ def main(arguments):
                               help="sequences at once, separated by commas")
     rollout_args.add_argument("--context", type=int, default=1000, help="mean length while it is timed")
     rollout_args.add_argument("--new", type=int, default=128, help="tokens that are timed")
-    rollout_args.add_argument("--samples", type=int, default=16, help="sequences of one prompt; of a smaller "
-                              "batch all, of --whole 16")
+    rollout_args.add_argument("--samples", type=int, default=16, help="sequences of one prompt (all of a "
+                              "smaller batch; with --whole always 16)")
     rollout_args.add_argument("--whole", action="store_true", help="32 prompts × 16 samples, mean length "
                               "600, longest 2048, in --batch slots, prefill and refill included")
     step_args = commands.add_parser("step", help="rollout and update of one training step")
@@ -122,7 +122,6 @@ def numbers(text):
 
 
 def conditions():
-    import triton
     query = ["nvidia-smi", "--id=0", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     gpu = "cpu" if DEVICE == "cpu" else subprocess.run(query, capture_output=True, text=True).stdout.strip()
     # a machine without the repository is told by COMMIT which state it runs
@@ -130,8 +129,8 @@ def conditions():
     if not commit and shutil.which("git"):
         commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True,
                                 cwd=Path(__file__).resolve().parent).stdout.strip()
-    return {"gpu": gpu, "torch": torch.__version__, "triton": triton.__version__,
-            "commit": commit or "none"}
+    triton = getattr(getattr(fp4_gemm, "triton", None), "__version__", "none")
+    return {"gpu": gpu, "torch": torch.__version__, "triton": triton, "commit": commit or "none"}
 
 
 def graph_times(kinds, replays=25, at_least=16):

@@ -2,7 +2,7 @@
 
     source = checkpoint.open("Qwen/Qwen2.5-1.5B-Instruct")   or a folder, a .gguf file, or "smollm2"
     source.config                                            transformers' config
-    source.tensor("model.layers.0.mlp.down_proj.weight", (576, 1536))
+    source.tensor("model.layers.0.mlp.down_proj.weight", (1536, 8960))
 
 A tensor is read when it is asked for, by the name that transformers gives it, so that a model can be
 quantised while it streams in and no second copy of the weights ever exists. What is missing, misshapen or
@@ -110,8 +110,8 @@ class Source:
         found = "_proj." in name, q.global_scale.numel(), *(t.dtype for t in q)
         if (found != (True, 1, torch.uint8, torch.float8_e4m3fn, torch.float32)
                 or (q.block_scale.view(torch.uint8) > 0x7E).any() or not 0 < q.global_scale < torch.inf):
-            raise ValueError(f"{self.path}: {name} is quantised, but not in NVFP4 or no block's projection, "
-                             "which alone may be: take another checkpoint of this model")
+            raise ValueError(f"{self.path}: {name} is quantised, but not in NVFP4, or it is no projection "
+                             "of a block, which alone may be: take another checkpoint of this model")
         return q._replace(global_scale=q.global_scale.reshape(()))
 
     def finish(self):

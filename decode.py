@@ -15,9 +15,9 @@ not write (attention: positions, slots, cos, sin, older keys and values), waits,
 Attention reads a row's own length from the GPU: one captured graph serves every length. A program takes 256
 cached positions of one row and one key head, with all the query heads that share it; the last to finish adds
 up the pieces in their order. As in fp4_gemm.py operands are swapped, scores.T = K @ q.T, for a tensor core's
-wide side must not be the few queries. Pieces have a fixed size: of the other rows a result depends on their
-number at most, which picks the tiles. Rows that have a prompt in common read whole tiles of it in the slot of
-the first of them, which brings them to L2, where the others find them.
+wide side must not be the few queries. Pieces have a fixed size, so that of the other rows only their number,
+which picks the tiles, can change a result. Rows that have a prompt in common read whole tiles of it in the
+slot of the first of them, which brings them to L2, where the others find them.
 
 Needs: torch; on a GPU also triton.
 """
@@ -315,8 +315,8 @@ def _attention_kernel(qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, 
                       SPLIT: constexpr, TILE: constexpr, ROWS: constexpr, HALF: constexpr, PDL: constexpr):
     """Grid (Hkv, pieces, B): the REP query heads of one key head over SPLIT positions of one row."""
     h, piece, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # before the wait: what was written before this layer's norm, whose end those in front have awaited, older
-    # keys and values among it
+    # before the wait only what was there before this layer's norm ran, older keys and values among it: the
+    # kernels in front have waited for that
     position = tl.load(positions + b).to(tl.int32)
     Hkv, last, begin = tl.num_programs(0), position // SPLIT, piece * SPLIT
     head, d, dim = tl.arange(0, ROWS), tl.arange(0, HALF), tl.arange(0, 2 * HALF)
@@ -329,7 +329,7 @@ def _attention_kernel(qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, 
     k_cache += at
     v_cache += at
     if begin > position:
-        if piece == 0:                     # one of each row waits: no kernel may end before the one in front
+        if piece == 0:                     # one a row waits all the same: no kernel ends before that in front
             _start(PDL)
         return
     qkv += b.to(tl.int64) * (H + 2 * Hkv) * DH

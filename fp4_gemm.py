@@ -8,22 +8,22 @@ rows or so. To come near it a kernel may spend 4 instructions on a weight; this 
 
 A word holds 8 codes, placed so that few operations turn them into bf16. A bf16 is s eeeeeeee mmmmmmm; a code
 is s ee m with bias 1, and ee = 0 means 0 or ½. With s in bit 15 and eem in bits 8..6 the bf16 is worth
-v · 2^-126 exactly, the subnormal ½ included: the right bits, read with bias 127. Both halves of a word have a
-code like that, two that come there if the word is rotated by 3 or 6, and a fourth (marked ') in the bits that
-are left; s1 and s2 stand in the other half, for they go around:
+v · 2^-126 exactly, the subnormal ½ included: the right bits, read with bias 127. Each half of a word holds
+four codes: one in that place, two that come there when the word is rotated right by 3 or 6, and a fourth
+(marked ') in the bits that are left. A rotation carries bits around, so s1 and s2 stand in the other half:
 
     bit    15  14  13  12  11  10   9   8   7   6   5   4   3   2   1   0    of sub-tile 0, 1, 2 or 3'
            s0  e2  e2  m2  e1  e1  m1  e0  e0  m0  s2  m'  s'  s1  e'  e'
 
 A tile of 128 columns is four sub-tiles of 32. Half h (0 low, 1 high) of word j holds element 2j + h of each.
 Eight integer operations make four pairs of bf16, each a pair of neighbours in k, as a tensor core's register
-wants it (>> goes around here, in one operation; the product is three copies whose bits never meet, no carry):
+wants it (>> is a rotation here, one operation; the product adds three copies whose bits never meet):
 
     t0 = w & 81C081C0    t1 = w >> 3 & 81C081C0    t2 = w >> 6 & 81C081C0                     1 + 2 + 2
     t3 = (w & 001B001B) · (2^12 + 2^7 + 2^2) & 81C081C0      s' of the first, e' and m' of the next   3
 
 A block scale, (1 + m/8) · 2^e in e4m3, becomes the byte (e + 9) << 3 | m: five exponent bits, so that e4m3's
-subnormals are normal. Below exponent bits 7000 it is a bf16 worth s · 2^106, and t · s = v · s · 2^-20 is
+subnormals are normal. With the bits 7000 above it, it is a bf16 worth s · 2^106, and t · s = v · s · 2^-20 is
 normal and exact: 2 · 4 significant bits fit in bf16's 8. 2^20 · global_scale waits for the fp32 epilogue.
 
 The kernel computes y.T = W @ x.T: a tensor core's wide side must be the weights when M is small. Several CTAs
@@ -159,15 +159,15 @@ def unpack(packed):
 
 # --- what callers use
 
-def linear(x, packed, bias=None, lora=None, learn=(None, None), needed=True, deterministic=False):
+def linear(x, packed, bias=None, lora=None, learn=None, needed=True, deterministic=False):
     """x (..., K) → x @ W.T + bias + scale · (x @ A.T) @ B.T, (..., N); all bf16 on a GPU, fp32 on a CPU.
 
     packed: a PackedNVFP4 or a Dense. lora = (A (R, K), B (N, R / S), splits, scale): part s of S, the next
     splits[s] columns of y, meets only its own R / S columns of x @ A.T; a Dense wants its `adapt` called with
-    this B. learn = (lora_A, lora_B): the parameters that A and B were rounded from. Gradients flow to x, bias
-    and learn, never to W. needed=False: backward will be called and y read by nobody, so the large product
-    may be left out. deterministic, of a packed weight on a GPU: one K split for every M and no cuBLAS, so
-    that a row does not depend on its batch.
+    this B. learn = (lora_A, lora_B): what learns, if A and B are but rounded from it. Gradients flow to x,
+    bias and these, never to W. needed=False: backward will be called and y read by nobody, so the large
+    product may be left out. deterministic, of a packed weight on a GPU: one K split for every M and no
+    cuBLAS, so that a row does not depend on its batch.
     """
     N, K = packed.shape
     A, B, splits, scale = lora or (None, None, (), 1.)
@@ -196,7 +196,7 @@ def linear(x, packed, bias=None, lora=None, learn=(None, None), needed=True, det
         tile = _tile(len(rows), N, K, *_gpu(x), deterministic, B.shape[1] if lora else 0)
     elif x.is_cuda and needed and lora and len(rows) <= FUSED_MAX:
         tile = ()                               # cuBLAS behind LoRA's kernel
-    y = _Linear.apply(rows, packed, bias, A, B, tuple(splits), scale, tile, needed, *learn)
+    y = _Linear.apply(rows, packed, bias, A, B, tuple(splits), scale, tile, needed, *(learn or (A, B)))
     return y.view(*x.shape[:-1], N)
 
 
@@ -284,6 +284,7 @@ def _weight(packed, dtype):
 FUSED_MAX = 256          # rows up to which nothing is decoded before, and LoRA has its kernel beside a Dense
 # TILE_M: CTAs on an SM, without and with LoRA (room is left, where the next kernel's wait), and stages
 TILES = {8: (3, 3, 4), 16: (5, 4, 4), 32: (4, 3, 4), 64: (3, 3, 3), 128: (2, 2, 3), 256: (1, 1, 3)}
+# (N, K): rows of x, up to a power of two: splits without and with LoRA, where _tile's rule is not the best
 SPLIT_K = {(37888, 3584): {16: (2, 1), 64: (1, 1)}, (3584, 3584): {16: (4, 4), 32: (4, 4), 64: (2, 2)},
            (5120, 27648): {8: (6, 8), 16: (8, 8), 32: (6, 6)}, (5120, 13824): {8: (6, 8)},
            (27648, 5120): {16: (3, 3)}, (5120, 5120): {256: (3, 3)}, (2048, 11008): {16: (8, 8)},
@@ -316,7 +317,7 @@ def _large_tile(M, N, K, sms, rank, small):
         tiles = 2 * tiles_n * triton.cdiv(M, 128)
         pieces = max(1, 2 * sms // tiles)
         wins = 1.46 * waves < triton.cdiv(tiles * pieces, 2 * sms) / pieces
-    else:      # of an H200 a weight takes 2.9 fs for each row of x; decoded before 600, then 2.6, LoRA more
+    else:      # fs a weight on an H200: 2.9 a row of x; decoded before, 600 and 2.6 a row, with LoRA more
         wins = 2.9 * 256 * waves * sms / tiles_n < (600 + 2.6 * M) * (1.1 if rank else 1)
     return (256, split, TILES[256][2], whole, 2 * ROWS) if wins else None
 

@@ -67,8 +67,8 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, normalizer, loss_type=
     """→ (loss, clipped): this micro-batch's share of the loss (), and how many tokens the clip cut off ().
 
     logprobs, old_logprobs, ref_logprobs, weights (B, T) f32, advantages (B,), mask (B, T) bool. Only logprobs
-    carries a gradient. weights: importance weights of truncated importance sampling. beta · k3 is added
-    against ref_logprobs. What stands outside the mask, NaN included, has no influence.
+    carries a gradient. weights: of truncated importance sampling; gspo takes the mean of an answer's. beta ·
+    k3 is added against ref_logprobs. What stands outside the mask, NaN included, has no influence.
     """
     low, high = CLIP[loss_type]
     low, high = low if clip_low is None else clip_low, high if clip_high is None else clip_high

@@ -170,6 +170,9 @@ def load_adapter(model, folder):
     if odd := sorted({name for name, _ in has.items() ^ takes.items()}):
         raise ValueError(f"{folder}: {len(odd)} tensors do not fit the model's layers; {odd[0]} is "
                          f"{has.get(odd[0], 'missing')}, the model has {takes.get(odd[0], 'no such tensor')}")
+    for name, tensor in stored.items():
+        if not tensor.isfinite().all():
+            raise ValueError(f"{folder}: {name} has NaN or infinite values: take an earlier adapter")
     for name, tensor in stored.items():                # nothing is copied before everything fits
         own[name].copy_(tensor)
     refresh(model)

@@ -3,8 +3,8 @@
     peak = weights + adapter and optimizer + the larger of rollout and update
 
     weights    0.5625 byte a quantised weight (4 bits, and 8 bits for each 16), 2 for embeddings and lm_head
-    adapter    12 bytes a parameter: itself and AdamW's two moments in fp32; and a copy in bf16. Of lora_B
-               one more beside a weight in bf16, with the zeros of a block-diagonal matrix
+    adapter    12 bytes a parameter: itself and AdamW's two moments in fp32; and a copy in bf16. Beside
+               a weight in bf16 one more of lora_B, as a block-diagonal matrix with its zeros
     rollout    keys and values of every slot, logits twice, one weight in bf16, a prefill's activations
     update     the gradient, and what backward keeps of a micro-batch: with gradient checkpointing the
                residual stream between layers (fp32), without it all of every layer. On top the most of:

@@ -89,7 +89,7 @@ class FrozenLinear(nn.Module):
         if not self.quantized:
             self.dense.adapt(B, splits)
 
-    def forward(self, x, lora=None, learn=(None, None), needed=True):
+    def forward(self, x, lora=None, learn=None, needed=True):
         W = self.packed if self.quantized else self.dense
         return fp4_gemm.linear(x, W, self.bias, lora, learn, needed)
 

@@ -15,9 +15,9 @@ to the even code. Two ways to choose are here:
              squared error. Codes near 6 are sparse, so it often pays to move the largest weight to 4 or 3,
              or to clip it; −27 % squared error on Gaussian weights, free at run time (default).
 
-global_scale is amax / (6·448), which puts the largest block scale on e4m3's maximum, rounded up to a power of
-two: multiplying by it never rounds, and E2M1 × E4M3 has at most 6 significant bits, so every dequantised
-weight is exact in bf16. A kernel may then apply the scales anywhere and still use these very weights.
+global_scale is amax / (6·448), at which the largest block scale would be e4m3's maximum, rounded up to a
+power of two: multiplying by it never rounds, and E2M1 × E4M3 has at most 6 significant bits, so every
+dequantised weight is exact in bf16. A kernel may then apply the scales anywhere and use these very weights.
 
 Left out: quantised activations, stochastic rounding, calibration data (AWQ, GPTQ).
 Needs: torch.

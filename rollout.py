@@ -86,8 +86,8 @@ class Rollout(NamedTuple):
 class Sampler:
     """slots: sequences that run at once, at most; fewer where the GPU's memory is short.
 
-    deterministic: on a GPU an answer depends on nothing but its prompt and number, bit for bit: every step
-    has `slots` rows, however many of them run, and prompts are prefilled one at a time.
+    deterministic: on a GPU an answer depends on its prompt and number and generate's arguments alone, bit for
+    bit: a step has `slots` rows, however many of them run, and prompts are prefilled one at a time.
     """
 
     def __init__(self, model, slots=SLOTS, deterministic=False):
@@ -290,8 +290,8 @@ class _Batch:
         return positions
 
     def choose(self, size, pieces):
-        """The graph to replay: this one, or a larger one that is there until this was wanted twice in a row.
-        Capturing takes as long as many steps of a small model, and short answers end within them."""
+        """The graph to replay: of this size, or, until this was wanted twice in a row, a larger one if one is
+        there. Capturing takes as long as many steps of a small model, and short answers end within them."""
         larger = [key for key in self.graphs if key[0] >= size and key[1] >= pieces]
         wanted, self.wanted = self.wanted, (size, pieces)
         return min(larger) if larger and wanted != self.wanted else self.wanted

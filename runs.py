@@ -41,6 +41,10 @@ import lora
 PROBE = 32                          # prompts of a preflight
 
 
+class Unwritten(OSError):
+    """A file of the run's folder, which a full disk or a permission kept from being written."""
+
+
 class Run:
     """One segment of a run: from the start, or from a resume, to the end or an accident.
 
@@ -66,7 +70,7 @@ class Run:
         except BlockingIOError:
             raise ValueError(f"another process is writing to {self.folder}: "
                              "two runs cannot share a folder") from None
-        if not config.resume and self.metrics.seek(0, os.SEEK_END):
+        if not config.resume and (self.metrics.seek(0, os.SEEK_END) or self.saved()):
             raise ValueError(f"{self.folder} holds a run already: go on with --resume {self.folder}, "
                              "or take another --name")
         self.segment = 1 + max((r["segment"] for r in read(self.folder).values()), default=-1)
@@ -170,13 +174,13 @@ class Run:
 
     @contextmanager
     def writing(self, what):
-        """What cannot be written inside (full disk, read-only folder) is an OSError of one sentence."""
+        """What cannot be written inside (full disk, read-only folder) is an Unwritten of one sentence."""
         try:
             yield
         except (OSError, SafetensorError) as error:
             kept = (f"; the last checkpoint holds: go on with python train.py --resume {self.folder}"
                     if self.saved() else "")
-            raise OSError(f"{self.folder / what} cannot be written ({_reason(error)}){kept}") from error
+            raise Unwritten(f"{self.folder / what} cannot be written ({_reason(error)}){kept}") from error
 
     def say(self, warning):
         if not self.quiet:
@@ -252,7 +256,7 @@ def diagnose(records, needed=5, seen="five steps"):
         always = recent[-1]["reward"] > 0.5
         yield "flat", f"{seen} without one group of unequal rewards: nothing can be learnt. " + (
             "The task is solved; take a harder one." if always else
-            "Try an easier task (--operands 2-5), a larger --group-size or --max-new-tokens.")
+            "Try easier problems (in arithmetic --operands 2-5), a larger --group-size or --max-new-tokens.")
     if len(recent) == needed and all(r["finished"] == 0 for r in recent):
         yield "unfinished", (f"{seen} in which no answer ended: raise --max-new-tokens, or check that the "
                              "model's chat template and end token are the ones it was trained with.")
@@ -295,8 +299,8 @@ def parse_cli(cls, arguments):
             raise ValueError(f"{path} has {', '.join(wrong)}: no flag of this version, or not of its type")
         parser.set_defaults(**stored)
     flags = vars(parser.parse_args(arguments))
-    fixed = ["name", "out"] + ["adapter"] * any(Path(folder).glob("checkpoint*")) if folder else []
-    for name in fixed:
+    begun = folder and any(Path(folder).glob("checkpoint*.safetensors"))
+    for name in ["name", "out"] * bool(folder) + ["adapter"] * bool(begun):
         if flags[name] != parser.get_default(name):
             raise ValueError(f"--{name} {flags[name]} beside --resume {folder}: that run has its own; "
                              "leave it out, or begin another run")
@@ -307,7 +311,7 @@ def peak_memory_gb():
     """Of the GPU if this process has used one, else of the process, since the start."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6         # Linux counts in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9           # Linux counts in KiB
 
 
 @contextmanager
@@ -325,8 +329,10 @@ def deferred_signals():
 
 
 def read(folder):
-    """(kind, step) → its last record, in the order of steps. A line that a crash cut off is passed over."""
-    records = {(r["kind"], r["step"]): r for r in jsonl(Path(folder) / "metrics.jsonl")}
+    """(kind, step) → its last record, in the order of steps. A line that is none, cut off by a crash or
+    written by hand, is passed over."""
+    records = {(r["kind"], r["step"]): r for r in jsonl(Path(folder) / "metrics.jsonl")
+               if isinstance(r, dict) and {"kind", "step", "segment"} <= r.keys()}
     return dict(sorted(records.items(), key=lambda item: (item[0][1], item[0][0])))
 
 

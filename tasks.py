@@ -8,8 +8,8 @@ r"""Tasks: a list of problems, a prompt for each, and a reward that a program ca
 An answer scores 1 if it is finished (the model ended it) and right:
 
     multiplication, addition    the last number in the text is exactly the right one
-    gsm8k                       so is the number right behind the last "####" that has one; without such, the
-                                last one in the last \boxed{…}; without such, the last one in the text
+    gsm8k                       so is the number right behind the last "####" that has one; else the last one
+                                in the last \boxed{…}; else the last one in the text
     countdown                   the formula in the last <answer>…</answer>, else in the last line, makes the
                                 target with + - * / from the numbers, each used exactly once, as in TinyZero
     math                        the last \boxed{…} equals the solution's: as text, spacing aside, as a number,
@@ -37,6 +37,7 @@ Needs: nothing; datasets for the hub.
 """
 
 import ast
+import hashlib
 import importlib.util
 import inspect
 import json
@@ -185,8 +186,10 @@ def _made_up(low, high, count=4096):
 
 def _number_problem(record):
     nums, target = record.get("nums"), record.get("target")
-    if not isinstance(nums, list) or not 0 < len(nums) < 10 or {type(n) for n in (target, *nums)} != {int}:
-        raise ValueError("it must be an object in which 'nums' is a list of 1 to 9 integers and 'target' one")
+    if (not isinstance(nums, list) or not 0 < len(nums) < 10 or {type(n) for n in (target, *nums)} != {int}
+            or min(nums) < 0):
+        raise ValueError("it must be an object in which 'nums' is a list of 1 to 9 integers, none of them "
+                         "negative, and 'target' an integer")
     return {"nums": nums, "target": target}
 
 
@@ -303,17 +306,19 @@ def tested(name, test, data=None, operands=None, trains=True):
 
 
 def _split(problems, held_out, source, operands, reward, prompt):
-    """The Task; problems with one message are one, and held_out of them, at most a quarter, are set aside."""
+    """The Task; problems with one message are one, and held_out of them, at most a quarter, are set aside:
+    those whose message has the least hash, so that with a line mended or left out the others stay put."""
     if operands:
         raise ValueError(f"operands={operands!r}: with problems from {source} there are no operands")
     problems = list({prompt(problem): problem for problem in problems}.values())
     if len(problems) < (4 if held_out else 1):
         raise ValueError(f"{source} has {len(problems)} problems, too few: it takes 4, of which one is held "
                          "out, or 1 to test on")
-    held = random.Random(SPLIT_SEED).sample(range(len(problems)), min(held_out, len(problems) // 4))
-    kept_apart = set(held)
-    return Task([problem for i, problem in enumerate(problems) if i not in kept_apart],
-                [problems[i] for i in held], prompt, reward)
+    hashes = [hashlib.sha256(prompt(problem).encode()).digest() for problem in problems]
+    held = set(sorted(hashes)[:min(held_out, len(problems) // 4)])
+    train, apart = ([p for p, h in zip(problems, hashes, strict=True) if (h in held) == side]
+                    for side in (False, True))
+    return Task(train, apart, prompt, reward)
 
 
 def read(source, check):
@@ -345,6 +350,7 @@ def read(source, check):
 def _text(record, *keys):
     for key in keys:
         if isinstance(record.get(key), str) and record[key].strip():
+            record[key].encode()           # half an emoji, which JSON may hold and no tokenizer takes, raises
             return record[key].strip()
     raise ValueError(f"it must be an object in which {' or '.join(map(repr, keys))} is some text")
 

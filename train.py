@@ -53,7 +53,7 @@ class Config:
     group_size: int = 8                 # G, answers to each prompt (paper: 8 for GSM8K, 16 for BigMath)
     max_new_tokens: int = 16            # longest answer
     temperature: float = 1.0            # of sampling; divides the logits of sampler and trainer alike
-    loss: str = "dapo"                  # dapo, grpo, dr_grpo, gspo, cispo: see grpo.py
+    loss: str = "dapo"                  # dapo, grpo, dr_grpo (with --scale none), gspo, cispo: see grpo.py
     correction: str = "none"            # what "old" is: none (the trainer's own), bypass (as sampled), tis
     updates_per_rollout: int = 1        # optimizer steps on each batch of answers
     scale: str = "group"                # advantages: group (divide by the std) or none (Dr. GRPO)
@@ -74,7 +74,7 @@ class Config:
     aqn: bool = True                    # noise on the norms while sampling
     sigma_start: float = 1e-2           # σ of the second stage; the first has none
     sigma_end: float = 1e-4             # σ of the last stage (paper: 5e-4 in Table 4, 1e-4 in its scripts)
-    sigma_stages: int = 10              # K
+    sigma_stages: int = 10              # of σ, the first without noise (the paper's K)
     sigma_schedule: str = "exponential"  # exponential, linear, cosine, logarithmic
     eval_every: int = 4                 # steps between evaluations; also before the first and after the last
     eval_samples: int = 1               # sampled answers to each held-out problem
@@ -102,13 +102,15 @@ class Config:
         for name, allowed in choices.items():
             check(name, getattr(self, name) in allowed or name == "task" and self.task.endswith(".py"),
                   f"must be one of {', '.join(allowed)}")
-        least = dict(steps=0, warmup=0, resample=0, overlong_cache=0, beta=0, sigma_stages=3) | dict.fromkeys(
+        least = dict(steps=0, warmup=0, resample=0, overlong_cache=0, beta=0, clip_low=0, clip_high=0, lr=0,
+                     sigma_stages=3) | dict.fromkeys(
             ("prompts", "group_size", "max_new_tokens", "updates_per_rollout", "eval_every", "eval_samples",
              "save_every", "samples_every", "mismatch_every", "micro_tokens", "rank", "alpha"), 1)
         for name, bound in least.items():
-            check(name, getattr(self, name) >= bound, f"must be at least {bound}")
-        for name in ("clip_low", "clip_high"):
-            check(name, getattr(self, name) is None or getattr(self, name) >= 0, "must be at least 0")
+            given = getattr(self, name)
+            check(name, given is None or given >= bound, f"must be at least {bound}")
+        check("lr", self.lr < math.inf, "must be finite")
+        check("seed", abs(self.seed) < 2**63, "must fit into 64 bits")
         check("cispo_max", self.cispo_max > 0, "must be positive: it bounds what a gradient is multiplied by")
         for name in ("sigma_start", "sigma_end") if self.aqn else ():
             check(name, 0 < getattr(self, name) < math.inf,
@@ -167,9 +169,10 @@ def train(config, model, task, tokenizer, stop_ids, run):
                     run.save(model, optimizer)
                 run.stop_if_diverged(history, sampled, advantages)
         run.log("eval", config.steps, evaluate(config, sampler, task, tokenizer, stop_ids))
-    except (KeyboardInterrupt, SystemExit, BrokenPipeError, ValueError, torch.OutOfMemoryError) as stop:
-        if run.done > first:
-            run.save(model, optimizer)
+    except (KeyboardInterrupt, SystemExit, OSError, ValueError, torch.OutOfMemoryError) as stop:
+        if run.done > first and not isinstance(stop, runs.Unwritten):
+            with runs.deferred_signals():           # who presses Ctrl-C twice wants it no less
+                run.save(model, optimizer)
         if isinstance(stop, torch.OutOfMemoryError):
             raise ValueError(run.out_of_memory(phase)) from stop
         raise
@@ -185,15 +188,15 @@ def due(config, every, step):
     return step // every != (step - config.updates_per_rollout) // every
 
 
-def encoded(config, sampler, task, tokenizer, problems):
+def encoded(config, of_model, task, tokenizer, problems):
     """Problems → token ids. ValueError: a prompt that no answer can follow, by its text."""
-    texts, context = list(map(task.prompt, problems)), sampler.model.config.max_position_embeddings
+    texts, context = list(map(task.prompt, problems)), of_model.max_position_embeddings
     prompts, most = [checkpoint.encode(tokenizer, text) for text in texts], context - config.max_new_tokens
     for text, prompt in zip(texts, prompts, strict=True):
         if not 0 < len(prompt) <= most:
-            raise ValueError(f"the prompt {text[:60]!r} has {len(prompt)} tokens, of 1 to {most} that a "
-                             f"context of {context} leaves beside --max-new-tokens {config.max_new_tokens}: "
-                             "mend the data, or lower that")
+            raise ValueError(f"the prompt {text[:60]!r} has {len(prompt)} tokens; beside --max-new-tokens "
+                             f"{config.max_new_tokens} a context of {context} holds 1 to {most}: mend the "
+                             "data, or lower that flag")
     return prompts
 
 
@@ -205,7 +208,7 @@ def collect(config, sampler, task, tokenizer, stop_ids, step):
     drawn = []
     for attempt in range(1 + config.resample):
         problems = batch(task.train, config, step, attempt)[rank * P:(rank + 1) * P]
-        prompts = encoded(config, sampler, task, tokenizer, problems)
+        prompts = encoded(config, sampler.model.config, task, tokenizer, problems)
         first = (attempt * ranks + rank) * P * G                        # number of this call's first answer
         sampled = sampler.generate(prompts, G, config.max_new_tokens, config.temperature, stop_ids,
                                    config.seed, step, first, progress=f"step {step}")
@@ -327,7 +330,7 @@ def evaluate(config, sampler, task, tokenizer, stop_ids):
     began, right, size = time.perf_counter(), torch.zeros(3, dtype=torch.float64), 32
     for start in range(rank * size, len(task.held_out), ranks * size):
         problems = task.held_out[start:start + size]
-        prompts = encoded(config, sampler, task, tokenizer, problems)
+        prompts = encoded(config, sampler.model.config, task, tokenizer, problems)
         for G, temperature, top_p in ((1, 0.0, 1.0),
                                       (config.eval_samples, config.temperature, config.eval_top_p)):
             # step −1: the same bits at every evaluation, and none that training uses
@@ -419,6 +422,10 @@ def main(arguments):
         raise ValueError(f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt in the "
                          f"model's context of {context}: lower it")
     tokenizer, stop_ids = source.tokenizer(), source.stop_ids()
+    # a token is a byte or more: few prompts are so long that they must be looked at before they are drawn
+    if long := [p for p in task.held_out + task.train * bool(config.steps)
+                if len(task.prompt(p).encode()) > (context - config.max_new_tokens) / 2]:
+        encoded(config, source.config, task, tokenizer, long)
     run = runs.Run(config, quiet=rank > 0)
     model = load(source, config.quant, config.rank, config.alpha, device, config.seed)
     model.gradient_checkpointing = config.gradient_checkpointing
@@ -432,19 +439,24 @@ def main(arguments):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         train(config, model, task, tokenizer, stop_ids, run)
-    except (KeyboardInterrupt, SystemExit, BrokenPipeError) as stop:
-        if isinstance(stop, BrokenPipeError):           # of `… | tee`, which Ctrl-C ends too: nobody reads on
+    except (KeyboardInterrupt, SystemExit, OSError) as stop:
+        if isinstance(stop, runs.Unwritten):
+            raise
+        why = ""
+        if isinstance(stop, OSError):   # stdout: of `… | tee`, which Ctrl-C ends too, a terminal, a full disk
+            why = f" ({stop.strerror or stop})"
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):
             if not run.quiet:
-                print(f"\nstopped after {run.done} steps; go on with: python train.py --resume {run.folder}",
-                      file=sys.stderr, flush=True)
+                print(f"\nstopped after {run.done} steps{why}; go on with: python train.py --resume "
+                      f"{run.folder}", file=sys.stderr, flush=True)
         sys.exit(stop.code if isinstance(stop, SystemExit) else 130)
     run.finish()
     leave_ranks()
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")                # a terminal without Unicode ends no run
     try:
         main(sys.argv[1:])
     except (ValueError, OSError) as error:

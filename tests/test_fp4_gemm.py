@@ -485,6 +485,16 @@ def test_deterministic_rows_do_not_depend_on_the_batch():
     assert all(torch.equal(y, run[-1][:y.shape[0]]) for y in run)
 
 
+def test_plain_tensors_of_an_adapter_learn():
+    """As when both sides are given: A and B themselves, where nothing was rounded from others."""
+    x, packed, _, bias, lora_A, lora_B = adapted_layer(5, (20, 12), 48, 4)
+    (A, B, *more), learn = adapter(lora_A, lora_B, (20, 12))
+    fp4_gemm.linear(x, packed, bias, (A, B, *more), learn).sum().backward()
+    A.requires_grad_(), B.requires_grad_()
+    fp4_gemm.linear(x, packed, bias, (A, B, *more)).sum().backward()
+    assert A.grad.abs().min() > 0 and torch.equal(A.grad, lora_A.grad) and torch.equal(B.grad, lora_B.grad)
+
+
 @pytest.mark.gpu
 def test_every_code_with_every_scale_is_decoded_exactly_on_the_gpu():
     q = [t.cuda() for t in all_codes_and_scales()]

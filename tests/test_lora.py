@@ -215,6 +215,7 @@ LAST = "base_model.model.model.layers.2.self_attn.v_proj.lora_B.weight"
     (edit_config(rank_pattern={"q_proj": 2}), "rank_pattern={'q_proj': 2}"),
     (edit_tensors(lambda t: t.pop(LAST)), f"1 tensors .* {LAST}"),
     (edit_tensors(lambda t: t.update({LAST + "x": t[LAST].clone()})), f"1 tensors .* {LAST}x"),
+    (edit_tensors(lambda t: t[LAST].view(-1)[3:4].fill_(torch.nan)), f"{LAST} has NaN or infinite values"),
     (edit_tensors(lambda t: t.update({LAST: torch.zeros(5, 4)})), rf"{LAST} is \(5, 4\), .*\(32, 4\)")])
 def test_an_adapter_that_does_not_fit_is_refused_and_leaves_the_model_alone(damage, words, tiny, tmp_path):
     """One sentence names what is wrong, and not one tensor has been read in by then."""

@@ -46,14 +46,14 @@ def test_a_module_keeps_its_length_and_the_direction_of_imports(name, lines):
 
 def test_the_modules_together_stay_within_the_budget():
     """The whole of it is to be read."""
-    assert sum((ROOT / f"{name}.py").read_text().count("\n") for name, *_ in MAP) <= 4950
+    assert sum((ROOT / f"{name}.py").read_text().count("\n") for name, *_ in MAP) <= 4940
 
 
 @pytest.mark.parametrize("name", COPYABLE)
 def test_a_copyable_file_imports_and_runs_its_demo_alone(name, tmp_path):
     """From an empty folder that holds only that file, without this repository on the path."""
     shutil.copy(ROOT / f"{name}.py", tmp_path)
-    done = subprocess.run([sys.executable, "-P", f"{name}.py"], cwd=tmp_path, capture_output=True, text=True,
+    done = subprocess.run([sys.executable, "-I", f"{name}.py"], cwd=tmp_path, capture_output=True, text=True,
                           env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}, timeout=120)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) >= 3, "a demo prints something that teaches"

@@ -1,5 +1,6 @@
 """python -m pytest tests/test_runs.py"""
 import dataclasses
+import errno
 import gc
 import itertools
 import json
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -142,8 +144,46 @@ def test_a_run_whose_output_nobody_reads_any_more_is_saved(whole, tiny_chat, tmp
     said = run.stderr.read()
     assert run.wait() == 130 and "Traceback" not in said
     folder = tmp_path / "run"
-    done = re.search(f"stopped after ([0-9]) steps; go on with: python train.py --resume {folder}\n", said)
+    done = re.search(rf"stopped after ([0-9]) steps \(Broken pipe\); go on .* --resume {folder}\n", said)
     assert done and 2 <= int(done[1]) < 6 and (folder / "checkpoint.safetensors").is_file()
+    assert main("--resume", folder, "--save-every", 2) == 0 and outcome(folder) == outcome(whole)
+
+
+def test_a_second_interrupt_does_not_cost_what_the_first_one_saves(whole, start, tmp_path, monkeypatch):
+    """Ctrl-C in the fourth step, and again while the checkpoint is written."""
+    collect, digest, count = train.collect, runs._digest, []
+
+    def interrupted(*args):
+        count.append(1)
+        if len(count) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return collect(*args)
+
+    def again(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        return digest(*args)
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "collect", interrupted)
+        patch.setattr(runs, "_digest", again)
+        assert start("--save-every", 100) == 130
+    folder = tmp_path / "run"
+    assert (folder / "checkpoint.safetensors").is_file()
+    assert main("--resume", folder, "--save-every", 2) == 0 and outcome(folder) == outcome(whole)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_run_whose_output_cannot_be_written_is_saved(whole, tiny_chat, tmp_path, number):
+    """A terminal that was closed, a full disk behind `> log`: the run's own folder is not at fault."""
+    command = (f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); import runs, train; line = runs.line\n"
+               f"class Full:\n    fileno, flush = sys.stdout.fileno, lambda self: None\n"
+               f"    def write(self, text):\n        if 'step    2 ' in text:\n"
+               f"            raise OSError({number}, os.strerror({number}))\n"
+               f"sys.stdout = Full(); train.main(sys.argv[1:])")
+    flags = map(str, [*FLAGS, "--model", tiny_chat, "--out", tmp_path, "--name", "run", "--save-every", 100])
+    run = subprocess.run([sys.executable, "-c", command, *flags], capture_output=True, text=True)
+    assert run.returncode == 130 and "Traceback" not in run.stderr
+    assert f"stopped after 3 steps ({os.strerror(number)}); go on with: python train.py --res" in run.stderr
+    folder = tmp_path / "run"
     assert main("--resume", folder, "--save-every", 2) == 0 and outcome(folder) == outcome(whole)
 
 
@@ -562,6 +602,10 @@ def test_a_folder_holds_one_run_and_one_writer(whole, start, tmp_path, capsys):
     again = train.Config(out=str(whole.parent), name="whole")
     with pytest.raises(ValueError, match="holds a run already: go on with --resume .*whole"):
         runs.Run(again)
+    shutil.copytree(whole, tmp_path / "whole")
+    (tmp_path / "whole/metrics.jsonl").unlink()           # a checkpoint is a run, too
+    with pytest.raises(ValueError, match="holds a run already"):
+        runs.Run(dataclasses.replace(again, out=str(tmp_path)))
     config = dataclasses.replace(again, resume=str(whole), rank=4)
     first = runs.Run(config)
     with pytest.raises(ValueError, match="another process is writing to .*whole"):
@@ -661,6 +705,8 @@ def test_a_config_that_cannot_be_read_is_named(copy, text, words):
         "save_every", "samples_every", "mismatch_every", "micro_tokens", "rank", "alpha")),
     *((name, -1, "-1 must be at least 0") for name in ("steps", "warmup", "resample", "overlong_cache")),
     ("beta", -.1, "-0.1 must be at least 0"), ("beta", float("nan"), "nan must be at least 0"),
+    ("lr", -1e-3, "-0.001 must be at least 0"), ("lr", float("inf"), "inf must be finite"),
+    ("seed", 2**63, f"{2**63} must fit into 64 bits"),
     ("clip_low", -.5, "-0.5 must be at least 0"), ("clip_high", float("nan"), "nan must be at least 0"),
     *(("cispo_max", value, f"{value} must be positive: it bounds") for value in (0.0, -1.0, float("nan"))),
     ("rank", 513, "513 must be at most 512"), ("device", "cuda:1", "cuda:1 must be cpu, or cuda"),
@@ -689,11 +735,15 @@ def test_a_config_that_cannot_work_is_refused_by_name_and_value(name, value, wor
     ("--out {tmp}/file", "file"), ("--loss nonsense", "nonsense"), ("--operands 3", "operands='3'"),
     ("--adapter {tmp}", "adapter_config.json"), ("--group-size 1", "group of 1"),
     ("--max-new-tokens 128", "--max-new-tokens 128 leaves no room"),
-    ("--max-new-tokens 127", "the prompt '")])
+    ("--max-new-tokens 127", "the prompt '"), ("--task gsm8k --data {tmp}/long.jsonl", "the prompt '1+1+1+"),
+    ("--task gsm8k --data {tmp}/half.jsonl", "half.jsonl, line 5: 'utf-8' codec can't encode")])
 def test_what_a_user_can_get_wrong_is_one_line_and_exit_code_2(
         tiny_chat, tmp_path, monkeypatch, capsys, flags, words):
     """python train.py …, run in this process."""
     (tmp_path / "file").write_text("not a folder")
+    good = [json.dumps({"question": f"{i}+1", "answer": f"#### {i + 1}"}) + "\n" for i in range(5)]
+    (tmp_path / "long.jsonl").write_text("".join(good).replace("4+1", "1+" * 99 + "1"))
+    (tmp_path / "half.jsonl").write_text("".join(good).replace("4+1", r"half an emoji: \ud83d"))
     argv = ["train.py", "--model", tiny_chat, *FLAGS, "--out", tmp_path, *flags.format(tmp=tmp_path).split()]
     monkeypatch.setattr(sys, "argv", list(map(str, argv)))
     with pytest.raises(SystemExit) as stop:
@@ -720,7 +770,7 @@ def test_a_diagnosis_needs_five_steps_or_a_mismatch_and_comes_once(name, change,
 
 def test_a_flat_reward_gets_the_advice_that_fits():
     """All right: a harder task. All wrong: an easier one."""
-    for reward, words in ((1.0, "harder"), (0.0, "easier")):
+    for reward, words in ((1.0, "harder"), (0.0, "easier problems (in arithmetic --operands")):
         (_, advice), = runs.diagnose([GOOD | dict(signal=0, reward=reward)] * 5)
         assert words in advice
 
@@ -746,10 +796,12 @@ def test_samples_hold_the_best_and_the_worst_answer(whole, capsys):
 
 
 def test_the_last_record_of_a_step_holds_and_they_come_in_order(tmp_path):
-    """Evaluation before the step it precedes; a line that was cut off, in front or behind, is passed over."""
+    """Evaluation before the step it precedes; a line that was cut off, in front or behind, and one
+    that somebody wrote by hand are passed over."""
     whole_lines = [json.dumps(dict(kind=kind, step=step, segment=segment)) for kind, step, segment in (
         ("step", 0, 0), ("step", 1, 0), ("eval", 2, 0), ("step", 2, 0), ("step", 1, 1), ("eval", 2, 1))]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(['{"ki', *whole_lines, '{"kind": "st']))
+    by_hand = ['{"note": "lr was wrong here"}', "5"]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(['{"ki', *whole_lines, *by_hand, '{"kind": "st']))
     assert [(*key, r["segment"]) for key, r in runs.read(tmp_path).items()] == \
         [("step", 0, 0), ("step", 1, 1), ("eval", 2, 1), ("step", 2, 0)]
     with pytest.raises(ValueError, match="holds no metrics.jsonl"):
@@ -790,6 +842,13 @@ def test_a_reward_beyond_0_and_1_is_in_the_picture(tmp_path, monkeypatch):
             for i, r in enumerate(rewards)))
         runs.plot([tmp_path], tmp_path / "curves.png")
     assert limits == [(-.03, 1.03), (-.03, 1.03), (-1, 2.5)]
+
+
+def test_peak_memory_is_in_units_of_1e9_bytes(monkeypatch):
+    """Linux counts a process's in KiB."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(runs.resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=10**6))
+    assert runs.peak_memory_gb() == 1.024
 
 
 def test_signals_wait_until_the_block_is_left():

@@ -121,11 +121,24 @@ def test_bad_operands_are_named(operands):
 
 
 @pytest.mark.parametrize("line", ["[1]", '{"question": "a"}', "[" * 10**5, '{"question": "a", "answer": 3}',
-                                  '{"question": "", "answer": "#### 3"}', '{"question": "a", "answer": "3"}'])
+                                  '{"question": "", "answer": "#### 3"}', '{"question": "a", "answer": "3"}',
+                                  r'{"question": "\ud83d", "answer": "#### 3"}'])
 def test_a_broken_line_is_named(file, line):
     file.write_text(file.read_text() + line)
     with pytest.raises(ValueError, match="eight.jsonl, line 10: ."):
         tasks.TASKS["gsm8k"](file)
+
+
+def test_a_line_taken_out_moves_one_problem_at_most(tmp_path):
+    """To where it was not trained on: a resumed run is not evaluated on what it has learnt."""
+    records = [{"question": f"{i}?", "answer": f"#### {i}"} for i in range(400)]
+    old = tasks.TASKS["gsm8k"](jsonl(tmp_path / "old.jsonl", records), held_out=64)
+    assert len(old.held_out) == 64
+    for out, moved in ((old.train[0], 0), (old.held_out[0], 1)):
+        left = jsonl(tmp_path / "new.jsonl", [r for r in records if r != out])
+        new = tasks.TASKS["gsm8k"](left, held_out=64)
+        assert sum(p in old.train for p in new.held_out) == moved and len(new.held_out) == 64
+        assert sum(p in old.held_out for p in new.train) == 0
 
 
 def test_gsm8k_holds_out_a_quarter_of_a_small_file(file):
@@ -306,7 +319,8 @@ def test_math_reads_the_field_names_of_the_known_datasets(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("name, line", [
     *(("countdown", line) for line in ('{"nums": [1, 2]}', '{"nums": [1, true], "target": 3}', "[1]", "{",
-                                       '{"nums": "12", "target": 3}', '{"nums": [], "target": 3}')),
+                                       '{"nums": "12", "target": 3}', '{"nums": [], "target": 3}',
+                                       '{"nums": [-3, 5], "target": 2}')),
     *(("math", line) for line in ('{"problem": "a"}', '{"answer": "3"}', "[1]", "3", "{",
                                   '{"problem": "a", "answer": ""}', '{"prompt": [], "answer": "3"}',
                                   '{"problem": "a", "answer": "' + "x" * 501 + '"}'))])

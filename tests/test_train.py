@@ -318,11 +318,11 @@ def test_a_prompt_that_no_answer_can_follow_is_named_by_its_text(tiny_chat):
     sampler, tokenizer = Sampler(actor(tiny_chat)), checkpoint.open(str(tiny_chat)).tokenizer()
     tokenizer.chat_template = None
     task = Task([], [], operator.itemgetter("prompt"), None)
-    longest = {"prompt": "1" * 120}
-    assert [len(p) for p in train.encoded(config(), sampler, task, tokenizer, [longest])] == [120]
+    longest, given = {"prompt": "1" * 120}, (config(), sampler.model.config, task, tokenizer)
+    assert [len(p) for p in train.encoded(*given, [longest])] == [120]
     for text, count in (("", 0), ("1" * 121, 121)):
-        with pytest.raises(ValueError, match=f"prompt '{text[:60]}' has {count} tokens, of 1 to 120 .* 128"):
-            train.encoded(config(), sampler, task, tokenizer, [longest, {"prompt": text}])
+        with pytest.raises(ValueError, match=f"'{text[:60]}' has {count} tokens; .* 128 holds 1 to 120"):
+            train.encoded(*given, [longest, {"prompt": text}])
 
 
 def test_evaluation_is_repeatable_and_refuses_noise(tiny_chat):
