@@ -82,8 +82,7 @@ def plan(c, quant="nvfp4", rank=32, slots=64, length=1152, micro_tokens=4096, ch
     prefill: prompt tokens that go through the model at a time."""
     D, F, V, L = c.hidden_size, c.intermediate_size, c.vocab_size, c.num_hidden_layers
     products = [(len(parts), sum(parts), K) for parts, K in linears(c).values()]
-    (_, qkv, _), (_, _, q), *_ = products
-    *_, head_norm = family(c)
+    qkv, q, (*_, head_norm) = sum(linears(c)["qkv"][0]), linears(c)["o"][1], family(c)
     padded = sum(-(-N // ROWS) * ROWS * (-(-K // COLS) * COLS) for _, N, K in products)
     layer = 2 * sum(N * K for _, N, K in products) if quant == "bf16" else 0.5625 * padded
     weights = L * layer + 2 * V * D * (1 if c.tie_word_embeddings else 2)

@@ -440,11 +440,10 @@ def main(arguments):
     try:
         train(config, model, task, tokenizer, stop_ids, run)
     except (KeyboardInterrupt, SystemExit, OSError) as stop:
-        if isinstance(stop, runs.Unwritten):
+        why = f" ({stop.strerror})" if isinstance(stop, OSError) else ""
+        if why and (stop.filename or not stop.errno):   # a file's, which the message names
             raise
-        why = ""
-        if isinstance(stop, OSError):   # stdout: of `… | tee`, which Ctrl-C ends too, a terminal, a full disk
-            why = f" ({stop.strerror or stop})"
+        if why:         # stdout: of `… | tee`, which Ctrl-C ends too, of a closed terminal, on a full disk
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         with contextlib.suppress(OSError):
             if not run.quiet:
