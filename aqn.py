@@ -80,14 +80,12 @@ def noisy_norms(model, sigma, seed, step):
             key = (seed * 1_000_003 + step) * 1_000_003 + layer
             generator = torch.Generator().manual_seed(key % 2**63)
             noise = torch.randn(norm.weight.shape, generator=generator)
-            with torch.no_grad():
-                norm.weight.copy_(norm.clean_weight.float() + sigma * noise.to(norm.weight.device))
+            norm.weight.data.copy_(norm.clean_weight.float() + sigma * noise.to(norm.weight.device))
         yield len(changed)
     finally:
         for norm in changed:
             if hasattr(norm, "clean_weight"):
-                with torch.no_grad():
-                    norm.weight.copy_(norm.clean_weight)
+                norm.weight.data.copy_(norm.clean_weight)
                 del norm.clean_weight
 
 

@@ -249,12 +249,11 @@ class _Batch:
             group, prompts = prompts[-fit:], prompts[:-fit]
             # two columns at least: one would be a decode step. What padding leaves in the cache is not read:
             # a row reads only positions that it has passed, and writes them in passing
-            ids = torch.zeros(len(group), max(2, len(group[-1])), dtype=torch.long)
-            for i, prompt in enumerate(group):
-                ids[i, :len(prompt)] = torch.tensor(prompt)
+            width = max(2, len(group[-1]))
+            ids = torch.tensor([p + (0,) * (width - len(p)) for p in group], device=device)
             self.cache.slots = torch.tensor([s for p in group for s in slots_of[p]], device=device)
             self.cache.of = torch.tensor([i for i, p in enumerate(group) for _ in slots_of[p]], device=device)
-            self.model(ids.to(device), torch.arange(ids.shape[1], device=device).expand_as(ids), self.cache)
+            self.model(ids, torch.arange(width, device=device).expand_as(ids), self.cache)
         self.clock("prefill_s", began)
 
     def lead(self, size):

@@ -33,7 +33,7 @@ The paper (QeRL §4.1) trains on GSM8K and BigMath. Its released code pays 0.2 f
 GSM8K's answers as strings, where "1,250" is not "1250"; here the answer alone is paid. Arithmetic is ours.
 
 Left out: partial credit, 1.000,00 and 1 000 as thousands.
-Needs: nothing; datasets for the hub.
+Needs: nothing; datasets for the hub.   `python tasks.py FILE.jsonl…` checks files in GSM8K's format.
 """
 
 import ast
@@ -417,6 +417,24 @@ def _plain(latex):
 TASKS = {task.__name__: task for task in (multiplication, addition, countdown, gsm8k, math)}
 
 
+# --- checking a file
+def main(paths):
+    """0 if every gold answer in the files scores 1 and one more 0; 1 if not; 2 if one cannot be read."""
+    try:
+        files = {path: read(path, _word_problem) for path in paths}
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    files["total"], good = [problem for problems in files.values() for problem in problems], True
+    for name, problems in files.items():
+        right = sum(gsm8k_reward(p, p["answer"], True) == 1 for p in problems)
+        more = (f"{p['answer']}\n#### {final_answer(p['answer']) + 1}" for p in problems)
+        wrong = sum(gsm8k_reward(p, text, True) == 0 for p, text in zip(problems, more, strict=True))
+        print(f"{name}: {len(problems)} problems, {right} gold answers accepted, {wrong} gold+1 rejected")
+        good &= right == wrong == len(problems) > 0
+    return 0 if good else 1
+
+
 def demo():
     for task in (multiplication(), addition()):
         print(f"{len(task.train)} problems, {len(task.held_out)} held out: {task.prompt(task.held_out[0])}")
@@ -427,4 +445,4 @@ def demo():
 
 
 if __name__ == "__main__":
-    demo()
+    sys.exit(main(sys.argv[1:]) if sys.argv[1:] else demo())

@@ -202,13 +202,19 @@ def test_the_arithmetic_tasks_refuse_a_test_file(trains):
         tasks.tested("addition", "some.jsonl", trains=trains)
 
 
-def test_the_demo_runs_alone_in_a_folder(tmp_path):
+def test_the_command_checks_files_and_shows_a_demo_alone_in_a_folder(file, tmp_path):
     (tmp_path / "alone").mkdir()
     alone = shutil.copy(tasks.__file__, tmp_path / "alone")
 
     def command(*args):
         return subprocess.run([sys.executable, "-I", alone, *args], capture_output=True, text=True)
 
+    good = command(file, tmp_path / "alone" / ".." / file.name)
+    assert good.returncode == 0 and good.stdout.count(" 8 gold answers accepted, 8 gold+1 rejected") == 2
+    assert good.stdout.endswith("total: 16 problems, 16 gold answers accepted, 16 gold+1 rejected\n")
+    assert command("/dev/null").returncode == 1, "no record is no success"
+    missing = command("absent.jsonl")
+    assert missing.returncode == 2 and missing.stderr.count("\n") == 1 and "absent.jsonl" in missing.stderr
     assert command().returncode == 0 and "1.0  #### 18" in command().stdout
 
 
