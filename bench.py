@@ -278,9 +278,8 @@ def forget_peak():
 def rollout_bound(c, quant, batch, context):
     """Tokens a second that bytes and FLOPs allow, with nothing lost between kernels."""
     D, L, V = c.hidden_size, c.num_hidden_layers, c.vocab_size
-    linears = [(len(parts), sum(parts), K) for parts, K in memory.linears(c).values()]
-    weights = L * sum(N * K for _, N, K in linears)
-    adapters = L * sum(2 * 32 * (S * K + N) for S, N, K in linears)
+    weights = L * sum(sum(parts) * K for parts, K in memory.linears(c).values())
+    adapters = L * sum(2 * 32 * (len(parts) * K + sum(parts)) for parts, K in memory.linears(c).values())
     read = weights * (0.5625 if quant == "nvfp4" else 2) / BYTES_PER_S
     linear = max(read, 2 * batch * weights / FLOP_PER_S)
     head = max(2 * V * D / BYTES_PER_S, 2 * batch * V * D / FLOP_PER_S)

@@ -174,7 +174,7 @@ def test_a_second_interrupt_does_not_cost_what_the_first_one_saves(whole, start,
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 def test_a_run_whose_output_cannot_be_written_is_saved(whole, tiny_chat, tmp_path, number):
     """A terminal that was closed, a full disk behind `> log`: the run's own folder is not at fault."""
-    command = (f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); import runs, train; line = runs.line\n"
+    command = (f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); import train\n"
                f"class Full:\n    fileno, flush = sys.stdout.fileno, lambda self: None\n"
                f"    def write(self, text):\n        if 'step    2 ' in text:\n"
                f"            raise OSError({number}, os.strerror({number}))\n"
