@@ -361,7 +361,7 @@ def _shrink_tile(M, K, plain, direct=False):
     front of a direct one, which wants L1, it has little shared memory (8 rows, two warps: 32B 7 % slower)."""
     if K < 8 * COLS:
         return 16, 1, 6, 4
-    split = min(28, triton.cdiv(K, 256))
+    split = min(28, triton.cdiv(K, 256 if plain else 512))
     if direct:
         return 16, split, 2, 4
     tile_m = 8 if M <= 8 else 16 if plain or M <= 16 else 32

@@ -2,6 +2,7 @@
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -181,3 +182,26 @@ def test_a_batch_that_is_no_number_is_named(capsys):
     with pytest.raises(SystemExit):
         bench.main(["rollout", "--batch", "8,many"])
     assert "argument --batch: invalid numbers value: '8,many'" in capsys.readouterr().err
+
+
+def test_turns_tells_the_slower_of_two_checkouts(tmp_path):
+    """results/turns.py runs each checkout's own files: one of these two sleeps before it draws a token."""
+    for tree in (tmp_path / "old", tmp_path / "new"):
+        tree.mkdir()
+        for path in Path(bench.__file__).parent.glob("*.py"):
+            shutil.copy(path, tree)
+        with open(tree / "memory.py", "a") as file:
+            file.write("MODELS['tiny'] = (64, 2, 4, 2, 96, 97, False)\n")
+    with open(tmp_path / "new" / "gumbel.py", "a") as file:
+        file.write("from time import sleep\nfast = sample\n"
+                   "def sample(*args):\n    sleep(.02)\n    return fast(*args)\n")
+    command = [sys.executable, Path(bench.__file__).parent / "results/turns.py", "log.jsonl", "old", "new"]
+    small = "--model-shape tiny --batch 1,4 --context 12 --new 4 --rounds 3".split()
+    done = subprocess.run([*command, *small], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [(r["tree"], r["batch"]) for r in found] == [("old", 1), ("new", 1), ("old", 4), ("new", 4)]
+    for old, new in (found[:2], found[2:]):
+        assert old["faster"] == 0 and new["faster"] < -.5 and new["ms_step"] > old["ms_step"] + 15
+    done = subprocess.run([*command[:3], "nowhere"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == "nowhere has no bench.py: give the folder of a checkout\n"
