@@ -7,8 +7,9 @@ the graphs that are compared take turns.
 
 rollout: steady decoding of a model of random weights, whose values do not matter to the speed, with LoRA of
 rank 32 at temperature 1: tokens a second, and their share of the bound
-    B / (bytes of weights, adapters and lm_head + B · context · bytes of a token's keys and values) · 4.3 TB/s
-    or, where that is less, what 790 TFLOP/s allow the weights (a GPU with other rates: other constants)
+    B / (max(bytes of the weights / 4.3 TB/s, 2 · B · weights / 790 TFLOP/s) + the same of lm_head
+         + (bytes of adapters + B · context · bytes of a token's keys and values + 8 · B · V) / 4.3 TB/s)
+    (8: logits in fp32, written and read; a GPU with other rates: other constants)
 --samples rows have a prompt in common, most of the context, which L2 gives to all but the first; the bound
 counts it for each. --samples 1: nothing in common, as when answers are much longer than their prompts.
 hf is transformers' generate in bf16 on the same GPU, hf-lora has lora.py's plain lines at its projections.
@@ -327,7 +328,7 @@ def our_decode(model, prompts, group, new):
 
 
 def whole_rollout(model, slots, prompts=32, samples=16, mean=600, limit=2048):
-    """Prompts of 50 to 350 tokens. Random weights choose nearly uniformly among V tokens, so V / μ of them as
+    """Prompts of 50 to 340 tokens. Random weights choose nearly uniformly among V tokens, so V / μ of them as
     stops give lengths that are geometric, cut off at the limit, with mean μ (1 − exp(−limit / μ))."""
     V, mu, sampler = model.config.vocab_size, mean, Sampler(model, slots=slots)
     for _ in range(50):

@@ -15,9 +15,9 @@ not write (attention: positions, slots, cos, sin, older keys and values), waits,
 Attention reads a row's own length from the GPU: one captured graph serves every length. A program takes 256
 cached positions of one row and one key head, with all the query heads that share it; the last to finish adds
 up the pieces in their order. As in fp4_gemm.py operands are swapped, scores.T = K @ q.T, for a tensor core's
-wide side must not be the few queries. Pieces have a fixed size, so that of the other rows only their number,
-which picks the tiles, can change a result. Rows that have a prompt in common read whole tiles of it in the
-slot of the first of them, which brings them to L2, where the others find them.
+wide side must not be the few queries. Pieces have a fixed size: other rows change a result only by how many
+they are, which picks the tiles. Rows that have a prompt in common read whole tiles of it in the slot of the
+first of them, which brings them to L2, where the others find them.
 
 Needs: torch; on a GPU also triton.
 """

@@ -24,7 +24,7 @@ wants it (>> is a rotation here, one operation; the product adds three copies wh
 
 A block scale, (1 + m/8) · 2^e in e4m3, becomes the byte (e + 9) << 3 | m: five exponent bits, so that e4m3's
 subnormals are normal. With the bits 7000 above it, it is a bf16 worth s · 2^106, and t · s = v · s · 2^-20 is
-normal and exact: 2 · 4 significant bits fit in bf16's 8. 2^20 · global_scale waits for the fp32 epilogue.
+normal and exact: of bf16's 8 significant bits it has 2 + 4. 2^20 · global_scale waits for the fp32 epilogue.
 
 The kernel computes y.T = W @ x.T: a tensor core's wide side must be the weights when M is small. Several CTAs
 share a row of tiles (split-K); each leaves fp32 sums, and the last to arrive adds them in a fixed order. With
@@ -166,7 +166,7 @@ def linear(x, packed, bias=None, lora=None, learn=None, needed=True, determinist
     splits[s] columns of y, meets only its own R / S columns of x @ A.T; a Dense wants its `adapt` called with
     this B. learn = (lora_A, lora_B): what learns, if A and B are but rounded from it. Gradients flow to x,
     bias and these, never to W. needed=False: backward will be called and y read by nobody, so the large
-    product may be left out. deterministic, of a packed weight on a GPU: one K split for every M and no
+    product may be left out. deterministic, of a packed weight on a GPU: the same K split for every M and no
     cuBLAS, so that a row does not depend on its batch.
     """
     N, K = packed.shape

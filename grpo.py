@@ -11,7 +11,7 @@
 
 Each loss below returns a sum for each row; policy_loss adds the rows and divides by `normalizer`, one number
 for the whole optimizer batch over all micro-batches and ranks. So the gradient does not depend on how the
-batch is cut. Before the policy moves every ρ is 1: the loss reads about 0, its gradient does not.
+batch is cut. Before the policy moves every ρ is 1: the loss of grpo and gspo is about 0, its gradient is not.
 
 Rows are (B, T) with B = P·G, the row of prompt p and sample g is p·G + g. The mask comes from lengths, never
 from token ids, and holds the sampled end token: it is an action like any other.

@@ -31,7 +31,7 @@ FAMILIES = {"LlamaForCausalLM": lambda c: (c.attention_bias, c.attention_bias, F
             "Qwen2ForCausalLM": lambda c: (True, False, False),
             "Qwen3ForCausalLM": lambda c: (c.attention_bias, c.attention_bias, True)}
 QUANT = {"nvfp4": "sweep", "rtn": "rtn", "bf16": None}
-LOGITS_AT_ONCE = 1 << 25                       # logits in memory at a time: 128 MB of fp32 for any vocabulary
+LOGITS_AT_ONCE = 1 << 25                       # logits in memory at a time: 134 MB of fp32 for any vocabulary
 
 
 def load(name_or_source, quant="nvfp4", rank=32, alpha=32, device="cpu", seed=0):

@@ -8,7 +8,7 @@
 
 A step begins with a token that is not in the cache yet, at first the last of the prompt, and ends with the
 next one, so prefill needs no sampling of its own. The host does not see single steps: it replays the graph 8
-times, reads which rows are over, closes the ranks and fills them up. What a row needs (its slot, position and
+times, reads which rows are over, moves the others up and refills. What a row needs (its slot, position and
 last token) is data on the GPU, so the graph depends on two numbers only, rounded up to powers of two: rows in
 the batch and pieces of 256 positions in the longest. Each row of a group has a copy of the prompt's keys and
 values, but all read that of the first which runs, in whole tiles, so that L2 has it for the others. The slots

@@ -71,7 +71,7 @@ CURVE, FINAL = 64, 256                              # held-out problems during a
 ARMS = {f"{base}{'+aqn' * aqn}": dict(base=base, aqn=aqn)
         for base in ("bf16", "rtn", "sweep", "nf4") for aqn in (False, True)}
 PAIRS, CORRECTIONS = tuple(ARMS), ("none", "bypass", "tis")
-MORE = tuple(arm for arm in PAIRS if "nf4" not in arm)                 # on which the paper's claims rest
+MORE = tuple(arm for arm in PAIRS if "nf4" not in arm)                     # bf16 and NVFP4, noise or not
 ARMS |= {f"sweep+aqn+{c}": dict(base="sweep", aqn=True, correction=c) for c in CORRECTIONS}
 ARMS["full"] = dict(base="full", aqn=False)
 VARIANTS = {  # name: flags beside those of sweep+aqn, seeds

@@ -22,7 +22,7 @@ gemm_rotated.jsonl, of --rows 8, --rows 16 and --small --rows 64 on some shapes 
 at 16 and 64 rows, and 32B and 14B down at 8: the first of the kernel whose fields rotate into place.
 gemm_tiles.jsonl is the log behind the stages. gemm_rows.jsonl compares, also between the powers of two, the
 kernel of commit 344a185 with the one that took these numbers. gemm_tiles_wide.jsonl is that of a sweep over
-tiles of 64 to 256 rows and 128 or 256 columns, 4 or 8 warps, with the next kernel released early or not:
+tiles of 64 to 256 rows and 128 or 256 columns, 2 to 8 warps, with the next kernel released early or not:
 (64, 128), 4 warps and early release were within 5 % of the best on average, so the kernel has only them.
 """
 import argparse

@@ -316,7 +316,7 @@ def finals(records, path):
         axis.annotate(f"{mean:.3f} ± {sd:.3f}, n={len(values)}", (1.01, y), va="center", fontsize=8,
                       xycoords=("axes fraction", "data"))
     axis.set_yticks(range(len(arms)), arms)
-    axis.set_xlabel("held-out accuracy after training, sampled, share of 256 problems (filled: with AQN)")
+    axis.set_xlabel("held-out accuracy after training, 4 samples of each of 256 problems (filled: with AQN)")
     axis.set_title(f"Accuracy after training\n{BASE}. Bars: ± 1 standard deviation over seeds.\n"
                    f"{names(path.parent.name)}", fontsize=9)
     axis.grid(alpha=0.3, axis="x")

@@ -99,7 +99,7 @@ def show(name, card_gb=80):                             # the paper's H100
     print(f"{name}\n    {command(RECIPES[name])}\n    {command(evaluation(name))}\n"
           f"    planned on {card_gb} GB: weights {p.weights / 1e9:.1f} GB, peak {p.peak / 1e9:.1f} GB with "
           f"{slots} of {answers} answers of {length} tokens at once, with checkpointing the update of "
-          f"{config.micro_tokens} micro-tokens takes {p.update / 1e9:.1f} GB of it\n"
+          f"{config.micro_tokens} micro-tokens takes {p.update / 1e9:.1f} GB when these are gone\n"
           f"    expected: {step_s:.0f} s a step if answers have {MEAN} tokens in the mean, {config.steps} "
           f"steps in {step_s * config.steps / 3600:.1f} hours, at the rates of `try` on an "
           f"{rates['gpu'].split(',')[0]}")

@@ -319,7 +319,7 @@ def test_figures_are_a_function_of_the_log_alone_with_units_and_the_base(tmp_pat
     plot.plot(folder)
     assert first == {path.name: path.read_bytes() for path in folder.glob("*.png")} and len(first) == 4
     assert all("SmolLM2-135M-Instruct, dequantised from Q4_1" in text for text in seen) and len(seen) == 8
-    units_of = ("share of answers", "nats a token", "share of 256 problems", "σ")
+    units_of = ("share of answers", "nats a token", "4 samples of each of 256 problems", "σ")
     for text, units in zip(seen, units_of, strict=False):
         assert units in text and ("optimizer step" in text or "256 problems" in text)
     assert all(name in seen[3] for name in (*aqn.SCHEDULES, "1e-2 to 5e-4", "5e-2 to 5e-4"))
