@@ -15,6 +15,8 @@ Left out: mixtures of experts, sliding windows, encoder parts, dropout.
 Needs: torch, transformers; nvfp4.py, fp4_gemm.py, lora.py, decode.py, checkpoint.py.
 """
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
@@ -99,9 +101,9 @@ class Attention(nn.Module):
         super().__init__()
         H, Hkv, D = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
         self.head_dim, self.heads = head_dim, (H, Hkv)
-        rows = [n * head_dim for n in (H, Hkv, Hkv)]
-        self.qkv_proj = linear(("q_proj", "k_proj", "v_proj"), rows, D, qkv_bias)
-        self.o_proj = linear(("o_proj",), (D,), H * head_dim, o_bias)
+        q, kv = H * head_dim, Hkv * head_dim
+        self.qkv_proj = linear(dict(q_proj=q, k_proj=kv, v_proj=kv), D, qkv_bias)
+        self.o_proj = linear(dict(o_proj=D), q, o_bias)
         self.q_norm, self.k_norm = (norm(n, head_dim) if head_norm else None for n in ("q_norm", "k_norm"))
 
     def forward(self, h, positions, cos, sin, cache, layer):
@@ -126,8 +128,8 @@ class MLP(nn.Module):
     def __init__(self, linear, config):
         super().__init__()
         D, F_ = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = linear(("gate_proj", "up_proj"), (F_, F_), D, False)
-        self.down_proj = linear(("down_proj",), (D,), F_, False)
+        self.gate_up_proj = linear(dict(gate_proj=F_, up_proj=F_), D, False)
+        self.down_proj = linear(dict(down_proj=D), F_, False)
 
     def forward(self, x, needed=True):
         return self.down_proj(decode.swiglu(self.gate_up_proj(x)), needed)
@@ -164,31 +166,26 @@ class Decoder(nn.Module):
         self.gradient_checkpointing = False
         D, V = config.hidden_size, config.vocab_size
 
-        def norm_at(prefix):
-            return lambda name, width: RMSNorm(source.tensor(f"{prefix}{name}.weight", (width,)),
-                                               config.rms_norm_eps, device, self.dtype)
+        def norm(at, name, width):
+            weight = source.tensor(f"{at}{name}.weight", (width,))
+            return RMSNorm(weight, config.rms_norm_eps, device, self.dtype)
 
-        def linear_at(prefix):
-            def linear(names, rows, K, bias):
-                weights = [source.tensor(f"{prefix}{n}.weight", (r, K))
-                           for n, r in zip(names, rows, strict=True)]
-                biases = [source.tensor(f"{prefix}{n}.bias", (r,))
-                          for n, r in zip(names, rows, strict=True) if bias]
-                base = FrozenLinear(weights, biases, method, self.dtype, device)
-                return LoRALinear(base, rank, alpha, rows, self.dtype, device, generator)
-            return linear
+        def linear(at, rows, K, bias):
+            weights = [source.tensor(f"{at}{name}.weight", (n, K)) for name, n in rows.items()]
+            biases = [source.tensor(f"{at}{name}.bias", (n,)) for name, n in rows.items() if bias]
+            base = FrozenLinear(weights, biases, method, self.dtype, device)
+            return LoRALinear(base, rank, alpha, rows.values(), self.dtype, device, generator)
 
         self.register_buffer("embed_tokens",
                              source.tensor("model.embed_tokens.weight", (V, D)).to(device, self.dtype))
         self.layers = nn.ModuleList()
         for i in range(config.num_hidden_layers):
             at = f"model.layers.{i}."
-            norm = norm_at(at)
-            attention = Attention(linear_at(at + "self_attn."), norm_at(at + "self_attn."),
+            attention = Attention(partial(linear, f"{at}self_attn."), partial(norm, f"{at}self_attn."),
                                   config, self.head_dim, *traits)
-            self.layers.append(Block(attention, MLP(linear_at(at + "mlp."), config),
-                                     norm("input_layernorm", D), norm("post_attention_layernorm", D)))
-        self.norm = norm_at("model.")("norm", D)
+            self.layers.append(Block(attention, MLP(partial(linear, f"{at}mlp."), config),
+                                     norm(at, "input_layernorm", D), norm(at, "post_attention_layernorm", D)))
+        self.norm = norm("model.", "norm", D)
         tied, head = config.tie_word_embeddings, self.embed_tokens
         if not tied or "lm_head.weight" in source.unread:        # some exports store the tied matrix twice
             head = source.tensor("lm_head.weight", (V, D)).to(device, self.dtype)
