@@ -110,24 +110,15 @@ def measured(name):
     return [r for r in tables.read("recipes") if r["recipe"] == name and r["kind"] == "step"][-1]
 
 
-class StandIn(bench.RandomWeights):
-    """What checkpoint.open would return, but for its ends, every new'th id."""
-
-    def tokenizer(self):
-        return checkpoint.open("smollm2").tokenizer()
-
-    def ends(self, new):
-        return list(range(0, self.config.vocab_size, new))
-
-
 def attempt(name, data, steps, new, **changes):
     """Train → a record of each step, and one of an evaluation. changes: flags, None for the recipe's."""
     began, info = time.perf_counter(), bench.conditions()
     flags = RECIPES[name] | dict(steps=steps, max_new_tokens=new, data=data)
     flags |= {k: v for k, v in changes.items() if v}
     with tempfile.TemporaryDirectory() as folder:
-        config, source = train.Config(**flags, out=folder), StandIn(name.split("-")[0])
-        task, tokenizer, stop_ids = TASKS[config.task](data), source.tokenizer(), source.ends(new)
+        config, source = train.Config(**flags, out=folder), bench.RandomWeights(name.split("-")[0])
+        task, tokenizer = TASKS[config.task](data), checkpoint.open("smollm2").tokenizer()
+        stop_ids = list(range(0, source.config.vocab_size, new))
 
         def reward(problem, text, finished):
             task.reward(problem, text, finished)

@@ -4,9 +4,11 @@ import math
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import checkpoint
 import memory
 import runs
 import train
@@ -71,9 +73,9 @@ def problems(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    """Once: it takes ten seconds. It decodes every id of Qwen's vocabulary, also those that it lacks."""
-    made = recipes.StandIn("135m").tokenizer()
+def tokenizer(smollm2):
+    """It decodes every id of Qwen's vocabulary, also those that it lacks."""
+    _, made = smollm2
     assert made.decode([9906, len(made), 152063], skip_special_tokens=True) == made.decode([9906]) != ""
     return made
 
@@ -81,7 +83,8 @@ def tokenizer():
 @pytest.mark.parametrize("name", ["3b-gsm8k", "7b-bigmath"])
 def test_try_trains_and_leaves_nothing_behind(name, problems, tokenizer, tmp_path, monkeypatch, capsys):
     """Through train.train: rows trained on and rows masked, a finite gradient, noise in the second step."""
-    monkeypatch.setattr(recipes.StandIn, "tokenizer", lambda self: tokenizer)
+    source = SimpleNamespace(tokenizer=lambda: tokenizer)
+    monkeypatch.setattr(checkpoint, "open", {"smollm2": source}.get)
     monkeypatch.setitem(memory.MODELS, name.split("-")[0], TINY)
     scratch, log = tmp_path / "scratch", tmp_path / "log.jsonl"
     scratch.mkdir()
