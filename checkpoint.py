@@ -286,8 +286,7 @@ def encode(tokenizer, text):
     if tokenizer.chat_template is None:
         return tokenizer(text)["input_ids"]
     message = [{"role": "user", "content": text}]
-    chat = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-    return tokenizer(chat, add_special_tokens=False)["input_ids"]      # the template wrote them already
+    return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
 def _names(config):
