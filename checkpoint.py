@@ -411,7 +411,6 @@ def _write(model, source, folder, layout):
 
 
 if __name__ == "__main__":
-    from checkpoint import export  # of the module whose Source model.py knows
     parser = argparse.ArgumentParser(prog="checkpoint.py", description=__doc__.splitlines()[0])
     parser.add_argument("source", help="folder of a run, or a model as train.py's --model takes it")
     parser.add_argument("destination", help="folder to make")

@@ -45,8 +45,7 @@ def load(name_or_source, quant="nvfp4", rank=32, alpha=32, device="cpu", seed=0)
     """
     if quant not in QUANT:
         raise ValueError(f"quant={quant!r} must be one of {', '.join(QUANT)}")
-    found = isinstance(name_or_source, checkpoint.Source)
-    source = name_or_source if found else checkpoint.open(name_or_source)
+    source = name_or_source if hasattr(name_or_source, "tensor") else checkpoint.open(name_or_source)
     model = Decoder(source, QUANT[quant], rank, alpha, torch.device(device),
                     torch.Generator().manual_seed(seed))
     source.finish()
