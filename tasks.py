@@ -310,15 +310,14 @@ def _split(problems, held_out, source, operands, reward, prompt):
     those whose message has the least hash, so that with a line mended or left out the others stay put."""
     if operands:
         raise ValueError(f"operands={operands!r}: with problems from {source} there are no operands")
-    problems = list({prompt(problem): problem for problem in problems}.values())
-    if len(problems) < (4 if held_out else 1):
-        raise ValueError(f"{source} has {len(problems)} problems, too few: it takes 4, of which one is held "
+    found = {prompt(problem): problem for problem in problems}
+    if len(found) < (4 if held_out else 1):
+        raise ValueError(f"{source} has {len(found)} problems, too few: it takes 4, of which one is held "
                          "out, or 1 to test on")
-    hashes = [hashlib.sha256(prompt(problem).encode()).digest() for problem in problems]
-    held = set(sorted(hashes)[:min(held_out, len(problems) // 4)])
-    train, apart = ([p for p, h in zip(problems, hashes, strict=True) if (h in held) == side]
-                    for side in (False, True))
-    return Task(train, apart, prompt, reward)
+    order = sorted(found, key=lambda message: hashlib.sha256(message.encode()).digest())
+    held = set(order[:min(held_out, len(found) // 4)])
+    return Task([problem for message, problem in found.items() if message not in held],
+                [problem for message, problem in found.items() if message in held], prompt, reward)
 
 
 def read(source, check):
