@@ -41,7 +41,7 @@ import memory
 import runs
 import train
 from model import load
-from rollout import Rollout, Sampler
+from rollout import Rollout, Sampler, cached_bytes
 
 L2_BYTES, BYTES_PER_S, FLOP_PER_S = 60e6, 4.3e12, 790e12
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"        # rollout and step run on both
@@ -284,7 +284,7 @@ def rollout_bound(c, quant, batch, context):
     read = weights * (0.5625 if quant == "nvfp4" else 2) / BYTES_PER_S
     linear = max(read, 2 * batch * weights / FLOP_PER_S)
     head = max(2 * V * D / BYTES_PER_S, 2 * batch * V * D / FLOP_PER_S)
-    cached = batch * context * memory.cached(c)
+    cached = batch * context * cached_bytes(c)
     return batch / (linear + head + (adapters + cached + 8 * batch * V) / BYTES_PER_S)
 
 

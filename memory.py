@@ -25,7 +25,7 @@ import transformers
 
 import checkpoint
 from fp4_gemm import COLS, ROWS
-from model import LOGITS_AT_ONCE, family
+from model import LOGITS_AT_ONCE, QUANT, family, head_dim
 from rollout import PREFILL_TOKENS, SLOTS, cached_bytes, prefill_bytes
 
 # hidden, layers, query heads, key heads, width of the MLP, vocabulary, lm_head tied to the embeddings
@@ -65,15 +65,9 @@ class Plan(NamedTuple):
 
 def linears(c):
     """name → N of each part, K: a layer's products; parts share an input. c: a transformers config."""
-    D, F = c.hidden_size, c.intermediate_size
-    Dh = getattr(c, "head_dim", None) or D // c.num_attention_heads
+    D, F, Dh = c.hidden_size, c.intermediate_size, head_dim(c)
     q, kv = c.num_attention_heads * Dh, c.num_key_value_heads * Dh
     return {"qkv": ((q, kv, kv), D), "o": ((D,), q), "gate_up": ((F, F), D), "down": ((D,), F)}
-
-
-def cached(c):
-    """Bytes of one token's keys and values in bf16."""
-    return cached_bytes(c, linears(c)["o"][1] // c.num_attention_heads)
 
 
 def plan(c, quant="nvfp4", rank=32, slots=64, length=1152, micro_tokens=4096, checkpointing=True,
@@ -98,7 +92,7 @@ def plan(c, quant="nvfp4", rank=32, slots=64, length=1152, micro_tokens=4096, ch
     inside, stays = (kept, 4 * D * L) if checkpointing else (0, kept * L)
     update = 4 * learned + micro_tokens * (stays + 12 * D) + max(
         4 * 4 * LOGITS_AT_ONCE, micro_tokens * inside + widest)
-    rollout = slots * (length * cached(c) + 8 * V) + scratch + prefill_bytes(c, prefill)
+    rollout = slots * (length * cached_bytes(c) + 8 * V) + scratch + prefill_bytes(c, prefill)
     return Plan(weights, adapter, rollout, update)
 
 
@@ -113,7 +107,7 @@ def main(arguments):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2", help=f"one of {', '.join(MODELS)}, or a model as for "
                         "train.py, whose config is read and no weights")
-    parser.add_argument("--quant", default="nvfp4", choices=("nvfp4", "rtn", "bf16"))
+    parser.add_argument("--quant", default="nvfp4", choices=QUANT)
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--prompt-length", type=int, default=256)
     parser.add_argument("--max-new-tokens", type=int, default=1024)

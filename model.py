@@ -96,14 +96,14 @@ class FrozenLinear(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, linear, norm, config, head_dim, qkv_bias, o_bias, head_norm):
+    def __init__(self, linear, norm, config, qkv_bias, o_bias, head_norm):
         super().__init__()
-        H, Hkv, D = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
-        self.head_dim, self.heads = head_dim, (H, Hkv)
-        q, kv = H * head_dim, Hkv * head_dim
+        H, Hkv, Dh = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
+        self.heads, self.head_dim = (H, Hkv), Dh
+        q, kv, D = H * Dh, Hkv * Dh, config.hidden_size
         self.qkv_proj = linear(dict(q_proj=q, k_proj=kv, v_proj=kv), D, qkv_bias)
         self.o_proj = linear(dict(o_proj=D), q, o_bias)
-        self.q_norm, self.k_norm = (norm(n, head_dim) if head_norm else None for n in ("q_norm", "k_norm"))
+        self.q_norm, self.k_norm = (norm(n, Dh) if head_norm else None for n in ("q_norm", "k_norm"))
 
     def forward(self, h, positions, cos, sin, cache, layer):
         qkv = self.qkv_proj(h)
@@ -161,7 +161,6 @@ class Decoder(nn.Module):
         config, traits = source.config, family(source.config)
         self.config, self.device = config, device
         self.dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.gradient_checkpointing = False
         D, V = config.hidden_size, config.vocab_size
 
@@ -181,7 +180,7 @@ class Decoder(nn.Module):
         for i in range(config.num_hidden_layers):
             at = f"model.layers.{i}."
             attention = Attention(partial(linear, f"{at}self_attn."), partial(norm, f"{at}self_attn."),
-                                  config, self.head_dim, *traits)
+                                  config, *traits)
             self.layers.append(Block(attention, MLP(partial(linear, f"{at}mlp."), config),
                                      norm(at, "input_layernorm", D), norm(at, "post_attention_layernorm", D)))
         self.norm = norm("model.", "norm", D)
@@ -192,7 +191,7 @@ class Decoder(nn.Module):
                 raise ValueError(f"{source.path}: lm_head.weight is not the embeddings, to which its config "
                                  "ties it: set tie_word_embeddings there to false")
         self.register_buffer("lm_head", self.embed_tokens if tied else head)
-        inv_freq, self.rope_scale = rope_frequencies(config, self.head_dim)
+        inv_freq, self.rope_scale = rope_frequencies(config)
         self.register_buffer("inv_freq", inv_freq.float().to(device))
 
     def forward(self, ids, positions, cache=None):
@@ -293,7 +292,7 @@ class KVCache:
 
     def __init__(self, model, slots, length):
         c = model.config
-        shape = (c.num_hidden_layers, slots, c.num_key_value_heads, length, model.head_dim)
+        shape = (c.num_hidden_layers, slots, c.num_key_value_heads, length, head_dim(c))
         # zeros, not empty: a masked position has weight 0, and 0 · NaN would still be NaN
         self.k, self.v = (torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(2))
         self.counters = torch.zeros(slots * shape[2], dtype=torch.int32, device=model.device)
@@ -328,10 +327,15 @@ def family(config):
     return FAMILIES[name](config)
 
 
-def rope_frequencies(config, head_dim):
+def head_dim(config):
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def rope_frequencies(config):
     """→ radians a position for each of the Dh/2 pairs, and what cos and sin are multiplied by. Of the scaled
     kinds transformers knows the formulas; its models, which hold the plain one, take seconds to import."""
     kind = config.rope_parameters.get("rope_type", "default")
     if kind != "default":
         return ROPE_INIT_FUNCTIONS[kind](config, "cpu")
-    return 1 / config.rope_parameters["rope_theta"] ** (torch.arange(0, head_dim, 2) / head_dim), 1.0
+    Dh = head_dim(config)
+    return 1 / config.rope_parameters["rope_theta"] ** (torch.arange(0, Dh, 2) / Dh), 1.0

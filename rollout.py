@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 import decode
 import gumbel
-from model import KVCache
+from model import KVCache, head_dim
 
 SLOTS = 256                        # sequences that run at once, at most
 STEPS = 8                          # between two looks of the host at which rows are over
@@ -168,12 +168,12 @@ class Sampler:
         allowed = total * torch.cuda.get_per_process_memory_fraction()
         free = min(free, allowed - torch.cuda.memory_reserved())
         logits = (48 if top_p < 1 else 8) * c.vocab_size
-        return max(1, int((free - beside) // (length * cached_bytes(c, model.head_dim) + logits)))
+        return max(1, int((free - beside) // (length * cached_bytes(c) + logits)))
 
 
-def cached_bytes(config, head_dim):
+def cached_bytes(config):
     """Of one token's keys and values, in bf16."""
-    return 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+    return 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config)
 
 
 def prefill_bytes(config, tokens):
