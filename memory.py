@@ -116,7 +116,7 @@ def main(arguments):
     c = config(args.model) if args.model in MODELS else checkpoint.config_of(args.model)
     family(c)                                                # a model that cannot be computed is told first
     length = args.prompt_length + args.max_new_tokens
-    if not min(args.rank, args.prompt_length, args.max_new_tokens) > 0 < length <= c.max_position_embeddings:
+    if min(args.rank, args.prompt_length, args.max_new_tokens) < 1 or length > c.max_position_embeddings:
         raise ValueError(f"--rank {args.rank}, --prompt-length {args.prompt_length} and --max-new-tokens "
                          f"{args.max_new_tokens} must be at least 1 and the last two fit the model's context "
                          f"of {c.max_position_embeddings}")
@@ -127,9 +127,8 @@ def main(arguments):
                     prefill=max(PREFILL_TOKENS, args.prompt_length))
 
     least = bytes_of(1, length)
-    for name, value in (("weights", least.weights), ("adapter and AdamW", least.adapter),
-                        ("rollout, one answer at a time", least.rollout),
-                        ("update, one answer at a time", least.update)):
+    names = "weights", "adapter and AdamW", "rollout, one answer at a time", "update, one answer at a time"
+    for name, value in zip(names, least, strict=True):
         print(f"{name:>30} {value / 1e9:8.2f} GB")
     if not least.peak <= room:                               # NaN, too, is too little
         raise ValueError(f"--memory-gb {args.memory_gb:g} is too little: one answer of {length} tokens needs "
