@@ -19,14 +19,11 @@ import math
 import sys
 from pathlib import Path
 
-import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import runs  # noqa: E402
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
 
 LOGS = Path(__file__).parent / "ablation"
 BASE = "Base: SmolLM2-135M-Instruct, dequantised from Q4_1"
@@ -280,8 +277,9 @@ def smooth(values, width=5):
 
 def curves(records, key, label, scale, title, path):
     """Six panels of a quantity against the step: mean, least and most of the seeds; bf16 to compare."""
-    figure, axes = plt.subplots(2, 3, figsize=(11, 6.4), sharex=True, sharey=True, layout="constrained")
-    for axis, arms in zip(axes.flat, PANELS, strict=True):
+    figure = Figure(figsize=(11, 6.4), layout="constrained")
+    panels = figure.subplots(2, 3, sharex=True, sharey=True).flat
+    for axis, arms in zip(panels, PANELS, strict=True):
         reference = of(records, "bf16")
         if reference and arms[0] != "bf16":
             axis.plot(np.mean([smooth(r[key]) for r in reference.values()], 0), color="0.7", linewidth=0.8,
@@ -305,7 +303,8 @@ def curves(records, key, label, scale, title, path):
 
 def finals(records, path):
     """Accuracy after training: each seed, mean and ± 1 sd, arm by arm."""
-    figure, axis = plt.subplots(figsize=(8, 4.6), layout="constrained")
+    figure = Figure(figsize=(8, 4.6), layout="constrained")
+    axis = figure.subplots()
     arms = [arm for arm in reversed(ARMS) if of(records, arm)]
     for y, arm in enumerate(arms):
         values = [r["final"]["sampled"] for r in of(records, arm).values()]
@@ -325,8 +324,8 @@ def finals(records, path):
 
 def sigmas(records, path):
     """The noise schedules and ranges, as they were logged."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), sharex=True, layout="constrained")
-    default = "exponential, 1e-2 to 1e-4"
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    axes, default = figure.subplots(1, 2, sharex=True), "exponential, 1e-2 to 1e-4"
     lines = (({DEFAULT: default, "linear": "linear", "cosine": "cosine", "logarithmic": "logarithmic"},
               "linear"),
              ({DEFAULT: default, "sigma-table4": "exponential, 1e-2 to 5e-4 (paper's Table 4)",
@@ -349,7 +348,6 @@ def sigmas(records, path):
 def save(figure, path):
     """Without the date and the version, so that one log makes one file."""
     figure.savefig(path, dpi=110, metadata={"Software": None})
-    plt.close(figure)
 
 
 def plot(folder):

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib.text import Text
 
 import aqn
 import checkpoint
@@ -313,7 +314,7 @@ def test_figures_are_a_function_of_the_log_alone_with_units_and_the_base(tmp_pat
     folder, seen, save = tmp_path / "bypass", [], plot.save
     records = synthetic(folder)
     monkeypatch.setattr(plot, "save", lambda figure, path: seen.append(
-        " ".join(t.get_text() for t in figure.findobj(plot.plt.Text))) or save(figure, path))
+        " ".join(t.get_text() for t in figure.findobj(Text))) or save(figure, path))
     plot.plot(folder)
     first = {path.name: path.read_bytes() for path in folder.glob("*.png")}
     plot.plot(folder)
