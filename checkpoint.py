@@ -218,10 +218,8 @@ class GGUF(Source):
         short = get_tensor_name_map(arch, self.config.num_hidden_layers)
         self.names = {}
         for name in _names(self.config):
-            stem, _, suffix = name.rpartition(".")
-            gguf_name = f"{short.get_name(stem)}.{suffix}"
-            if gguf_name in stored:
-                self.names[name] = stored.pop(gguf_name)
+            if (found := short.get_name(name, (".weight", ".bias"))) in stored:
+                self.names[name] = stored.pop(found)
         self.unread = set(self.names) | set(stored)
 
     def _field(self, key, default):
