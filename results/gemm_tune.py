@@ -8,8 +8,9 @@ follows, with the winners in place.
 
 Whole tiles in front of split ones (_tile's `whole`) are in --large; an entry in SPLIT_K switches them off.
 
-gemm_splits.jsonl is the log behind SPLIT_K and the CTAs in TILES: every split, with and without LoRA;
-"behind_us" is the time behind an ordinary kernel that writes x, as in a model, that kernel included.
+gemm_splits.jsonl is the log behind SPLIT_K and the CTAs in TILES: every split, with and without LoRA (for
+0.5B's qkv and o: turns.jsonl); "behind_us" is the time behind an ordinary kernel that writes x, as in a
+model, that kernel included.
 gemm_tma.jsonl is the same for the rows from 32 on, whose x comes by TMA since (--rows 32,64,128,256,512, nine
 shapes; a step's two loads still stood apart): behind _tile's exception and what SPLIT_K has there no longer.
 gemm_small.jsonl, of --small, is the log behind _tile's narrow tiles.
