@@ -316,9 +316,9 @@ def peak_memory_gb():
 
 @contextmanager
 def deferred_signals():
-    """SIGINT and SIGTERM wait until the block is left: what is inside happens whole or not at all."""
-    pending = []
-    old = {s: signal.signal(s, lambda n, _: pending.append(n)) for s in (signal.SIGINT, signal.SIGTERM)}
+    """Signals that end a run wait until the block is left: what is inside happens whole or not at all."""
+    pending, ends = [], (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    old = {s: signal.signal(s, lambda n, _: pending.append(n)) for s in ends}
     try:
         yield
     finally:
@@ -370,7 +370,7 @@ def plot(folders, path):
     for i, folder in enumerate(folders):
         records = read(folder).values()
         for axis, kind, key, label, style in curves:
-            points = [(r["step"], r[key]) for r in records if r["kind"] == kind and r[key] is not None]
+            points = [(r["step"], r[key]) for r in records if r["kind"] == kind and r.get(key) is not None]
             label = Path(folder).name if axis == 1 else label if i == 0 else None
             axes[axis].plot(*zip(*points, strict=True) if points else ([], []),
                             color=f"C{i}", label=label, **style)

@@ -230,11 +230,11 @@ def math(data=None, operands=None, held_out=256):
 
 
 def _latex_problem(record):
+    if isinstance(record.get("prompt"), list):                          # a chat
+        record = record | {"prompt": record["prompt"][-1]["content"]}
+    if isinstance(record.get("reward_model"), dict):
+        record = record | {"reward_model": record["reward_model"].get("ground_truth")}
     found = {k: str(v) if type(v) in (int, float) else v for k, v in record.items()}
-    if isinstance(found.get("prompt"), list):                           # a chat
-        found["prompt"] = found["prompt"][-1]["content"]
-    if isinstance(found.get("reward_model"), dict):
-        found["reward_model"] = found["reward_model"].get("ground_truth")
     answer = BARE.sub(r"\\boxed{\1}", _text(found, "answer", "reward_model", "solution"))
     gold = (BOXED.findall(answer) or [answer.rpartition("####")[2]])[-1].strip()
     if not 0 < len(gold) <= GOLD:
@@ -273,7 +273,7 @@ class MathVerify:
 
 def own(path, held_out=32):
     """The task of a Python file: problems(), a list of dicts; reward(problem, text), which judges finished
-    answers, or all if it takes a third argument; prompt(problem), the message, else problem["prompt"]."""
+    answers, or all if it wants a third argument; prompt(problem), the message, else problem["prompt"]."""
     def reward(problem, text, finished):
         try:
             return float(judge(problem, text, finished) if always else finished and judge(problem, text))
@@ -282,7 +282,9 @@ def own(path, held_out=32):
     try:
         module = runpy.run_path(path)
         judge, prompt = module["reward"], module.get("prompt", operator.itemgetter("prompt"))
-        always, problems = len(inspect.signature(judge).parameters) > 2, list(module["problems"]())
+        takes = inspect.signature(judge).parameters.values()
+        always = len([p for p in takes if p.default is p.empty or p.name == "finished"]) > 2
+        problems = list(module["problems"]())
         if odd := [text for text in map(prompt, problems) if not isinstance(text, str)]:
             raise TypeError(f"a prompt must be text, not {odd[0]!r}")
         return _split(problems, held_out, path, None, reward, prompt)

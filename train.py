@@ -103,13 +103,14 @@ class Config:
             check(name, getattr(self, name) in allowed or name == "task" and self.task.endswith(".py"),
                   f"must be one of {', '.join(allowed)}")
         least = dict(steps=0, warmup=0, resample=0, overlong_cache=0, beta=0, clip_low=0, clip_high=0, lr=0,
-                     sigma_stages=3) | dict.fromkeys(
+                     weight_decay=0, sigma_stages=3) | dict.fromkeys(
             ("prompts", "group_size", "max_new_tokens", "updates_per_rollout", "eval_every", "eval_samples",
              "save_every", "samples_every", "mismatch_every", "micro_tokens", "rank", "alpha"), 1)
         for name, bound in least.items():
             given = getattr(self, name)
             check(name, given is None or given >= bound, f"must be at least {bound}")
-        check("lr", self.lr < math.inf, "must be finite")
+        for name in ("lr", "weight_decay", "beta", "temperature"):
+            check(name, getattr(self, name) < math.inf, "must be finite")
         check("seed", abs(self.seed) < 2**63, "must fit into 64 bits")
         check("cispo_max", self.cispo_max > 0, "must be positive: it bounds what a gradient is multiplied by")
         for name in ("sigma_start", "sigma_end") if self.aqn else ():
@@ -169,7 +170,7 @@ def train(config, model, task, tokenizer, stop_ids, run):
                     run.save(model, optimizer)
                 run.stop_if_diverged(history, sampled, advantages)
         run.log("eval", config.steps, evaluate(config, sampler, task, tokenizer, stop_ids))
-    except (KeyboardInterrupt, SystemExit, OSError, ValueError, torch.OutOfMemoryError) as stop:
+    except (KeyboardInterrupt, SystemExit, OSError, ValueError, RuntimeError) as stop:
         if run.done > first and not isinstance(stop, runs.Unwritten):
             with runs.deferred_signals():           # who presses Ctrl-C twice wants it no less
                 run.save(model, optimizer)
@@ -193,6 +194,9 @@ def encoded(config, of_model, task, tokenizer, problems):
     texts, context = list(map(task.prompt, problems)), of_model.max_position_embeddings
     prompts, most = [checkpoint.encode(tokenizer, text) for text in texts], context - config.max_new_tokens
     for text, prompt in zip(texts, prompts, strict=True):
+        if prompt and max(prompt) >= of_model.vocab_size:
+            raise ValueError(f"the tokenizer makes token {max(prompt)} of the prompt {text[:60]!r}, and the "
+                             f"model ends at {of_model.vocab_size}: take the tokenizer it was trained with")
         if not 0 < len(prompt) <= most:
             raise ValueError(f"the prompt {text[:60]!r} has {len(prompt)} tokens; beside --max-new-tokens "
                              f"{config.max_new_tokens} a context of {context} holds 1 to {most}: mend the "
@@ -436,7 +440,9 @@ def main(arguments):
         code = preflight(config, model, task, tokenizer, stop_ids, run)
         leave_ranks()
         sys.exit(code)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for number in (signal.SIGTERM, signal.SIGHUP):              # the second when a terminal is closed
+        if signal.getsignal(number) != signal.SIG_IGN:          # as nohup makes it
+            signal.signal(number, lambda n, _: sys.exit(128 + n))
     try:
         train(config, model, task, tokenizer, stop_ids, run)
     except (KeyboardInterrupt, SystemExit, OSError) as stop:

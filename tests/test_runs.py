@@ -39,7 +39,7 @@ FLAGS = ("--quant nvfp4 --steps 6 --prompts 4 --group-size 4 --max-new-tokens 8 
 @pytest.fixture(autouse=True)
 def handlers():
     """main() installs its own; the next test gets pytest's."""
-    old = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    old = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in old.items():
         signal.signal(number, handler)
@@ -101,6 +101,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(whole, start,
 @pytest.mark.parametrize("number, where, code, done", [
     (signal.SIGINT, "collect", 130, 3), (signal.SIGTERM, "collect", 143, 3),
     (signal.SIGINT, "update", 130, 4), (signal.SIGTERM, "update", 143, 4),
+    (signal.SIGHUP, "collect", 129, 3), (signal.SIGHUP, "update", 129, 4),
     (signal.SIGINT, "evaluate", 130, 3)])
 def test_a_stopped_run_saves_its_last_whole_step_and_resumes_to_the_same_end(
         whole, start, tmp_path, monkeypatch, capsys, number, where, code, done):
@@ -129,6 +130,36 @@ def test_a_stopped_run_saves_its_last_whole_step_and_resumes_to_the_same_end(
     after = (folder / "metrics.jsonl").read_bytes().split(b'"step": 5, "rew\n')[1]
     assert all(json.loads(text)["segment"] == 1 for text in after.splitlines())
     assert len(after.splitlines()) == 6 - done + 1 + (done == 3)      # steps, evaluation at 6, and at 3
+
+
+def test_under_nohup_a_closed_terminal_stops_nothing(whole, start, tmp_path, monkeypatch):
+    """A signal that was ignored when the run began stays ignored, in an update too."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for name, real in (("collect", train.collect), ("update", train.update)):
+        def hung_up(*args, real=real):
+            os.kill(os.getpid(), signal.SIGHUP)
+            return real(*args)
+        monkeypatch.setattr(train, name, hung_up)
+    assert start() == 0 and outcome(tmp_path / "run") == outcome(whole)
+
+
+@pytest.mark.parametrize("where, done", [("collect", 3), ("update", 3)])
+def test_a_run_that_a_library_ends_is_saved(whole, start, tmp_path, monkeypatch, where, done):
+    """PyTorch says RuntimeError when a peer is gone or a CPU's memory is over."""
+    real, count = getattr(train, where), []
+
+    def broken(*args):
+        count.append(1)
+        if len(count) == 4:
+            raise RuntimeError("connection closed by peer")
+        return real(*args)
+    with monkeypatch.context() as patch:
+        patch.setattr(train, where, broken)
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            start("--save-every", 100)
+    assert sum(r["kind"] == "step" for r in lines(tmp_path / "run")) == done
+    assert main("--resume", tmp_path / "run", "--save-every", 2) == 0
+    assert outcome(tmp_path / "run") == outcome(whole)
 
 
 @pytest.mark.parametrize("samples_every", [1, 100])
@@ -706,6 +737,8 @@ def test_a_config_that_cannot_be_read_is_named(copy, text, words):
     *((name, -1, "-1 must be at least 0") for name in ("steps", "warmup", "resample", "overlong_cache")),
     ("beta", -.1, "-0.1 must be at least 0"), ("beta", float("nan"), "nan must be at least 0"),
     ("lr", -1e-3, "-0.001 must be at least 0"), ("lr", float("inf"), "inf must be finite"),
+    *((name, float("inf"), "inf must be finite") for name in ("weight_decay", "beta", "temperature")),
+    ("weight_decay", -.1, "-0.1 must be at least 0"),
     ("seed", 2**63, f"{2**63} must fit into 64 bits"),
     ("clip_low", -.5, "-0.5 must be at least 0"), ("clip_high", float("nan"), "nan must be at least 0"),
     *(("cispo_max", value, f"{value} must be positive: it bounds") for value in (0.0, -1.0, float("nan"))),
@@ -713,7 +746,7 @@ def test_a_config_that_cannot_be_read_is_named(copy, text, words):
     *((name, value, f"{value} must be positive and finite; without noise: --no-aqn")
       for name in ("sigma_start", "sigma_end") for value in (0.0, -1.0, float("inf"), float("nan"))),
     ("group_size", 1, "group of 1"), ("sigma_stages", 2, "2 must be at least 3"),
-    ("temperature", float("nan"), "nan must be positive"),
+    ("temperature", float("nan"), "nan must be finite"), ("temperature", 0.0, "0.0 must be positive"),
     ("max_grad_norm", 0.0, "0.0 would end every gradient at 0"),
     ("temperature", 0.0, "0.0 must be positive"), ("temperature", -1.0, "-1.0 must be positive"),
     *(("eval_top_p", p, f"{p} must be above 0 and at most 1") for p in (0.0, -0.1, 1.01, float("nan"))),
@@ -852,16 +885,17 @@ def test_peak_memory_is_in_units_of_1e9_bytes(monkeypatch):
 
 
 def test_signals_wait_until_the_block_is_left():
-    """Both, in the order in which they came, and the handlers are as before."""
+    """All three, and the handlers are as before."""
     seen = []
-    for number in (signal.SIGINT, signal.SIGTERM):
+    ends = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+    for number in ends:
         signal.signal(number, lambda n, _: seen.append(n))
     with runs.deferred_signals():
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGINT)
+        for number in ends:
+            os.kill(os.getpid(), number)
         time.sleep(.01)
         assert seen == []
-    assert sorted(seen) == [signal.SIGINT, signal.SIGTERM]
+    assert sorted(seen) == sorted(ends)
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(.01)
-    assert len(seen) == 3
+    assert len(seen) == 4

@@ -256,6 +256,13 @@ HOW_IT_IS_STORED = [    # MATH-500, MATH, BigMath, DAPO as published and as repr
      "answer": "\\boxed{\\frac{1}{2}}"}]
 
 
+def test_an_answer_that_is_a_number_is_taken_wherever_it_stands(tmp_path):
+    records = [{"prompt": [{"role": "user", "content": f"{n}?"}], "reward_model": {"ground_truth": n}}
+               for n in range(4)]
+    task = tasks.TASKS["math"](jsonl(tmp_path / "some.jsonl", records))
+    assert sorted(p["answer"] for p in task.train + task.held_out) == ["0", "1", "2", "3"]
+
+
 def jsonl(path, records):
     path.write_text("\n".join(map(json.dumps, records)))
     return path
@@ -434,6 +441,11 @@ def test_a_task_of_ones_own_is_a_file_of_ten_lines(tmp_path):
                     "prompt = lambda problem: str(problem['n'])\nreward = lambda problem, text, end: -end")
     task = tasks.own(str(path))
     assert task.prompt({"n": 3}) == "3" and [task.reward({}, "", f) for f in (True, False)] == [-1, 0]
+    for third, judged in (("tolerance=.5", [.5, 0]), ("finished=.5", [1, 0])):   # a default of one's own
+        name = third.split("=")[0]
+        path.write_text(f"{OWN}\ndef reward(problem, text, {third}):\n    return float({name})\n")
+        task = tasks.own(str(path))
+        assert [task.reward({}, "", f) for f in (True, False)] == judged
 
 
 @pytest.mark.parametrize("text, says", [

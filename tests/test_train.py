@@ -1,4 +1,5 @@
 """python -m pytest tests/test_train.py"""
+import copy
 import itertools
 import operator
 from collections import Counter
@@ -323,6 +324,15 @@ def test_a_prompt_that_no_answer_can_follow_is_named_by_its_text(tiny_chat):
     for text, count in (("", 0), ("1" * 121, 121)):
         with pytest.raises(ValueError, match=f"'{text[:60]}' has {count} tokens; .* 128 holds 1 to 120"):
             train.encoded(*given, [longest, {"prompt": text}])
+
+
+def test_a_tokenizer_that_is_larger_than_the_model_is_told(tiny_chat):
+    """Else its tokens end in an index error, on a GPU in an assertion that ends the process."""
+    source = checkpoint.open(str(tiny_chat))
+    smaller, task = copy.deepcopy(source.config), Task([], [], operator.itemgetter("prompt"), None)
+    smaller.vocab_size = 3
+    with pytest.raises(ValueError, match="token [0-9]+ of the prompt '12', and the model ends at 3: take"):
+        train.encoded(config(), smaller, task, source.tokenizer(), [{"prompt": "12"}])
 
 
 def test_evaluation_is_repeatable_and_refuses_noise(tiny_chat):
