@@ -447,6 +447,58 @@ def test_resampling_replaces_groups_without_signal_and_counts_them(tiny_chat, mo
     assert {0: len(live) < 4, 9: len(live) == 4 and used > 1}.get(resample, True)
 
 
+@pytest.mark.parametrize("given, cache", [(None, 2), (6, 6)])
+def test_a_long_answer_pays_the_overlong_penalty(tiny_chat, monkeypatch, given, cache):
+    """On top of its reward, over the last tokens before the limit of 8: a quarter of it, unless told."""
+    generate, lengths = Sampler.generate, []
+
+    def spy(*args, **more):
+        lengths.extend((sampled := generate(*args, **more)).lengths.tolist())
+        return sampled
+    monkeypatch.setattr(Sampler, "generate", spy)
+    _, rewards, *_ = collected(tiny_chat, lambda i, g: i + g / 8, overlong="penalty", overlong_cache=given)
+    lengths, _, plain = lengths, monkeypatch.undo(), collected(tiny_chat, lambda i, g: i + g / 8)[1]
+    want = grpo.overlong_penalty(torch.tensor(lengths), 8, cache)
+    assert rewards == [r + w for r, w in zip(plain, want.tolist(), strict=True)] and -1 <= want.min() < 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_has_its_own_problems_and_numbers(tiny_chat, monkeypatch, rank):
+    """Of two ranks, in each attempt: half of the problems, and random bits that no other answer has."""
+    generate, seen = Sampler.generate, []
+
+    def spy(self, prompts, *rest, **more):
+        seen.append((len(prompts), rest[-1]))
+        return generate(self, prompts, *rest, **more)
+    monkeypatch.setattr(Sampler, "generate", spy)
+    monkeypatch.setattr(train, "rank_and_count", lambda: (rank, 2))
+    asked, *_, task = collected(tiny_chat, lambda i, g: 0., resample=1)
+    assert seen == [(2, (2 * attempt + rank) * 2 * G) for attempt in range(2)]
+    mine = train.batch(task.train, config(resample=1), 0)[2 * rank:2 * rank + 2]
+    assert asked == [problem["i"] for problem in mine for _ in range(G)]
+
+
+@pytest.mark.parametrize("limit", [.01, float("inf")])
+def test_an_update_moves_by_the_clipped_gradient_and_logs_it_unclipped(tiny_chat, limit):
+    model = actor(tiny_chat)
+    sampled, before = rollout(model), [p.detach().clone() for p in model.parameters()]
+    norm = gradient(model, config(), sampled, ADVANTAGES, sampled.logprobs)[0].norm().item()
+    plain = torch.optim.SGD(model.parameters(), lr=1.)
+    stats = train.update(config(max_grad_norm=limit), model, plain, sampled, ADVANTAGES)
+    moved = torch.cat([(p - b).flatten() for p, b in zip(model.parameters(), before, strict=True)]).norm()
+    assert norm > .1 and stats["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert moved.item() == pytest.approx(min(norm, limit), rel=1e-3)
+
+
+def test_weights_decay_by_the_rate_where_there_is_no_gradient(tiny_chat):
+    model = actor(tiny_chat)
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    train.adamw(config(lr=.5, weight_decay=.2), model).step()
+    assert all(torch.allclose(p, .9 * b) for p, b in zip(model.parameters(), before, strict=True))
+
+
 def test_the_learning_rate_by_hand():
     """Linear to 0, cosine half of it in the middle, constant, and two steps of warm-up: 1/3, 2/3, 1."""
     flags = dict(steps=8, lr=3.0)
