@@ -91,7 +91,7 @@ class Source:
 
     def tensor(self, name, shape):
         """The tensor on the CPU in its stored floating type, or the NVFP4Tensor that it is stored as.
-        ValueError: missing, damaged, or of another shape."""
+        ValueError: missing, damaged, not finite, or of another shape."""
         if f"{name}_packed" in self.names:
             return self._nvfp4(name, *shape)
         if name not in self.names:
@@ -101,6 +101,8 @@ class Source:
         tensor = self.read(name)
         if shape and tuple(tensor.shape) != tuple(shape):
             raise ValueError(f"{self.path}: {name} is {tuple(tensor.shape)}, its config says {tuple(shape)}")
+        if shape and tensor.dtype.itemsize > 1 and not tensor.isfinite().all():     # else codes or e4m3
+            raise ValueError(f"{self.path}: {name} has NaN or infinite values: fetch the checkpoint again")
         return tensor
 
     def _nvfp4(self, name, N, K):

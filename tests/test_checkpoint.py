@@ -151,7 +151,7 @@ def test_a_model_that_is_not_ours_is_refused(tmp_path):
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path):
-    """A tensor missing, misshapen or left over, a file that is not there: the message names it."""
+    """A tensor missing, misshapen, not finite or left over, no file: the message names it."""
     tiny_checkpoint(tmp_path)
     file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
     tensors = load_file(file)
@@ -159,6 +159,11 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
     refuses(tmp_path, f"no tensor {name}", "LlamaForCausalLM")
     save_file(tensors | {name: torch.zeros(96, 32)}, file)
     refuses(tmp_path, name, "(96, 32)", "(96, 64)")
+    for bad, value in (("model.norm.weight", "nan"), (name, "-inf")):
+        damaged = tensors[bad].clone()
+        damaged.view(-1)[5] = float(value)
+        save_file(tensors | {bad: damaged}, file)
+        refuses(tmp_path, f"{bad} has NaN or infinite values")
     save_file(tensors | {"model.layers.3.extra": torch.zeros(1), "model.extra": torch.zeros(1)}, file)
     refuses(tmp_path, "2 tensors", "model.extra")
     save_file(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}, file)  # old exports

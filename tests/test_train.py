@@ -450,16 +450,13 @@ def test_resampling_replaces_groups_without_signal_and_counts_them(tiny_chat, mo
 @pytest.mark.parametrize("given, cache", [(None, 2), (6, 6)])
 def test_a_long_answer_pays_the_overlong_penalty(tiny_chat, monkeypatch, given, cache):
     """On top of its reward, over the last tokens before the limit of 8: a quarter of it, unless told."""
-    generate, lengths = Sampler.generate, []
-
-    def spy(*args, **more):
-        lengths.extend((sampled := generate(*args, **more)).lengths.tolist())
-        return sampled
-    monkeypatch.setattr(Sampler, "generate", spy)
-    _, rewards, *_ = collected(tiny_chat, lambda i, g: i + g / 8, overlong="penalty", overlong_cache=given)
-    lengths, _, plain = lengths, monkeypatch.undo(), collected(tiny_chat, lambda i, g: i + g / 8)[1]
-    want = grpo.overlong_penalty(torch.tensor(lengths), 8, cache)
-    assert rewards == [r + w for r, w in zip(plain, want.tolist(), strict=True)] and -1 <= want.min() < 0
+    generate, lengths = Sampler.generate, torch.arange(16) % 8 + 1
+    monkeypatch.setattr(Sampler, "generate", lambda *a, **b: generate(*a, **b)._replace(lengths=lengths))
+    plain, paid = (collected(tiny_chat, lambda i, g: i + g / 8, **flags)[1]
+                   for flags in ({}, dict(overlong="penalty", overlong_cache=given)))
+    want = grpo.overlong_penalty(lengths, 8, cache).tolist()
+    assert paid == [r + w for r, w in zip(plain, want, strict=True)]
+    assert [w < 0 for w in want[:8]] == [n > 8 - cache for n in range(1, 9)] and min(want) == -1
 
 
 @pytest.mark.parametrize("rank", [0, 1])
