@@ -7,7 +7,7 @@ that projection, without touching one packed weight. Each block has two such nor
 and the post-attention norm (gate, up); the final norm stays clean. σ falls in stages:
 
     stage   0            1 … stages−1, u = (stage − 1)/(stages − 2) from 0 to 1
-    σ       0            exponential  start · (end/start)^u                       (eq. 8)
+    σ       0            exponential  start · (end/start)^u                       (eq. 8, but down to its end)
             (the         linear       start + (end − start) · u
             quantiser's  cosine       end + (start − end) · (1 + cos πu) / 2      our reading of the paper's
             own noise)   logarithmic  start + (end − start) · ln(1 + (e−1)u)      curves; it gives no formula

@@ -14,6 +14,7 @@ import torch
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 signal.signal(signal.SIGINT, signal.default_int_handler)      # a shell ignores it for what runs behind it
+signal.signal(signal.SIGHUP, signal.SIG_DFL)                  # nohup ignores this one
 
 
 def pytest_collection_modifyitems(items):

@@ -194,7 +194,7 @@ def test_turns_tells_the_slower_of_two_checkouts(tmp_path):
             file.write("MODELS['tiny'] = (64, 2, 4, 2, 96, 97, False)\n")
     with open(tmp_path / "new" / "gumbel.py", "a") as file:
         file.write("from time import sleep\nfast = sample\n"
-                   "def sample(*args):\n    sleep(.02)\n    return fast(*args)\n")
+                   "def sample(*args):\n    sleep(.1)\n    return fast(*args)\n")
     command = [sys.executable, Path(bench.__file__).parent / "results/turns.py", "log.jsonl", "old", "new"]
     small = "--model-shape tiny --batch 1,4 --context 12 --new 4 --rounds 3".split()
     done = subprocess.run([*command, *small], cwd=tmp_path, capture_output=True, text=True)
@@ -202,6 +202,6 @@ def test_turns_tells_the_slower_of_two_checkouts(tmp_path):
     found = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [(r["tree"], r["batch"]) for r in found] == [("old", 1), ("new", 1), ("old", 4), ("new", 4)]
     for old, new in (found[:2], found[2:]):
-        assert old["faster"] == 0 and new["faster"] < -.5 and new["ms_step"] > old["ms_step"] + 15
+        assert old["faster"] == 0 and new["faster"] < -.5 and new["ms_step"] > old["ms_step"] + 50
     done = subprocess.run([*command[:3], "nowhere"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr == "nowhere has no bench.py: give the folder of a checkout\n"
