@@ -501,6 +501,7 @@ def test_adamw_gets_the_clipped_gradient_and_its_flags(tiny_chat):
     assert train.update(flags, model, optimizer, rollout(model), ADVANTAGES)["grad_norm"] > .6
     m, v = ([optimizer.state[p][k] for p in model.parameters()] for k in ("exp_avg", "exp_avg_sq"))
     assert torch.cat([x.flatten() for x in m]).norm() == pytest.approx(.05, rel=1e-4)
+    # each side is a few products in fp32, 6e-8 each; a moment of less than 1e-6, squared, counts as 0
     for p, old, a, b in zip(model.parameters(), before, m, v, strict=True):
         torch.testing.assert_close(b, a * a, atol=1e-12, rtol=1e-5)
         torch.testing.assert_close(p.data, .95 * old - a / (10 * a.abs() + 1e-8), atol=1e-6, rtol=1e-5)
