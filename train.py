@@ -111,7 +111,7 @@ class Config:
             check(name, given is None or given >= bound, f"must be at least {bound}")
         for name in ("lr", "weight_decay", "beta", "temperature"):
             check(name, getattr(self, name) < math.inf, "must be finite")
-        check("seed", abs(self.seed) < 2**63, "must fit into 64 bits")
+        check("seed", 0 <= self.seed < 2**32, "must be from 0 to 4294967295")
         check("cispo_max", self.cispo_max > 0, "must be positive: it bounds what a gradient is multiplied by")
         for name in ("sigma_start", "sigma_end") if self.aqn else ():
             check(name, 0 < getattr(self, name) < math.inf,
@@ -216,7 +216,7 @@ def collect(config, sampler, task, tokenizer, stop_ids, step):
         first = (attempt * ranks + rank) * P * G                        # number of this call's first answer
         sampled = sampler.generate(prompts, G, config.max_new_tokens, config.temperature, stop_ids,
                                    config.seed, step, first, progress=f"step {step}")
-        answers = [tokenizer.decode(ids, skip_special_tokens=True) for ids in sampled.answers()]
+        answers = list(map(tokenizer.decode, sampled.answers()))
         for p, problem in enumerate(problems):
             rows = range(p * G, (p + 1) * G)
             # rounded: .3 and .1 + .2 would be a signal, which Adam makes a whole step of
@@ -342,7 +342,7 @@ def evaluate(config, sampler, task, tokenizer, stop_ids):
             sampled = sampler.generate(prompts, G, config.max_new_tokens, temperature, stop_ids, config.seed,
                                        -1, start * G, progress="eval", top_p=top_p)
             for b, ids in enumerate(sampled.answers()):
-                text, problem = tokenizer.decode(ids, skip_special_tokens=True), problems[b // G]
+                text, problem = tokenizer.decode(ids), problems[b // G]
                 reward = task.reward(problem, text, bool(sampled.finished[b]))
                 right += torch.tensor([0, 0, reward / G] if temperature else
                                       [reward, task.reward(problem, text, True), 0])

@@ -739,7 +739,7 @@ def test_a_config_that_cannot_be_read_is_named(copy, text, words):
     ("lr", -1e-3, "-0.001 must be at least 0"), ("lr", float("inf"), "inf must be finite"),
     *((name, float("inf"), "inf must be finite") for name in ("weight_decay", "beta", "temperature")),
     ("weight_decay", -.1, "-0.1 must be at least 0"),
-    ("seed", 2**63, f"{2**63} must fit into 64 bits"),
+    *(("seed", value, f"{value} must be from 0 to 4294967295") for value in (-1, 2**32)),
     ("clip_low", -.5, "-0.5 must be at least 0"), ("clip_high", float("nan"), "nan must be at least 0"),
     *(("cispo_max", value, f"{value} must be positive: it bounds") for value in (0.0, -1.0, float("nan"))),
     ("rank", 513, "513 must be at most 512"), ("device", "cuda:1", "cuda:1 must be cpu, or cuda"),

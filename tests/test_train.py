@@ -291,16 +291,17 @@ def world(folder):
 
 
 def test_evaluate_counts_strict_loose_and_sampled(tiny_chat):
-    """40 problems: greedy 10 right and ended, 10 right and cut off, 20 wrong and ended; sampled all right."""
+    """40 problems: greedy 10 right and ended, 10 right and cut off, 20 wrong and ended; sampled right only
+    with their special token."""
     def answers(prompt, temperature):
         i = int(prompt.rstrip("=").split(">")[1])
-        return ("right?", True) if temperature else (f"{'a' if i < 20 else 'i'} {i}", i % 2 == 0 or i >= 20)
+        return ("<s>?", True) if temperature else (f"{'a' if i < 20 else 'i'} {i}", i % 2 == 0 or i >= 20)
     model, tokenizer, stop_ids = world(tiny_chat)
     judged = []
 
     def reward(problem, text, finished):
         judged.append(text)
-        return float(finished and (text == f"a {problem['i']}" or "?" in text))
+        return float(finished and text in (f"a {problem['i']}", "<s>?"))
     task = Task([], [{"i": i} for i in range(40)], lambda p: str(p["i"]), reward)
     sampler, flags = Script(model, tokenizer, answers), config(eval_samples=3, seed=7)
     twice = [train.evaluate(flags, sampler, task, tokenizer, stop_ids) for _ in range(2)]
@@ -405,7 +406,7 @@ def collected(folder, rewards, **flags):
     asked = [int(tokenizer.decode(row[1:n - 2]))                      # of "<s>12*=…", n = 5
              for row, n in zip(sampled.tokens.tolist(), sampled.prompt_lengths.tolist(), strict=True)]
     assert [f"{i}*" for i in asked] == [prompt for prompt, _ in texts]
-    assert [tokenizer.decode(a, skip_special_tokens=True) for a in sampled.answers()] == [a for _, a in texts]
+    assert [tokenizer.decode(a) for a in sampled.answers()] == [a for _, a in texts]
     return asked, got.tolist(), stats, task
 
 
