@@ -4,7 +4,7 @@
 
 With few rows in x (a decode step) a linear layer takes as long as its weight takes to arrive: 0.5625 byte a
 weight instead of bf16's 2. So 3.56 times the speed is the bound, on an H200 (4.3 TB/s, 790 TFLOP/s) up to 50
-rows or so. To come near it a kernel may spend 4 instructions on a weight; this one: 2.1 to 3.4.
+rows or so. While a weight arrives, an H200 can issue 4 instructions for it; this kernel spends 2.1 to 3.4.
 
 A word holds 8 codes, placed so that few operations turn them into bf16. A bf16 is s eeeeeeee mmmmmmm; a code
 is s ee m with bias 1, and ee = 0 means 0 or ½. With s in bit 15 and eem in bits 8..6 the bf16 is worth
@@ -29,7 +29,7 @@ normal and exact: of bf16's 8 significant bits it has 2 + 4. 2^20 · global_scal
 The kernel computes y.T = W @ x.T: a tensor core's wide side must be the weights when M is small. Several CTAs
 share a row of tiles (split-K); each leaves fp32 sums, and the last to arrive adds them in a fixed order. With
 up to 8 rows in x a large W comes from memory straight into the registers that feed a tensor core: no warp
-waits for another. With many rows the weights are cheap and x is not, which each 64 rows of W read again: on
+waits for another. With many rows x is what costs, as every tile of 64 rows of W reads all of it again: on
 Hopper TMA brings it from 32 rows on (no address in a register), from 64 on a tile is decoded and multiplied
 in two halves, from 129 on tiles of 128 rows of W and 256 of x have an SM each, where there are enough. LoRA's
 kernel for x @ A.T is small; the large one, which multiplies by B in the end, runs beside it.
@@ -38,7 +38,7 @@ weight that is not quantised (Dense) has the same `linear`: LoRA's small kernel,
 [x, x @ A.T] @ [W, B].T.
 
 Left out: 4-bit activations (Hopper's tensor cores have no FP4), experts.
-Needs: torch; on a GPU also triton 3.6.
+Needs: torch; on a GPU also triton 3.6 or newer.
 """
 from dataclasses import dataclass
 
@@ -51,7 +51,7 @@ try:
     from triton import jit
     from triton.language import constexpr
     from triton.tools.tensor_descriptor import TensorDescriptor
-    # what _few_rows loads: 2.1 instructions a weight. Triton from 3.8 on goes through shared memory: 3.4
+    # up to Triton 3.7 what _few_rows loads stays in registers: 2.1 instructions a weight; later 3.4
     INTO_REGISTERS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
 except ImportError:      # the CPU path needs no triton
     jit, constexpr = (lambda kernel=None, **options: kernel or jit), int
@@ -281,7 +281,7 @@ def _weight(packed, dtype):
 
 # --- launching; TILES, SPLIT_K and the rules of _tile come from results/gemm_tune.py on an H200
 
-FUSED_MAX = 256          # rows up to which nothing is decoded before, and LoRA has its kernel beside a Dense
+FUSED_MAX = 256          # rows of x up to which W is not decoded first, and a Dense's LoRA has its own kernel
 # TILE_M: CTAs on an SM, without and with LoRA (room is left, where the next kernel's wait), and stages
 TILES = {8: (3, 3, 4), 16: (5, 4, 4), 32: (4, 3, 4), 64: (3, 3, 3), 128: (2, 2, 3), 256: (1, 1, 3)}
 # (N, K): rows of x, up to a power of two: splits without and with LoRA, where _tile's rule is not the best
@@ -557,6 +557,12 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
     offs_n, offs_m = pid_n * TILE_N + row, pid_m * TILE_M + tl.arange(0, TILE_M)
     start = pid_n * (TILE_N // 64) * tiles_k + first
     words += start * 1024
+    # what sums are multiplied by is as far away as W: into registers; or to L2, if no splits are summed first
+    NOW: constexpr = RANK == 0 and TILE_M <= 16 and not DIRECT
+    if NOW:
+        scale, add = _scale_and_bias(global_scales, bias, offs_n, N)
+    elif PDL and SPLIT_K == 1:
+        _prefetch(global_scales + tl.minimum(pid_n * TILE_N + tl.arange(0, TILE_N // 32) * 32, N - 1))
     if DIRECT:
         x_ptr = x + tl.minimum(offs_m, M - 1)[None, :, None] * K + first * 128
         acc = _few_rows(x_ptr, words, scales + start * 128, exponent, K - first * 128, last - first,
@@ -602,7 +608,7 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
     in_n, r = offs_n < N, tl.arange(0, 16 if RANK <= 16 else triton.next_power_of_2(RANK))
     if RANK > 0 and RANK <= 64:        # it comes while the splits are summed; no kernel of a step writes it
         B = tl.load(lora_B + offs_n[:, None] * RANK + r[None, :], in_n[:, None] & (r < RANK)[None, :], 0.)
-    EARLY: constexpr = TILE_M < 64 or TILE_M == 128              # and these; in the other tiles it is no gain
+    EARLY: constexpr = not NOW and (TILE_M < 64 or TILE_M == 128)     # and these; in the others it is no gain
     if EARLY:
         scale, add = _scale_and_bias(global_scales, bias, offs_n, N)
     done = not shared
@@ -611,7 +617,7 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
         acc, done = _sum_splits(acc, sums, counters + 2048, tile, pid_k, TILE_N, TILE_M, SPLIT_K)
     if done:
         in_m = (offs_m < M)[None, :]
-        if not EARLY:
+        if not NOW and not EARLY:
             scale, add = _scale_and_bias(global_scales, bias, offs_n, N)
         acc = acc * scale + add
         if RANK > 0:
