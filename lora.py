@@ -158,7 +158,7 @@ def load_adapter(model, folder):
     refused = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save",
                "alora_invocation_tokens")
     for key, value in {**wanted, **dict.fromkeys(refused)}.items():
-        if config.get(key) != value and (value is not None or config.get(key)):
+        if (config.get(key) or None) != value:
             raise ValueError(f"{folder / 'adapter_config.json'} has {key}={config.get(key)!r}; "
                              f"this model takes {value or 'none'}")
     start = config.get("init_lora_weights")

@@ -91,8 +91,6 @@ def shared_global_scale(*weights):
 def _choose_scale(magnitude, offsets):
     """(n, K/16, 16) |weights| / global_scale → (n, K/16) e4m3, the best of the codes near amax / 6."""
     nearest = (magnitude.amax(-1) / FP4_MAX).clamp(max=FP8_MAX).to(torch.float8_e4m3fn)
-    if len(offsets) == 1:
-        return nearest
     base = nearest.view(torch.uint8).int()              # e4m3 bytes 0 … 126 are in the order of their values
     best, least = base, torch.full_like(magnitude[..., 0], math.inf)
     for offset in offsets:

@@ -15,7 +15,8 @@ README = (ROOT / "README.md").read_text()
 MAP = re.findall(r"^\| `(\w+)\.py` \| (\d+) \|(.*)\|$", README, re.M)       # (name, most lines, what it is)
 COPYABLE = [name for name, _, text in MAP if "Copyable alone" in text]
 # what may import what, at module level (DESIGN.md): a name may import those in its list
-IMPORTS = {"checkpoint": {"nvfp4"}, "model": {"nvfp4", "fp4_gemm", "lora", "decode", "checkpoint"},
+IMPORTS = {"checkpoint": {"nvfp4", "fp4_gemm", "lora"},
+           "model": {"nvfp4", "fp4_gemm", "lora", "decode", "checkpoint"},
            "rollout": {"model", "decode", "gumbel"}, "runs": {"lora"}}
 
 
