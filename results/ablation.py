@@ -10,8 +10,8 @@
     follow-up of bypass alone: a ratio of 1 on two more bases, and six more seeds of sweep with and without:
               what main's results asked for, so decided after they were seen                              22
 
-All of it for one --correction, what the ratio is taken to: "none", the trainer's own policy, as in the paper,
-or "bypass", the policy that sampled; an arm named after another one has that.
+All of it for one --correction, what the ratio is taken to: "none", the trainer's own policy, as the release
+does, or "bypass", the policy that sampled, as in the paper; an arm named after another one has that.
 
 An arm is a base {bf16, rtn, sweep, nf4, full} and flags of train.py. rtn and sweep are NVFP4; nf4 and mxfp4
 are rounded and multiplied out when the checkpoint is read, as QLoRA computes; full trains all projections,
@@ -196,11 +196,11 @@ class Whole(lora.LoRALinear):
     def __init__(self, layer):
         torch.nn.Module.__init__(self)
         self.base = layer.base
-        self.weight = torch.nn.Parameter(layer.base.dense.weight.to(torch.float32, copy=True))
+        self.weight = torch.nn.Parameter(layer.base.W.weight.to(torch.float32, copy=True))
 
     def refresh(self):
         with torch.no_grad():
-            self.base.dense.weight.copy_(self.weight)
+            self.base.W.weight.copy_(self.weight)
 
     def forward(self, x, needed=True):
         if torch.is_grad_enabled():

@@ -78,7 +78,7 @@ LATER = (
 # first step on. The grid has every arm at the same rates, where one thing alone differs, but of two seeds
 PAIRS = {arm for arm in ARMS if "+aqn+" not in arm and arm != "full"}
 EQUAL = tuple(row for row in (*PAPER, *OWN, *LATER[1:]) if row[2] != ENTROPY and {*row[3:5]} <= PAIRS)
-# asked of bypass when those were known: + none has a ratio of 1, as in the paper, but its twin without noise
+# asked of bypass when those were known: + none has a ratio of 1, as the release, but its twin without noise
 # has not, so that these rows measure both; "start" tells how much is the ratio's own
 SWEEP = (
     ("a ratio of 1 learns faster before any noise", "not tried", "start", "sweep+aqn+none", "sweep", "above"),
