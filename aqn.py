@@ -2,7 +2,7 @@
 
     y = RMSNorm(x) · (w + z) @ W.T  =  RMSNorm(x) · w @ (W · diag(1 + z/w)).T         z ~ N(0, σ(stage)²)
 
-QeRL (arXiv 2510.11696, §3.3, eq. 7-12): noise on the norm in front of a projection is noise on the columns of
+QeRL (arXiv 2510.11696, §3.3, App. G): noise on the norm in front of a projection is noise on the columns of
 that projection, without touching one packed weight. Each block has two such norms, the input norm (q, k, v)
 and the post-attention norm (gate, up); the final norm stays clean. σ falls in stages:
 
@@ -54,7 +54,8 @@ def sigma(step, total_steps, start=1e-2, end=1e-4, stages=10, schedule="exponent
 def norms(model):
     """The RMSNorms that take noise, in the model's order: those named input_ or post_attention_layernorm."""
     found = [m for name, m in model.named_modules() if name.rpartition(".")[2] in NORMS]
-    assert found, f"no module of this model is called {' or '.join(NORMS)}: the noise would do nothing"
+    if not found:
+        raise ValueError(f"no module of this model is called {' or '.join(NORMS)}: noise would do nothing")
     return found
 
 

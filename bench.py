@@ -292,6 +292,8 @@ def rollout(args, records):
     odd = [b for b in args.batch if not args.whole and (min(args.samples, b) < 1 or b % min(args.samples, b))]
     if odd:
         sys.exit(f"--batch {odd[0]} must be a multiple of --samples {args.samples}, or less; both at least 1")
+    if not args.whole and args.context <= args.new // 2:
+        sys.exit(f"--context {args.context} must be more than half of --new {args.new}")
     print(f"{'model':>6} {'weights':>8} {'B':>4} {'tok/s':>8} {'ms/step':>8} {'of bound':>8} {'peak GB':>8} "
           f"{'slots':>5}")
     shape, c = args.model_shape, memory.config(args.model_shape)

@@ -103,6 +103,9 @@ class Source:
         tensor = self.read(name)
         if shape and tuple(tensor.shape) != tuple(shape):
             raise ValueError(f"{self.path}: {name} is {tuple(tensor.shape)}, its config says {tuple(shape)}")
+        if name.endswith((".weight", ".bias")) and not (tensor.is_floating_point() and tensor.itemsize > 1):
+            raise ValueError(f"{self.path}: {name} is {tensor.dtype}: of quantised weights only NVFP4 loads; "
+                             "take another checkpoint of this model")
         if shape and tensor.dtype.itemsize > 1 and not torch.stack(tensor.aminmax()).isfinite().all():
             raise ValueError(f"{self.path}: {name} has NaN or infinite values: fetch the checkpoint again")
         return tensor
@@ -132,9 +135,13 @@ class Source:
     def stop_ids(self):
         """The tokens that end an answer, sorted: those of config.json and of generation_config.json."""
         ids = [self.config.eos_token_id]
-        if (self.folder / "generation_config.json").is_file():
-            ids.append(GenerationConfig.from_pretrained(self.folder).eos_token_id)
-        return sorted({i for e in ids for i in (e if isinstance(e, list) else [e]) if i is not None})
+        if (path := self.folder / "generation_config.json").is_file():
+            ids.append(_readable(path, lambda: GenerationConfig.from_pretrained(self.folder)).eos_token_id)
+        ids = {i for e in ids for i in (e if isinstance(e, list) else [e]) if i is not None}
+        if not any(0 <= i < self.config.vocab_size for i in ids):
+            raise ValueError(f"{self.path} has no token that ends an answer: name one as eos_token_id in its "
+                             "config.json")
+        return sorted(ids)
 
 
 class Safetensors(Source):
@@ -366,12 +373,13 @@ def _merge(model, method):
     error = added = 0.0
     for layer in lora.lora_layers(model).values():
         base, A, B = layer.base, layer.lora_A.data.split(layer.rank), layer.lora_B.data.split(layer.splits)
-        W = fp4_gemm.dequantize(base.packed, torch.float32) if base.quantized else base.dense.weight
+        dense = isinstance(base.W, fp4_gemm.Dense)
+        W = base.W.weight if dense else fp4_gemm.dequantize(base.W, torch.float32)
         delta = torch.cat([layer.scale * b @ a for a, b in zip(A, B, strict=True)])
         layer.base = FrozenLinear((W + delta).split(layer.splits), [] if base.bias is None else [base.bias],
                                   method, model.dtype if method else torch.bfloat16, model.device)
         if method:
-            error += (fp4_gemm.dequantize(layer.base.packed, torch.float32) - W - delta).square().sum()
+            error += (fp4_gemm.dequantize(layer.base.W, torch.float32) - W - delta).square().sum()
         added += delta.square().sum()
         layer.lora_B.data.zero_()
     lora.refresh(model)
@@ -401,7 +409,7 @@ def _write(model, source, folder, layout):
              for name in lora.adapter_tensors(model) if "lora_A" in name)
     for layer in lora.lora_layers(model).values():
         base, layer.base = layer.base, None
-        for part in fp4_gemm.unpack(base.packed) if layout else zip(base.dense.weight.split(layer.splits)):
+        for part in fp4_gemm.unpack(base.W) if layout else zip(base.W.weight.split(layer.splits)):
             name, parts = next(names), part if layout != CT else (*part[:2], 1 / part[2].view(1))
             tensors |= {name + end: t.clone() for end, t in zip(ENDS.get(layout, [""]), parts, strict=True)}
     huggingface_hub.save_torch_state_dict(tensors, folder)

@@ -15,9 +15,9 @@ not write (attention: positions, slots, cos, sin, older keys and values), waits,
 Attention reads a row's own length from the GPU: one captured graph serves every length. A program takes 256
 cached positions of one row and one key head, with all the query heads that share it; the last to finish adds
 up the pieces in their order. As in fp4_gemm.py operands are swapped, scores.T = K @ q.T, for a tensor core's
-wide side must not be the few queries. Pieces have a fixed size: other rows change a result only by how many
-they are, which picks the tiles. Rows that have a prompt in common read whole tiles of it in the slot of the
-first of them, which brings them to L2, where the others find them.
+wide side must not be the few queries. Pieces have a fixed size, so that of the other rows only their number
+(it picks the tiles) can change a result. Rows that have a prompt in common read whole tiles of it in the slot
+of the first of them, which brings them to L2, where the others find them.
 
 Needs: torch; on a GPU also triton.
 """
@@ -75,13 +75,12 @@ class AddNorm(torch.autograd.Function):
         _add_norm_kernel[_rows(x)](x, y, weight, total, out, eps, **_row(x), **_flags(x))
         ctx.save_for_backward(total, weight)
         ctx.eps, ctx.y_dtype = eps, None if y is None else y.dtype
-        ctx.set_materialize_grads(False)
         return total, out
 
     @staticmethod
     def backward(ctx, d_total, d_out):
         total, weight = ctx.saved_tensors
-        d_total, d_out = (d if d is None else d.contiguous() for d in (d_total, d_out))
+        d_total, d_out = d_total.contiguous(), d_out.contiguous()
         dx = torch.empty_like(total)
         dy = None if ctx.y_dtype is None else torch.empty_like(total, dtype=ctx.y_dtype)
         _add_norm_backward_kernel[_rows(total)](total, weight, d_total, d_out, dx, dy, ctx.eps, **_row(total),
@@ -124,9 +123,7 @@ def _add_norm_backward_kernel(total, weight, d_total, d_out, dx, dy, eps, D: con
     s = tl.load(total + at, mask=cols < D, other=0.)
     g = tl.load(d_out + at, mask=cols < D, other=0.).to(tl.float32) * w
     r = tl.rsqrt(tl.sum(s * s, 0) / D + eps)
-    d = r * g - s * (r * r * r * tl.sum(s * g, 0) / D)
-    if d_total is not None:
-        d += tl.load(d_total + at, mask=cols < D, other=0.)
+    d = r * g - s * (r * r * r * tl.sum(s * g, 0) / D) + tl.load(d_total + at, mask=cols < D, other=0.)
     tl.store(dx + at, d, mask=cols < D)
     if dy is not None:
         tl.store(dy + at, d.to(dy.dtype.element_ty), mask=cols < D)

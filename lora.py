@@ -2,7 +2,7 @@
 
     y = x @ W.T + (alpha / rank) · (x @ lora_A.T) @ lora_B.T          W (N, K), lora_A (r, K), lora_B (N, r)
 
-LoRA (arXiv 2106.09685, §4.1) as in QeRL (arXiv 2510.11696, §3.2): on all seven projections of a block, never
+LoRA (arXiv 2106.09685, §4.1) as in QeRL (arXiv 2510.11696, §2): on all seven projections of a block, never
 merged, as a sum rounded back to 4 bits would lose it. lora_B starts at 0, so the first policy is the base.
 
 Projections that read the same input run as one matrix, and so do their adapters:
@@ -11,8 +11,8 @@ Projections that read the same input run as one matrix, and so do their adapters
           [ k ]                   [ A_k ]                 [ B_k ]          row block s of lora_A, so that this
           [ v ]   x K             [ A_v ]   x K           [ B_v ]   x r    equals three separate adapters
 
-The parameters are fp32. refresh() rounds them into copies of the compute type, in place; sampler and trainer
-both multiply by the copies.
+The parameters are fp32. refresh() rounds them, in place, into copies of the compute type, by which a base
+that adds the adapter itself multiplies; beside another base forward() rounds them anew, to the same numbers.
 
 Files are PEFT's: adapter_config.json and adapter_model.safetensors, fused projections split into their parts.
 Left out: dropout, bias, DoRA, rsLoRA, several adapters at once.
@@ -70,7 +70,7 @@ class LoRALinear(nn.Module):
                 self.base.adapt(self.copy_B, self.splits)
 
     def forward(self, x, needed=True):
-        """needed=False: only the backward of the result will be used, its values by nobody."""
+        """needed=False: nobody reads the result, only its backward runs (as in a recomputation)."""
         if not self.enabled:
             return self.base(x)
         if getattr(self.base, "fuses_lora", False):
@@ -84,7 +84,8 @@ class LoRALinear(nn.Module):
 def lora_layers(model):
     """name → LoRALinear, in the model's order. An empty model is an error: nothing would learn."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
-    assert layers, "this model has no LoRALinear: nothing would learn"
+    if not layers:
+        raise ValueError("this model has no LoRALinear: nothing would learn")
     return layers
 
 

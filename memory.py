@@ -10,8 +10,8 @@
                residual stream between layers (fp32), without it all of every layer. On top the most of:
                logits in chunks; one layer's inside in backward; that and one weight in bf16
 
-A GPU's context and the allocator's gaps come on top: about 1 GB. On a GPU only; on a CPU all is fp32, and the
-weights are kept in both forms.
+A GPU's context and the allocator's gaps come on top: about 1 GB. All this is for a GPU; on a CPU everything
+is fp32, and a weight is kept twice, packed and decoded.
 
 Needs: transformers; checkpoint.py for configs; model.py, rollout.py, fp4_gemm.py for sizes and families.
 """

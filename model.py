@@ -8,7 +8,7 @@ plain, with quant="bf16") with a LoRA beside it; q, k, v are one matrix, and so 
 lm_head, norms and biases stay as they are; the norms' weights are fp32 buffers that take aqn.py's noise.
 
 Weights stream in layer by layer and are quantised on the way: the peak is the model plus one layer. On a CPU
-everything computes in fp32, on a GPU in bf16 with fp32 logits.
+everything computes in fp32, on a GPU in bf16 with the residual stream and the logits in fp32.
 
 transformers supplies the config and the formulas of scaled RoPE; its own models are the tests' oracle.
 Left out: mixtures of experts, sliding windows, encoder parts, dropout.
@@ -75,24 +75,22 @@ class FrozenLinear(nn.Module):
         parts = [tuple(t.to(device) for t in w) if isinstance(w, tuple) else w.to(device) for w in weights]
         if method is None:
             parts = [w if torch.is_tensor(w) else nvfp4.dequantize(w, torch.float32) for w in parts]
-            self.dense = fp4_gemm.Dense(torch.cat(parts).to(dtype))
+            self.W = fp4_gemm.Dense(torch.cat(parts).to(dtype))
         else:
             # one global scale for what one GEMM reads, as vLLM and TensorRT-LLM require of a checkpoint
             plain = [w for w in parts if torch.is_tensor(w)]
             shared = plain and nvfp4.shared_global_scale(*plain)
-            self.packed = fp4_gemm.pack(*(nvfp4.quantize(w, method, shared) if torch.is_tensor(w) else w
-                                          for w in parts))
-        self.quantized = method is not None
-        self.out_features, self.in_features = (self.packed if self.quantized else self.dense).shape
+            self.W = fp4_gemm.pack(*(nvfp4.quantize(w, method, shared) if torch.is_tensor(w) else w
+                                     for w in parts))
+        self.out_features, self.in_features = self.W.shape
 
     def adapt(self, B, splits):
         """The adapter's B has changed."""
-        if not self.quantized:
-            self.dense.adapt(B, splits)
+        if isinstance(self.W, fp4_gemm.Dense):
+            self.W.adapt(B, splits)
 
     def forward(self, x, lora=None, learn=None, needed=True):
-        W = self.packed if self.quantized else self.dense
-        return fp4_gemm.linear(x, W, self.bias, lora, learn, needed)
+        return fp4_gemm.linear(x, self.W, self.bias, lora, learn, needed)
 
 
 class Attention(nn.Module):
@@ -148,7 +146,7 @@ class Block(nn.Module):
 
     def summed(self, x, *where):
         """One tensor in, one out: all that gradient checkpointing keeps of a block. With gradients on it is
-        being recomputed for its inside, so the last product is left out: nobody reads the sum again."""
+        the recomputation in backward, which wants the inside, not the sum: the last product is left out."""
         x, y = self(x, None, *where, needed=not torch.is_grad_enabled())
         return x + y
 
@@ -319,7 +317,8 @@ def family(config):
         "hidden_act": getattr(config, "hidden_act", "silu") != "silu",
         "mlp_bias": getattr(config, "mlp_bias", False),
         "use_sliding_window": getattr(config, "use_sliding_window", False),
-        "rope_parameters": rope_type not in {"default", *ROPE_INIT_FUNCTIONS} - {"dynamic", "longrope"},
+        "rope_parameters": rope_type not in {"default", *ROPE_INIT_FUNCTIONS} - {"dynamic", "longrope"}
+                           or config.rope_parameters.get("partial_rotary_factor", 1) != 1,
     }
     for key, bad in refused.items():
         if bad:

@@ -6,7 +6,7 @@
              | block_scale 0 | block_scale 1 | …     e4m3, 8 bit: 2⁻⁹ … 448;  global_scale: one fp32
     packed[n, j] = code[n, 2j+1] << 4 | code[n, 2j]               → 4 + 8/16 = 4.5 bit per weight
 
-The format is the one of the paper (QeRL, arXiv 2510.11696, §3.1, eq. 6) and of compressed-tensors and
+The format is the one of the paper (QeRL, arXiv 2510.11696, §3.3, eq. 6) and of compressed-tensors and
 ModelOpt. Quantising is a choice of block scales; given the scale, each weight goes to its nearest code, ties
 to the even code. Two ways to choose are here:
 

@@ -1,6 +1,6 @@
 """The sampler: a group of answers to each prompt, with the log-probability of every token as it was drawn.
 
-    prompts wait ──► prefill: all tokens but the last, once a prompt, KV copied to its group's slots
+    prompts wait ──► prefill: a prompt's tokens but the last, once for the rows of its group that run
                         ▲                     │
         free slots wait │                     ▼
                         └── rows that end ◄── step × 8: the last token of each row through the model, sample,
@@ -11,10 +11,10 @@ next one, so prefill needs no sampling of its own. The host does not see single 
 times, reads which rows are over, moves the others up and refills. What a row needs (its slot, position and
 last token) is data on the GPU, so the graph depends on two numbers only, rounded up to powers of two: rows in
 the batch and pieces of 256 positions in the longest. Each row of a group has a copy of the prompt's keys and
-values, but all read that of the first which runs, in whole tiles, so that L2 has it for the others. The slots
-are sized by the memory that is free, a graph is captured when it is needed (one smaller than what is there,
-when it is wanted twice), and both go when `generate` returns: the update can have the memory, and no graph
-outlives the tensors that it reads. On a CPU a step is called, not replayed, and nothing is rounded.
+values, but all read that of the first which runs, in whole tiles, so that L2 has it for the others. There are
+as many slots as the free memory holds. A graph is captured when it is needed; while a larger one is there,
+only when it was wanted twice. Slots and graphs go when `generate` returns: the update can have the memory,
+and no graph outlives the tensors it reads. On a CPU a step is called, not replayed, and nothing is rounded.
 
 It runs the model that trains, on the same tensors, so there are no weights to hand over, AQN's noise is in
 exactly the modules that sample, and the recorded log-probabilities are those of the policy that sampled.
@@ -39,7 +39,7 @@ from model import KVCache, head_dim
 
 SLOTS = 256                        # sequences that run at once, at most
 STEPS = 8                          # between two looks of the host at which rows are over
-PREFILL_TOKENS = 8192              # prompt tokens, padding included, that go through the model at a time
+PREFILL_TOKENS = 8192              # prompt tokens that go through the model at a time, or one longer prompt
 
 
 class Rollout(NamedTuple):
@@ -72,7 +72,7 @@ class Rollout(NamedTuple):
                          for fields in zip(*rollouts, strict=True)))
 
     def micro_batches(self, rows, budget):
-        """(n,) row numbers → batches of at most `budget` tokens, padding included; like lengths together."""
+        """(n,) row numbers → batches of like length: at most `budget` tokens, padded, or one longer row."""
         length = (self.prompt_lengths + self.lengths).tolist()
         batches = []
         for row in sorted(rows.tolist(), key=lambda b: (-length[b], b)):
@@ -92,7 +92,7 @@ class Sampler:
 
     def __init__(self, model, slots=SLOTS, deterministic=False):
         self.model, self.slots, self.deterministic = model, slots, deterministic
-        # of the last generate: seconds, steps, slots and their positions, prompt tokens at once
+        # of the last generate: seconds, steps replayed, slots and their positions, prompt tokens at once
         self.stats = dict(slots=0, length=0, at_once=0)
         self.loaded = set()            # steps whose kernels are on the GPU: (rows, greedy, cut, stop tokens)
 
@@ -190,7 +190,7 @@ class _Batch:
         self.cache = KVCache(self.model, slots, rollout.tokens.shape[1])
         # row i of the batch: its row in the rollout, its slot, the token that goes in next, its position, the
         # number that its random bits come from, how many positions its group shares, the slot to read them in
-        # (one column more where slots are odd: rows that begin at multiples of 16 bytes have one kernel)
+        # (an even number of columns: each row begins at a multiple of 16 bytes, so that one kernel fits all)
         self.state = torch.zeros(7, slots + slots % 2, dtype=torch.long, device=self.model.device)
         self.slots = slots
         self.cuda, self.graphs, self.pool = self.model.device.type == "cuda", {}, None

@@ -163,6 +163,9 @@ class Run:
                              f"{self.done} steps; take at least as many, and updates that divide them")
         if not self.quiet:
             flags = vars(self.config) | {"resume": "", "name": self.folder.name}
+            for name in ("model", "data", "test", "adapter", *["task"] * flags["task"].endswith(".py")):
+                if os.path.exists(flags[name]) and flags[name] != "smollm2":     # to be resumed from anywhere
+                    flags[name] = os.path.abspath(flags[name])
             text = json.dumps(flags, indent=2) + "\n"
             with self.writing("config.json"):
                 _replace(self.folder / "config.json", lambda p: p.write_text(text))
@@ -215,7 +218,8 @@ class Run:
     def preflight(self, r):
         """Print what the record of a step without update says → exit code, 3: training would be pointless."""
         found = [*diagnose([r], 1, f"{PROBE} prompts")]
-        pointless = any(name != "mismatch" or not r["mismatch"] <= 1.5 for name, _ in found)
+        untrained = r["signal"] == 0 or self.config.overlong == "mask" and r["finished"] == 0
+        pointless = untrained or not r["mismatch"] <= 1.5
         if 0 < r["signal"] < .25:
             found.append(("", "most groups have equal rewards: take an easier or a harder task, a larger "
                           "--group-size, or --resample 2."))
@@ -332,7 +336,8 @@ def read(folder):
     """(kind, step) → its last record, in the order of steps. A line that is none, cut off by a crash or
     written by hand, is passed over."""
     records = {(r["kind"], r["step"]): r for r in jsonl(Path(folder) / "metrics.jsonl")
-               if isinstance(r, dict) and {"kind", "step", "segment"} <= r.keys()}
+               if isinstance(r, dict) and {"kind", "step", "segment"} <= r.keys()
+               and (type(r["kind"]), type(r["step"])) == (str, int)}
     return dict(sorted(records.items(), key=lambda item: (item[0][1], item[0][0])))
 
 
@@ -399,7 +404,7 @@ def jsonl(path):
     if not path.is_file():
         raise ValueError(f"{path.parent} holds no {path.name}: name the folder of a run that has made a step")
     for text in path.read_bytes().split(b"\n"):
-        with suppress(json.JSONDecodeError, UnicodeDecodeError):
+        with suppress(ValueError, RecursionError):
             yield json.loads(text)
 
 
@@ -456,6 +461,7 @@ def rounded(x, digits=6):
 
 if __name__ == "__main__":
     command, *folders = sys.argv[1:] or [""]
+    sys.stdout.reconfigure(errors="replace")                # a terminal without Unicode
     try:
         if command == "show" and len(folders) == 1:
             show(folders[0])

@@ -8,8 +8,8 @@ r"""Tasks: a list of problems, a prompt for each, and a reward that a program ca
 An answer scores 1 if it is finished (the model ended it) and right:
 
     multiplication, addition    the last number in the text is exactly the right one
-    gsm8k                       so is the number right behind the last "####" that has one; else the last one
-                                in the last \boxed{…}; else the last one in the text
+    gsm8k                       the same of the number right behind the last "####" that has one; if none has,
+                                of the last one in the last \boxed{…}; without that, of the last in the text
     countdown                   the formula in the last <answer>…</answer>, else in the last line, makes the
                                 target with + - * / from the numbers, each used exactly once, as in TinyZero
     math                        the last \boxed{…} equals the solution's: as text, spacing aside, as a number,
@@ -231,10 +231,13 @@ def math(data=None, operands=None, held_out=256):
 
 def _latex_problem(record):
     if isinstance(record.get("prompt"), list):                          # a chat
-        record = record | {"prompt": record["prompt"][-1]["content"]}
+        *before, last = record["prompt"] or [None]
+        if any(m != dict(m, role="system") for m in before) or last != dict(last or [], role="user"):
+            raise ValueError("a chat must be one message of the user, behind those of the system")
+        record = record | {"prompt": last["content"]}
     if isinstance(record.get("reward_model"), dict):
         record = record | {"reward_model": record["reward_model"].get("ground_truth")}
-    found = {k: str(v) if type(v) in (int, float) else v for k, v in record.items()}
+    found = {k: str(v) if type(v) in (int, float) and v == v else v for k, v in record.items()}
     answer = BARE.sub(r"\\boxed{\1}", _text(found, "answer", "reward_model", "solution"))
     gold = (BOXED.findall(answer) or [answer.rpartition("####")[2]])[-1].strip()
     if not 0 < len(gold) <= GOLD:
@@ -276,7 +279,10 @@ def own(path, held_out=32):
     answers, or all if it wants a third argument; prompt(problem), the message, else problem["prompt"]."""
     def reward(problem, text, finished):
         try:
-            return float(judge(problem, text, finished) if always else finished and judge(problem, text))
+            value = float(judge(problem, text, finished) if always else finished and judge(problem, text))
+            if not abs(value) <= 1e6:
+                raise ValueError(f"{value} is not between -1e6 and 1e6")
+            return value
         except Exception as error:
             raise ValueError(f"reward() of {path} failed on the answer {text!r}: {error!r}") from error
     try:
@@ -410,9 +416,9 @@ def _plain(latex):
     units: i and e, which are numbers, AM and PM."""
     text = re.sub(r"\\(?:left|right|q?quad)(?![a-zA-Z])|(?<!\\)\\[!,;: ]|\\?[$%]|\^\{?\\circ\}?", " ", latex)
     text = re.sub("(?<![0-9]) | (?![0-9])", "", " ".join(text.split()))
-    text = UNIT.sub("", re.sub(r"\A[a-zA-Z]=|\.\Z", "", text))
+    text = UNIT.sub("", re.sub(r"\A[a-zA-Z]=|\.\Z", "", re.sub(r"\\[dt]frac", r"\\frac", text)))
     text = re.sub(r"\\(?:text|mathrm|mbox|textbf)\{([^{}]*)\}", r"\1", text.replace("{,}", ","))
-    return re.sub(r"\\(?:[dt]?(frac)|(sqrt))([0-9])([0-9]?)", r"\\\1\2{\3}{\4}", text).replace("{}", "")
+    return re.sub(r"\\(frac|sqrt)([0-9])([0-9]?)", r"\\\1{\2}{\3}", text).replace("{}", "")
 
 
 TASKS = {task.__name__: task for task in (multiplication, addition, countdown, gsm8k, math)}

@@ -28,6 +28,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import aqn
 import checkpoint
@@ -57,8 +58,8 @@ class Config:
     correction: str = "none"            # what "old" is: none (the trainer's own), bypass (as sampled), tis
     updates_per_rollout: int = 1        # optimizer steps on each batch of answers
     scale: str = "group"                # advantages: group (divide by the std) or none (Dr. GRPO)
-    clip_low: float = None              # ε_low; empty: the loss's own (0.2; gspo 3e-4)
-    clip_high: float = None             # ε_high; empty: the loss's own (dapo 0.28, grpo 0.2, gspo 4e-4)
+    clip_low: float = None              # ε_low; none: the loss's own (0.2; gspo 3e-4)
+    clip_high: float = None             # ε_high; none: the loss's own (dapo 0.28, grpo 0.2, gspo 4e-4)
     cispo_max: float = 5.0              # cispo's bound on the ratio (ScaleRL)
     beta: float = 0.0                   # weight of the KL to the model without adapter (paper: none)
     overlong: str = "none"              # truncated answers: none, mask (QeRL: not trained), penalty (DAPO)
@@ -113,6 +114,11 @@ class Config:
             check(name, getattr(self, name) < math.inf, "must be finite")
         check("seed", 0 <= self.seed < 2**32, "must be from 0 to 4294967295")
         check("cispo_max", self.cispo_max > 0, "must be positive: it bounds what a gradient is multiplied by")
+        cispo, penalty = self.loss == "cispo", self.overlong == "penalty"
+        for name, acts in dict(cispo_max=cispo, clip_low=not cispo, clip_high=not cispo,
+                               overlong_cache=penalty).items():
+            check(name, acts or getattr(self, name) == getattr(Config, name),
+                  f"does nothing with --loss {self.loss} --overlong {self.overlong}: leave it out")
         for name in ("sigma_start", "sigma_end") if self.aqn else ():
             check(name, 0 < getattr(self, name) < math.inf,
                   "must be positive and finite; without noise: --no-aqn")
@@ -185,7 +191,7 @@ def adamw(config, model):
 
 
 def due(config, every, step):
-    """Has a multiple of `every` come since the rollout before? Steps come updates_per_rollout at a time."""
+    """Has a multiple of `every` been reached since the rollout before, updates_per_rollout steps ago?"""
     return step // every != (step - config.updates_per_rollout) // every
 
 
@@ -224,7 +230,7 @@ def collect(config, sampler, task, tokenizer, stop_ids, step):
             if config.overlong == "penalty":
                 cache = config.overlong_cache or max(1, config.max_new_tokens // 4)
                 penalty = grpo.overlong_penalty(sampled.lengths[rows], config.max_new_tokens, cache).tolist()
-                rewards = [r + q for r, q in zip(rewards, penalty, strict=True)]
+                rewards = [round(r + q, 6) for r, q in zip(rewards, penalty, strict=True)]   # q in fp32
             drawn.append((len(set(rewards)) > 1, sampled.rows(rows), rewards,
                           [(task.prompt(problem), answers[b]) for b in rows]))
         kept = sorted(drawn, key=lambda group: not group[0])[:P]        # stable: those with signal first
@@ -272,7 +278,8 @@ def backward(config, model, sampled, advantages, old, first=True):
     """Leave the gradient of the whole batch's loss, over all ranks, in the parameters → measurements.
     old (B, T): what the ratio compares with; unless correction is bypass, the first call fills it with the
     trainer's own log-probabilities. Rows without advantage are not run (they add exactly 0), yet count."""
-    grads = fresh_gradients(model)                                   # a rank without rows still joins the sum
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)                                 # a rank without rows still joins the sum
     trained = sampled.lengths * sampled.finished if config.overlong == "mask" else sampled.lengths     # (B,)
     normalizer = all_sum(grpo.normalizer(config.loss, trained, config.max_new_tokens).double()).item()
     rows = torch.nonzero((trained > 0) & ((advantages != 0) | (config.beta > 0)))[:, 0]
@@ -298,20 +305,12 @@ def backward(config, model, sampled, advantages, old, first=True):
             kl = (logprobs - reference).sum()                            # k1; both are 0 outside of answers
             total += torch.stack([mask.sum(), entropy.sum(), grpo.kl_k3(drift).sum(), clipped, kl,
                                   (part.prompt_lengths + part.lengths).sum(), loss])
-    all_sum(grads)
+    grads = [p.grad for p in model.parameters()]
+    vector_to_parameters(all_sum(parameters_to_vector(grads)), grads)            # ranks add them in one go
     tokens, entropy, kl_noise, clipped, kl, through, loss = all_sum(total).tolist()
     sums = dict(entropy=entropy, kl_noise=kl_noise, clip_fraction=clipped, kl_reference=kl)
     return {k: x / tokens if tokens else None for k, x in sums.items()} | dict(
         grad_norm=None, rows=int(all_sum(torch.tensor(len(rows)))), tokens=through, loss=loss)
-
-
-def fresh_gradients(model):
-    """Zero gradients for all parameters, views of the one vector that is returned: ranks add it in one go."""
-    parameters = list(model.parameters())
-    flat = torch.zeros(sum(p.numel() for p in parameters), device=model.device)
-    for p, grad in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-        p.grad = grad.view_as(p)
-    return flat
 
 
 @torch.no_grad()
@@ -427,6 +426,8 @@ def main(arguments):
         raise ValueError(f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt in the "
                          f"model's context of {context}: lower it")
     tokenizer, stop_ids = source.tokenizer(), source.stop_ids()
+    if tokenizer.chat_template is None and rank == 0:
+        print("note: this model's tokenizer has no chat template: prompts are plain text", file=sys.stderr)
     # a token is a byte or more: few prompts are so long that they must be looked at before they are drawn
     if long := [p for p in task.held_out + task.train * bool(config.steps)
                 if len(task.prompt(p).encode()) > (context - config.max_new_tokens) / 2]:

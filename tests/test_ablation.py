@@ -70,7 +70,7 @@ def test_a_rounded_checkpoint_rounds_projections_and_nothing_else(tiny_chat):
     rounded = decoder.load(source, "bf16")
     pairs = list(zip(*(lora.lora_layers(m).values() for m in (plain, rounded)), strict=True))
     assert len(pairs) == 8
-    for a, b in ((a.base.dense.weight, b.base.dense.weight) for a, b in pairs):
+    for a, b in ((a.base.W.weight, b.base.W.weight) for a, b in pairs):
         assert torch.equal(ablation.nf4(a), b) and not torch.equal(a, b)
     others = rounded.state_dict()
     assert others and all(torch.equal(t, others[name]) for name, t in plain.state_dict().items())
@@ -130,12 +130,12 @@ def test_full_fine_tuning_trains_every_projection_and_the_sampler_reads_it(tiny_
     monkeypatch.setattr(ablation, "build", lambda *a: models.append(build(*a)) or models[-1])
     toy[0]("full")
     model = models[0]
-    bases = {name: layer.base.dense.weight for name, layer in lora.lora_layers(plain).items()}
+    bases = {name: layer.base.W.weight for name, layer in lora.lora_layers(plain).items()}
     weights = {name.removesuffix(".weight"): p for name, p in model.named_parameters()}
     assert weights.keys() == bases.keys() and len(bases) == 8
     for name, p in weights.items():
         assert p.dtype == torch.float32 and 0 < (p - bases[name]).abs().max() < .02   # AdamW: lr a step
-        assert torch.equal(p, model.get_submodule(name).base.dense.weight)
+        assert torch.equal(p, model.get_submodule(name).base.W.weight)
     x, layer = torch.randn(3, 64), model.get_submodule("layers.0.self_attn.qkv_proj")
     with torch.no_grad():
         sampled = layer(x)

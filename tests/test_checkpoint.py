@@ -85,7 +85,7 @@ def projections(m):
     names = [re.fullmatch(r"base_model\.model\.(.*)\.lora_A\.weight", n)[1]
              for n in lora.adapter_tensors(m) if "lora_A" in n]
     parts = [nvfp4.NVFP4Tensor(*q) for layer in lora.lora_layers(m).values()
-             for q in fp4_gemm.unpack(layer.base.packed)]
+             for q in fp4_gemm.unpack(layer.base.W)]
     return dict(zip(names, parts, strict=True))
 
 
@@ -144,10 +144,12 @@ def test_a_model_that_is_not_ours_is_refused(tmp_path):
     for i, (family, changes) in enumerate([
             ("llama", {"mlp_bias": True}), ("qwen2", {"use_sliding_window": True, "sliding_window": 8}),
             ("llama", {"hidden_act": "gelu"}),
+            ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4,
+                                           "partial_rotary_factor": .5}}),
             ("qwen3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}})]):
         tiny_checkpoint(tmp_path / str(i), family, **changes)
         key, value = next(iter(changes.items()))
-        refuses(tmp_path / str(i), key, "dynamic" if key == "rope_parameters" else repr(value))
+        refuses(tmp_path / str(i), key, value["rope_type"] if key == "rope_parameters" else repr(value))
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path):
@@ -164,6 +166,9 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
         damaged.view(-1)[5] = float(value)
         save_file(tensors | {bad: damaged}, file)
         refuses(tmp_path, f"{bad} has NaN or infinite values")
+    for kind in (torch.int8, torch.int64, torch.float8_e4m3fn, torch.bool):
+        save_file(tensors | {name: tensors[name].to(kind)}, file)
+        refuses(tmp_path, f"{name} is {kind}: of quantised weights only NVFP4 loads")
     save_file(tensors | {"model.layers.3.extra": torch.zeros(1), "model.extra": torch.zeros(1)}, file)
     refuses(tmp_path, "2 tensors", "model.extra")
     save_file(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}, file)  # old exports
@@ -241,8 +246,13 @@ def test_stop_ids_gather_every_list(tmp_path):
     edit_config(tmp_path, eos_token_id=[9, 5])
     assert checkpoint.open(str(tmp_path)).stop_ids() == [2, 5, 7, 9]
     (tmp_path / "generation_config.json").unlink()
-    edit_config(tmp_path, eos_token_id=None)
-    assert checkpoint.open(str(tmp_path)).stop_ids() == []
+    for none in (None, [], 999, -1):
+        edit_config(tmp_path, eos_token_id=none)
+        with pytest.raises(ValueError, match="has no token that ends an answer: name one as eos_token_id"):
+            checkpoint.open(str(tmp_path)).stop_ids()
+    (tmp_path / "generation_config.json").write_text("[]")
+    with pytest.raises(ValueError, match="generation_config.json cannot be read"):
+        checkpoint.open(str(tmp_path)).stop_ids()
 
 
 def test_the_default_models_prompt_ends_with_the_assistants_header(smollm2):

@@ -107,19 +107,22 @@ def same(ours, plain, atol):
 
 
 def alike(ours, plain, inputs, atol, used=(0,)):
-    """Results and gradients of the kernels against those of autograd through the plain lines."""
-    found = []
-    for function in (ours, plain):
-        leaves = [t if t is None else t.detach().clone().requires_grad_() for t in inputs]
-        out = function(*leaves)
-        out = [out] if torch.is_tensor(out) else [out[i] for i in used]
-        weights = [torch.arange(o.numel(), device=o.device).view(o.shape).mul(.37).cos() for o in out]
-        grads = torch.autograd.grad(sum((o * w).sum() for o, w in zip(out, weights, strict=True)),
-                                    [t for t in leaves if t is not None])
-        found.append([*out, *grads])
-    for a, b in zip(*found, strict=True):
-        assert a.dtype == b.dtype
-        same(a, b, atol)
+    """Results and gradients of the kernels against those of autograd through the plain lines; inputs and
+    gradients as they come, and with the last two dimensions turned in memory."""
+    for turned in (False, True):
+        found = []
+        for function in (ours, plain):
+            leaves = [t if t is None else (t.mT.clone(memory_format=torch.contiguous_format).mT if turned
+                                           else t.clone()).detach().requires_grad_() for t in inputs]
+            out = function(*leaves)
+            out = [out] if torch.is_tensor(out) else [out[i] for i in used]
+            weights = [torch.arange(o.numel(), device=o.device).view(o.shape).mul(.37).cos() for o in out]
+            total = sum((o.mT * w.mT.contiguous() if turned else o * w).sum()
+                        for o, w in zip(out, weights, strict=True))
+            found.append([*out, *torch.autograd.grad(total, [t for t in leaves if t is not None])])
+        for a, b in zip(*found, strict=True):
+            assert a.dtype == b.dtype
+            same(a, b, atol)
 
 
 def interpreted():
@@ -129,7 +132,7 @@ def interpreted():
     for D in (64, 97, 576):
         x, y, w = torch.randn(5, D), torch.randn(5, D), torch.randn(D)
         for inputs in ([x, y], [x, None]):                             # sums of 576: a few roundings of 2⁻²³
-            for used in ((0, 1), (1,)):                                # the last norm's sum is read by nobody
+            for used in ((0, 1), (1,), (0,)):                          # the last norm's sum is read by nobody
                 alike(lambda *i, w=w: decode.AddNorm.apply(*i, w, 1e-5, torch.float32),
                       lambda *i, w=w: decode.add_norm(*i, w, 1e-5, torch.float32), inputs, 4e-6, used)
     for rows in (3, 17):
@@ -155,6 +158,14 @@ def interpreted():
         same(twin.v, cache.v, 0)
         assert not cache.counters.any()
     assert spoiled > 0
+    qkv, norms, cos, sin, cache, _, at = decode_step(4, 2, 16, [5, 300, 599], 600, False)
+    cos.fill_(1), sin.fill_(0)
+    qkv[:, :64] -= 12                                                 # every score far below 0: -16 · 12² / 4
+    qkv[:, 64:96] += 12
+    cache.k += 12
+    twin = SimpleNamespace(**vars(cache) | dict(k=cache.k.clone(), v=cache.v.clone()))
+    plain = decode.cached_attention(qkv, norms, cos, sin, cache, 1, at)
+    same(decode._cached_attention(qkv, norms, cos, sin, twin, 1, at), plain, 1e-3)    # 2⁻²⁴ of scores of 600
 
 
 def test_kernels_in_the_interpreter():

@@ -159,7 +159,7 @@ def check_append(append, device):
     positions, last = torch.tensor([4, -1, 7, 8], device=device), torch.full((4,), 50, device=device)
     logprob = torch.tensor([-1.0, -2, -3, -4], device=device)
     with torch.no_grad():
-        append(token, logprob, rows, positions, torch.tensor([2, 77], device=device), 5, last, rollout)
+        append(token, logprob, rows, positions, torch.tensor([77, 2], device=device), 5, last, rollout)
     assert positions.tolist() == [-1, -1, 8, -1] and last.tolist() == [77, 50, 8, 7]
     assert rollout.lengths.tolist() == [0, 3, 4, 5, 0, 3]
     assert rollout.finished.tolist() == [False] * 5 + [True]
@@ -174,12 +174,16 @@ def interpreted():
     torch.manual_seed(0)
     logits, sequence, position = torch.randn(4, 9001) * 3, torch.arange(4) + 9, torch.tensor([3, 0, 7, 2**20])
     for temperature in (0.7, 1.0, 0.0):
-        for seed, step in ((0, 0), (2**40 + 7, -1), (1, 1)):
+        for seed, step in ((0, 0), (2**40 + 7, -1), (-5, 1)):
             ours = gumbel._sample(logits, temperature, seed, step, sequence, position)
             plain = gumbel.sample(logits, temperature, seed, step, sequence, position)
             assert torch.equal(ours[0], plain[0])
             # sums of 9001 exponentials
             torch.testing.assert_close(ours[1], plain[1], atol=1e-5, rtol=0)
+        far = [draw(logits - 200, temperature, 0, 0, sequence, position)
+               for draw in (gumbel._sample, gumbel.sample)]
+        assert torch.equal(far[0][0], far[1][0])                     # what fills a tile up does not win
+        torch.testing.assert_close(far[0][1], far[1][1], atol=5e-5, rtol=0)              # 2⁻²⁴ of 200 is 1e-5
     one = logits[:1].expand(4, -1)                                   # rows of one memory
     ours, plain = (draw(one, 0.7, 5, 1, sequence, position) for draw in (gumbel._sample, gumbel.sample))
     assert torch.equal(ours[0], plain[0])

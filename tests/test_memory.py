@@ -31,7 +31,7 @@ def test_weights_and_adapters_are_counted_as_they_are_stored(tmp_path, family, c
     the byte, but for norms, biases, a scale per row and the kernel's counters."""
     tiny_checkpoint(tmp_path, family, **changes)
     m = model.load(str(tmp_path), rank=4)
-    packed = [x.base.packed for x in lora.lora_layers(m).values()]
+    packed = [x.base.W for x in lora.lora_layers(m).values()]
     stored = sum(p.words.nbytes + p.scales.nbytes for p in packed)
     ends = {t.data_ptr(): 2 * t.numel() for t in (m.embed_tokens, m.lm_head)}
     plan = memory.plan(m.config, rank=4)
@@ -39,7 +39,7 @@ def test_weights_and_adapters_are_counted_as_they_are_stored(tmp_path, family, c
     copies = sum(x.copy_A.numel() + x.copy_B.numel() for x in lora.lora_layers(m).values())
     assert plan.adapter == 12 * sum(p.numel() for p in m.parameters()) + 2 * copies
     plain, plan = model.load(str(tmp_path), "bf16", rank=4), memory.plan(m.config, "bf16", rank=4)
-    wide = sum(2 * x.base.dense.wide.numel() for x in lora.lora_layers(plain).values())
+    wide = sum(2 * x.base.W.wide.numel() for x in lora.lora_layers(plain).values())
     assert plan.weights + plan.adapter == wide + sum(ends.values()) + 2 * copies + 12 * sum(
         p.numel() for p in m.parameters())
 

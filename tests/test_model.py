@@ -101,6 +101,10 @@ def test_sharded_and_half_precision_checkpoints_load(tmp_path, shard, dtype):
 def test_a_quantised_model_is_the_model_with_rounded_weights(tmp_path, quant):
     """All seven projections and nothing else, with one global scale for q, k, v and one for gate, up."""
     oracle = tiny_checkpoint(tmp_path, "qwen2", tie_word_embeddings=True)
+    for layer in oracle.model.layers:                                  # the largest is not in the first part
+        layer.self_attn.v_proj.weight.data *= 4
+        layer.mlp.up_proj.weight.data *= 4
+    oracle.save_pretrained(tmp_path)
     for layer in oracle.model.layers:
         a, f = layer.self_attn, layer.mlp
         for group in ((a.q_proj, a.k_proj, a.v_proj), (a.o_proj,), (f.gate_proj, f.up_proj), (f.down_proj,)):
@@ -209,8 +213,8 @@ def test_a_three_word_language_gives_its_own_table(tmp_path):
     table = torch.tensor([[.5, .25, .25], [.1, .2, .7], [.6, .3, .1]])
     tiny_checkpoint(tmp_path, vocab_size=3, num_hidden_layers=1)
     m = load(tmp_path, learned=False)
-    m.layers[0].self_attn.o_proj.base.dense.weight.zero_()
-    m.layers[0].mlp.down_proj.base.dense.weight.zero_()
+    m.layers[0].self_attn.o_proj.base.W.weight.zero_()
+    m.layers[0].mlp.down_proj.base.W.weight.zero_()
     m.embed_tokens.zero_()[:, :3] = torch.eye(3)
     m.norm.weight.fill_(1)                                 # the norm makes 8 of 1, as D is 64
     m.lm_head.zero_()[:, :3] = table.log().T / 8
@@ -219,7 +223,8 @@ def test_a_three_word_language_gives_its_own_table(tmp_path):
     # the norm's eps of 1e-6 beside a mean square of 1/64 is 3e-5 of the logits' 0.2 to 2.3
     torch.testing.assert_close(logprobs.exp(), torch.tensor([[1, 1, .7, .6, .25]]), atol=1e-4, rtol=0)
     m.lm_head.zero_()
-    entropy = m.logprobs(tokens, torch.tensor([1]), torch.tensor([4]), 0.7)[1]
+    logprobs, entropy = m.logprobs(tokens, torch.tensor([1]), torch.tensor([4]), 0.7)
+    assert logprobs.requires_grad and not entropy.requires_grad
     assert (entropy[0, 1:] - math.log(3)).abs().max() < 1e-6 and entropy[0, 0] == 0
 
 

@@ -511,7 +511,7 @@ def test_preflight_changes_nothing_and_says_whether_training_would_work(
     assert "32 prompts × 4 answers" in said and said.endswith("ready to train\n")
     for word in ("solve rate", "finished", "no signal", "mismatch     1.0000", "memory", "a step"):
         assert word in said
-    assert main(*flags, "--overlong", "none") == 3
+    assert main(*flags, "--overlong", "none", "--overlong-cache", 0) == 3
     said = capsys.readouterr().out
     assert "change: 32 prompts without one group of unequal rewards" in said and "pointless" in said
     assert not (tmp_path / "run").exists()
@@ -533,7 +533,7 @@ def test_a_task_of_ones_own_takes_neither_data_nor_operands(flags):
 
 
 @pytest.mark.parametrize("change, code, words", [
-    ({}, 0, "ready"), (dict(signal=0), 3, "unequal rewards"), (dict(finished=0), 3, "no answer ended"),
+    ({}, 0, "ready"), (dict(signal=0), 3, "unequal rewards"), (dict(finished=0), 0, "no answer ended"),
     (dict(mismatch=1.1), 0, "disagree"), (dict(mismatch=1.6), 3, "disagree"),
     (dict(mismatch=float("nan")), 3, "nan"),
     (dict(signal=.2), 0, "--resample"), (dict(finished=.4), 0, "change: most answers are cut off"),
@@ -545,6 +545,8 @@ def test_preflight_judges_as_the_training_does(tmp_path, capsys, change, code, w
     said = capsys.readouterr().out
     assert words in said and "10.0   seconds, 4.0 of them the update; 30 steps 5 minutes" in said
     assert ("change" in said) == bool(change)
+    masked = runs.Run(train.Config(out=str(tmp_path), name="y", overlong="mask"))
+    assert masked.preflight(record | change) == max(code, 3 * (change.get("finished") == 0))
 
 
 def test_a_stop_while_the_checkpoint_is_read_does_not_overwrite_it(whole, start, tmp_path, monkeypatch):
@@ -748,6 +750,7 @@ def test_a_config_that_cannot_be_read_is_named(copy, text, words):
     ("group_size", 1, "group of 1"), ("sigma_stages", 2, "2 must be at least 3"),
     ("temperature", float("nan"), "nan must be finite"),
     ("max_grad_norm", 0.0, "0.0 would end every gradient at 0"),
+    ("cispo_max", 2.0, "2.0 does nothing with --loss dapo"), ("overlong_cache", 4, "4 does nothing with"),
     ("temperature", 0.0, "0.0 must be positive"), ("temperature", -1.0, "-1.0 must be positive"),
     *(("eval_top_p", p, f"{p} must be above 0 and at most 1") for p in (0.0, -0.1, 1.01, float("nan"))),
     ("updates_per_rollout", 3, "--steps 16 must be a multiple of --updates-per-rollout 3"),
@@ -757,6 +760,28 @@ def test_a_config_that_cannot_work_is_refused_by_name_and_value(name, value, wor
     with pytest.raises(ValueError, match=re.escape(words)) as refused:
         train.Config(**dict(correction="bypass") | {name: value})
     assert f"--{name.replace('_', '-')} {value}" in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_flag_that_the_others_leave_without_effect_is_refused():
+    for flags, said in ((dict(loss="cispo", clip_low=.1), "--clip-low 0.1 does nothing with --loss cispo"),
+                        (dict(loss="cispo", clip_high=.1), "--clip-high 0.1 does nothing with --loss cispo")):
+        with pytest.raises(ValueError, match=said):
+            train.Config(**flags)
+    train.Config(loss="cispo", cispo_max=2.0, overlong="penalty", overlong_cache=16)
+
+
+def test_a_run_is_resumed_from_another_folder(start, whole, tmp_path, monkeypatch):
+    """Paths are kept whole: there another file of this name would have been taken, or none found."""
+    (tmp_path / "there").mkdir()
+    task = "problems = lambda: [{'prompt': str(n)} for n in range(40)]\nreward = lambda p, text: len(text)"
+    Path(tmp_path / "mine.py").write_text(task)
+    Path(tmp_path / "there/mine.py").write_text("1 / 0")
+    monkeypatch.chdir(tmp_path)
+    assert start("--task", "mine.py", "--adapter", os.path.relpath(whole / "adapter"), "--steps", 2) == 0
+    monkeypatch.chdir("there")
+    assert main("--resume", tmp_path / "run", "--steps", 3) == 0
+    stored = json.loads((tmp_path / "run/config.json").read_text())
+    assert stored["task"] == str(tmp_path / "mine.py") and stored["adapter"] == str(whole / "adapter")
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -833,7 +858,9 @@ def test_the_last_record_of_a_step_holds_and_they_come_in_order(tmp_path):
     that somebody wrote by hand are passed over."""
     whole_lines = [json.dumps(dict(kind=kind, step=step, segment=segment)) for kind, step, segment in (
         ("step", 0, 0), ("step", 1, 0), ("eval", 2, 0), ("step", 2, 0), ("step", 1, 1), ("eval", 2, 1))]
-    by_hand = ['{"note": "lr was wrong here"}', "5"]
+    by_hand = ['{"note": "lr was wrong here"}', "5", "[" * 99_999,
+               *(f'{{"kind": {kind}, "step": {step}, "segment": 0}}'
+                 for kind, step in (('"step"', '"x"'), ("[]", 1), ('"step"', "null")))]
     (tmp_path / "metrics.jsonl").write_text("\n".join(['{"ki', *whole_lines, *by_hand, '{"kind": "st']))
     assert [(*key, r["segment"]) for key, r in runs.read(tmp_path).items()] == \
         [("step", 0, 0), ("step", 1, 1), ("eval", 2, 1), ("step", 2, 0)]

@@ -231,6 +231,7 @@ COUNTDOWN = [    # text, reward for making 9 of 1, 2, 3
     ("<answer>(1 + 2) * 03</answer>", 0), ("<answer></answer>", 0), ("</answer>(1 + 2) * 3", 0)]
 
 MATH = [    # gold, boxed, reward
+    ("\\frac{\\pi}{2}", "\\dfrac{\\pi}{2}", 1), ("\\frac{a}{b}", "\\tfrac{a}{b}", 1),
     ("\\frac{1}{2}", "\\dfrac12", 1), ("\\frac{1}{2}", "0.5", 1), ("\\frac{1}{2}", "x = \\frac{1}{2}.", 1),
     ("\\frac{1}{2}", "1/3", 0), ("10,\\!000", "10000", 1), ("5", "5\\text{ cm}", 1), ("90", "90^\\circ", 1),
     ("50\\%", "50", 1), ("(1, 2)", "\\left(1,2\\right)", 1), ("(1, 2)", "(2, 1)", 0), ("-7", "−7", 1),
@@ -336,6 +337,10 @@ def test_math_reads_the_field_names_of_the_known_datasets(tmp_path, monkeypatch,
                                        '{"nums": [-3, 5], "target": 2}')),
     *(("math", line) for line in ('{"problem": "a"}', '{"answer": "3"}', "[1]", "3", "{",
                                   '{"problem": "a", "answer": ""}', '{"prompt": [], "answer": "3"}',
+                                  '{"prompt": ["hi"], "answer": "3"}', '{"problem": "a", "answer": NaN}',
+                                  '{"prompt": [{"role": "assistant", "content": "a"}], "answer": "3"}',
+                                  '{"prompt": [{"role": "user", "content": "a"}, {"role": "user", "content": '
+                                  '"b"}], "answer": "3"}',
                                   '{"problem": "a", "answer": "' + "x" * 501 + '"}'))])
 def test_a_broken_line_of_any_task_is_named(tmp_path, name, line):
     good = '{"problem": "a", "answer": "3", "nums": [1, 2], "target": 3}\n\n'
@@ -469,3 +474,7 @@ def test_a_reward_that_fails_is_named_with_the_answer_that_it_failed_on(tmp_path
     with pytest.raises(ValueError, match=r"reward\(\) of .*mine.py failed on the answer 'a\\nb'") as error:
         tasks.own(str(path)).reward({"answer": 7}, "a\nb", True)
     assert "\n" not in str(error.value)
+    for value in ("nan", "inf", "-1e7"):
+        path.write_text(f"{OWN}\ndef reward(problem, text):\n    return float('{value}')\n")
+        with pytest.raises(ValueError, match="answer '7': .*is not between -1e6 and 1e6"):
+            tasks.own(str(path)).reward({}, "7", True)
