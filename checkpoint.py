@@ -293,7 +293,8 @@ def _readable(path, read=None, what="cannot be read"):
 def encode(tokenizer, text):
     """A user message → token ids, through the chat template up to where the assistant begins to speak."""
     if tokenizer.chat_template is None:
-        return tokenizer(text)["input_ids"]
+        ids = tokenizer(text)["input_ids"]
+        return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids             # there it would be over
     message = [{"role": "user", "content": text}]
     return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"]
 

@@ -162,8 +162,11 @@ def gsm8k_reward(problem, text, finished):
 
 def _word_problem(record):
     problem = {key: _text(record, key) for key in ("question", "answer")}
-    if not _marked(_tail(problem["answer"])) or final_answer(problem["answer"]) is None:
+    marked = _marked(_tail(problem["answer"]))
+    if not marked or final_answer(problem["answer"]) is None:
         raise ValueError("its answer must end with '#### number'")
+    if re.match("[ ,.:]*[0-9]| *([!^×²³]|[*_][0-9(])", rest := marked.string[marked.end():]):
+        raise ValueError(f"its answer {marked[0] + rest!r} is read as {marked[0]}: write one plain number")
     return problem
 
 

@@ -255,6 +255,18 @@ def test_stop_ids_gather_every_list(tmp_path):
         checkpoint.open(str(tmp_path)).stop_ids()
 
 
+def test_without_a_chat_template_a_prompt_is_the_text_and_does_not_end_an_answer(tiny_chat):
+    """Some tokenizers put an end token behind each text."""
+    from tokenizers.processors import TemplateProcessing
+    tokenizer = checkpoint.open(str(tiny_chat)).tokenizer()
+    assert tokenizer.convert_ids_to_tokens(checkpoint.encode(tokenizer, "1+1")) == ["<s>", *"1+1", "="]
+    tokenizer.chat_template = None
+    assert tokenizer.convert_ids_to_tokens(checkpoint.encode(tokenizer, "1+1")) == [*"1+1"]
+    tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    assert tokenizer.convert_ids_to_tokens(checkpoint.encode(tokenizer, "1+1")) == ["<s>", *"1+1"]
+
+
 def test_the_default_models_prompt_ends_with_the_assistants_header(smollm2):
     """And holds the question once; its stop token is the one that closes a turn."""
     source, tokenizer = smollm2
