@@ -234,10 +234,10 @@ def math(data=None, operands=None, held_out=256):
 
 def _latex_problem(record):
     if isinstance(record.get("prompt"), list):                          # a chat
-        *before, last = record["prompt"] or [None]
-        if any(m != dict(m, role="system") for m in before) or last != dict(last or [], role="user"):
+        *before, last = [m if isinstance(m, dict) else {} for m in record["prompt"]] or [{}]
+        if last.get("role") != "user" or any(m.get("role") != "system" for m in before):
             raise ValueError("a chat must be one message of the user, behind those of the system")
-        record = record | {"prompt": last["content"]}
+        record = record | {"prompt": last.get("content")}
     if isinstance(record.get("reward_model"), dict):
         record = record | {"reward_model": record["reward_model"].get("ground_truth")}
     found = {k: str(v) if type(v) in (int, float) and v == v else v for k, v in record.items()}
