@@ -104,8 +104,8 @@ class Source:
         if shape and tuple(tensor.shape) != tuple(shape):
             raise ValueError(f"{self.path}: {name} is {tuple(tensor.shape)}, its config says {tuple(shape)}")
         if name.endswith((".weight", ".bias")) and not (tensor.is_floating_point() and tensor.itemsize > 1):
-            raise ValueError(f"{self.path}: {name} is {tensor.dtype}: of quantised weights only NVFP4 loads; "
-                             "take another checkpoint of this model")
+            raise ValueError(f"{self.path}: {name} is {tensor.dtype}: of quantised safetensors only NVFP4 "
+                             "loads; take another checkpoint of this model")
         if shape and tensor.dtype.itemsize > 1 and not torch.stack(tensor.aminmax()).isfinite().all():
             raise ValueError(f"{self.path}: {name} has NaN or infinite values: fetch the checkpoint again")
         return tensor
@@ -139,8 +139,8 @@ class Source:
             ids.append(_readable(path, lambda: GenerationConfig.from_pretrained(self.folder)).eos_token_id)
         ids = {i for e in ids for i in (e if isinstance(e, list) else [e]) if i is not None}
         if not any(0 <= i < self.config.vocab_size for i in ids):
-            raise ValueError(f"{self.path} has no token that ends an answer: name one as eos_token_id in its "
-                             "config.json")
+            raise ValueError(f"{self.path} has no token that ends an answer: take another copy of this "
+                             "model, or name one as eos_token_id in its config.json")
         return sorted(ids)
 
 
@@ -291,10 +291,11 @@ def _readable(path, read=None, what="cannot be read"):
 
 
 def encode(tokenizer, text):
-    """A user message → token ids, through the chat template up to where the assistant begins to speak."""
+    """A user message → token ids, through the chat template up to where the assistant begins to speak;
+    without one the text's own, but for an end token that the tokenizer appends."""
     if tokenizer.chat_template is None:
         ids = tokenizer(text)["input_ids"]
-        return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids             # there it would be over
+        return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
     message = [{"role": "user", "content": text}]
     return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"]
 

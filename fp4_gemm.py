@@ -557,7 +557,7 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
     offs_n, offs_m = pid_n * TILE_N + row, pid_m * TILE_M + tl.arange(0, TILE_M)
     start = pid_n * (TILE_N // 64) * tiles_k + first
     words += start * 1024
-    # what sums are multiplied by is as far away as W: into registers; or to L2, if no splits are summed first
+    # the rows' scales are as far away as W: into registers at once; or to L2, where no splits are summed
     NOW: constexpr = RANK == 0 and TILE_M <= 16 and not DIRECT
     if NOW:
         scale, add = _scale_and_bias(global_scales, bias, offs_n, N)
@@ -608,7 +608,7 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
     in_n, r = offs_n < N, tl.arange(0, 16 if RANK <= 16 else triton.next_power_of_2(RANK))
     if RANK > 0 and RANK <= 64:        # it comes while the splits are summed; no kernel of a step writes it
         B = tl.load(lora_B + offs_n[:, None] * RANK + r[None, :], in_n[:, None] & (r < RANK)[None, :], 0.)
-    EARLY: constexpr = not NOW and (TILE_M < 64 or TILE_M == 128)     # and these; in the others it is no gain
+    EARLY: constexpr = not NOW and (TILE_M < 64 or TILE_M == 128)     # scales, too; in other tiles no gain
     if EARLY:
         scale, add = _scale_and_bias(global_scales, bias, offs_n, N)
     done = not shared

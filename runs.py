@@ -163,9 +163,6 @@ class Run:
                              f"{self.done} steps; take at least as many, and updates that divide them")
         if not self.quiet:
             flags = vars(self.config) | {"resume": "", "name": self.folder.name}
-            for name in ("model", "data", "test", "adapter", *["task"] * flags["task"].endswith(".py")):
-                if os.path.exists(flags[name]) and flags[name] != "smollm2":     # to be resumed from anywhere
-                    flags[name] = os.path.abspath(flags[name])
             text = json.dumps(flags, indent=2) + "\n"
             with self.writing("config.json"):
                 _replace(self.folder / "config.json", lambda p: p.write_text(text))
@@ -305,9 +302,12 @@ def parse_cli(cls, arguments):
     flags = vars(parser.parse_args(arguments))
     begun = folder and any(Path(folder).glob("checkpoint*.safetensors"))
     for name in ["name", "out"] * bool(folder) + ["adapter"] * bool(begun):
-        if flags[name] != parser.get_default(name):
+        if os.path.abspath(flags[name]) != os.path.abspath(parser.get_default(name)):
             raise ValueError(f"--{name} {flags[name]} beside --resume {folder}: that run has its own; "
                              "leave it out, or begin another run")
+    for name in ("model", "data", "test", "adapter", *["task"] * flags["task"].endswith(".py")):
+        if os.path.exists(flags[name]) and flags[name] != "smollm2":    # where it is resumed, too
+            flags[name] = os.path.abspath(flags[name])
     return cls(**flags)
 
 
@@ -337,7 +337,7 @@ def read(folder):
     written by hand, is passed over."""
     records = {(r["kind"], r["step"]): r for r in jsonl(Path(folder) / "metrics.jsonl")
                if isinstance(r, dict) and {"kind", "step", "segment"} <= r.keys()
-               and (type(r["kind"]), type(r["step"])) == (str, int)}
+               and (type(r["kind"]), type(r["step"]), type(r["segment"])) == (str, int, int)}
     return dict(sorted(records.items(), key=lambda item: (item[0][1], item[0][0])))
 
 

@@ -165,7 +165,8 @@ def _word_problem(record):
     marked = _marked(_tail(problem["answer"]))
     if not marked or final_answer(problem["answer"]) is None:
         raise ValueError("its answer must end with '#### number'")
-    if re.match("[ ,.:]*[0-9]| *([!^×²³]|[*_][0-9(])", rest := marked.string[marked.end():]):
+    rest = marked.string[marked.end():].partition("\n")[0]
+    if re.search(r"\A *[!^²³]|[0-9]", re.sub(r"\(.*?\)", "", rest)):
         raise ValueError(f"its answer {marked[0] + rest!r} is read as {marked[0]}: write one plain number")
     return problem
 
@@ -220,7 +221,7 @@ def _evaluate(node, left):
 
 
 def math(data=None, operands=None, held_out=256):
-    """Problems with an answer in LaTeX, judged by math-verify where it is installed."""
+    """Problems, or chats' user messages, with an answer in LaTeX, judged by math-verify where installed."""
     problems = read(data, _latex_problem)
     equal = MathVerify() if importlib.util.find_spec("math_verify") else None
     if equal and not equal("1", "1"):
@@ -278,8 +279,9 @@ class MathVerify:
 
 
 def own(path, held_out=32):
-    """The task of a Python file: problems(), a list of dicts; reward(problem, text), which judges finished
-    answers, or all if it wants a third argument; prompt(problem), the message, else problem["prompt"]."""
+    """The task of a Python file: problems(), a list of dicts; reward(problem, text), from -1e6 to 1e6, which
+    judges finished answers, special tokens included, or all answers if it wants a third argument;
+    prompt(problem), the message, else problem["prompt"]."""
     def reward(problem, text, finished):
         try:
             value = float(judge(problem, text, finished) if always else finished and judge(problem, text))

@@ -58,8 +58,8 @@ class Config:
     correction: str = "none"            # what "old" is: none (the trainer's own), bypass (as sampled), tis
     updates_per_rollout: int = 1        # optimizer steps on each batch of answers
     scale: str = "group"                # advantages: group (divide by the std) or none (Dr. GRPO)
-    clip_low: float = None              # ε_low; none: the loss's own (0.2; gspo 3e-4)
-    clip_high: float = None             # ε_high; none: the loss's own (dapo 0.28, grpo 0.2, gspo 4e-4)
+    clip_low: float = None              # ε_low; left out: the loss's own (0.2; gspo 3e-4)
+    clip_high: float = None             # ε_high; left out: the loss's own (dapo 0.28, grpo 0.2, gspo 4e-4)
     cispo_max: float = 5.0              # cispo's bound on the ratio (ScaleRL)
     beta: float = 0.0                   # weight of the KL to the model without adapter (paper: none)
     overlong: str = "none"              # truncated answers: none, mask (QeRL: not trained), penalty (DAPO)
@@ -114,11 +114,6 @@ class Config:
             check(name, getattr(self, name) < math.inf, "must be finite")
         check("seed", 0 <= self.seed < 2**32, "must be from 0 to 4294967295")
         check("cispo_max", self.cispo_max > 0, "must be positive: it bounds what a gradient is multiplied by")
-        cispo, penalty = self.loss == "cispo", self.overlong == "penalty"
-        for name, acts in dict(cispo_max=cispo, clip_low=not cispo, clip_high=not cispo,
-                               overlong_cache=penalty).items():
-            check(name, acts or getattr(self, name) == getattr(Config, name),
-                  f"does nothing with --loss {self.loss} --overlong {self.overlong}: leave it out")
         for name in ("sigma_start", "sigma_end") if self.aqn else ():
             check(name, 0 < getattr(self, name) < math.inf,
                   "must be positive and finite; without noise: --no-aqn")
@@ -305,8 +300,9 @@ def backward(config, model, sampled, advantages, old, first=True):
             kl = (logprobs - reference).sum()                            # k1; both are 0 outside of answers
             total += torch.stack([mask.sum(), entropy.sum(), grpo.kl_k3(drift).sum(), clipped, kl,
                                   (part.prompt_lengths + part.lengths).sum(), loss])
-    grads = [p.grad for p in model.parameters()]
-    vector_to_parameters(all_sum(parameters_to_vector(grads)), grads)            # ranks add them in one go
+    if dist.is_initialized():
+        grads = [p.grad for p in model.parameters()]
+        vector_to_parameters(all_sum(parameters_to_vector(grads)), grads)        # ranks add them in one go
     tokens, entropy, kl_noise, clipped, kl, through, loss = all_sum(total).tolist()
     sums = dict(entropy=entropy, kl_noise=kl_noise, clip_fraction=clipped, kl_reference=kl)
     return {k: x / tokens if tokens else None for k, x in sums.items()} | dict(

@@ -64,6 +64,9 @@ def test_so_many_rows_have_a_prompt_in_common(tiny_shape, tmp_path, capsys, monk
 def test_a_batch_of_broken_groups_is_refused(samples, batch, bad):
     with pytest.raises(SystemExit, match=f"^--batch {bad} must be a multiple of --samples {samples}, or"):
         bench.main(["rollout", "--batch", batch, "--samples", samples])
+
+
+def test_a_context_without_room_for_a_prompt_is_refused():
     with pytest.raises(SystemExit, match="^--context 4 must be more than half of --new 8"):
         bench.main(["rollout", "--context", "4", "--new", "8"])
 

@@ -750,7 +750,6 @@ def test_a_config_that_cannot_be_read_is_named(copy, text, words):
     ("group_size", 1, "group of 1"), ("sigma_stages", 2, "2 must be at least 3"),
     ("temperature", float("nan"), "nan must be finite"),
     ("max_grad_norm", 0.0, "0.0 would end every gradient at 0"),
-    ("cispo_max", 2.0, "2.0 does nothing with --loss dapo"), ("overlong_cache", 4, "4 does nothing with"),
     ("temperature", 0.0, "0.0 must be positive"), ("temperature", -1.0, "-1.0 must be positive"),
     *(("eval_top_p", p, f"{p} must be above 0 and at most 1") for p in (0.0, -0.1, 1.01, float("nan"))),
     ("updates_per_rollout", 3, "--steps 16 must be a multiple of --updates-per-rollout 3"),
@@ -760,14 +759,6 @@ def test_a_config_that_cannot_work_is_refused_by_name_and_value(name, value, wor
     with pytest.raises(ValueError, match=re.escape(words)) as refused:
         train.Config(**dict(correction="bypass") | {name: value})
     assert f"--{name.replace('_', '-')} {value}" in str(refused.value) and "\n" not in str(refused.value)
-
-
-def test_a_flag_that_the_others_leave_without_effect_is_refused():
-    for flags, said in ((dict(loss="cispo", clip_low=.1), "--clip-low 0.1 does nothing with --loss cispo"),
-                        (dict(loss="cispo", clip_high=.1), "--clip-high 0.1 does nothing with --loss cispo")):
-        with pytest.raises(ValueError, match=said):
-            train.Config(**flags)
-    train.Config(loss="cispo", cispo_max=2.0, overlong="penalty", overlong_cache=16)
 
 
 def test_a_run_is_resumed_from_another_folder(start, whole, tmp_path, monkeypatch):
@@ -782,6 +773,10 @@ def test_a_run_is_resumed_from_another_folder(start, whole, tmp_path, monkeypatc
     assert main("--resume", tmp_path / "run", "--steps", 3) == 0
     stored = json.loads((tmp_path / "run/config.json").read_text())
     assert stored["task"] == str(tmp_path / "mine.py") and stored["adapter"] == str(whole / "adapter")
+    given = {name: "../mine.py" for name in ("model", "data", "test", "adapter")}
+    flags = ["--task=gsm8k", *(f"--{name}={path}" for name, path in given.items())]
+    config = runs.parse_cli(train.Config, flags)
+    assert {name: getattr(config, name) for name in given} == dict.fromkeys(given, str(tmp_path / "mine.py"))
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -860,7 +855,8 @@ def test_the_last_record_of_a_step_holds_and_they_come_in_order(tmp_path):
         ("step", 0, 0), ("step", 1, 0), ("eval", 2, 0), ("step", 2, 0), ("step", 1, 1), ("eval", 2, 1))]
     by_hand = ['{"note": "lr was wrong here"}', "5", "[" * 99_999,
                *(f'{{"kind": {kind}, "step": {step}, "segment": 0}}'
-                 for kind, step in (('"step"', '"x"'), ("[]", 1), ('"step"', "null")))]
+                 for kind, step in (('"step"', '"x"'), ("[]", 1), ('"step"', "null"))),
+               '{"kind": "step", "step": 1, "segment": "x"}']
     (tmp_path / "metrics.jsonl").write_text("\n".join(['{"ki', *whole_lines, *by_hand, '{"kind": "st']))
     assert [(*key, r["segment"]) for key, r in runs.read(tmp_path).items()] == \
         [("step", 0, 0), ("step", 1, 1), ("eval", 2, 1), ("step", 2, 0)]

@@ -520,11 +520,11 @@ def test_flags_reach_what_they_name(tiny_chat, tmp_path, monkeypatch):
     both = (f"--model {tiny_chat} --task addition --steps 1 --prompts 2 --max-new-tokens 4 --device cpu "
             f"--rank 4 --beta .1 --sigma-stages 5 --sigma-schedule linear --gradient-checkpointing "
             f"--out {tmp_path} ")
-    train.main((both + "--loss cispo --cispo-max 2 --scale none").split())
+    train.main((both + "--loss cispo --cispo-max 2 --scale none --name a").split())
     assert seen["advantages"][1] == "none" and seen["policy_loss"][7:10] == (None, None, 2)
     assert seen["sigma"][4:] == (5, "linear") and seen["backward"][1].gradient_checkpointing
     seen.clear()
-    train.main((both + "--clip-low .1 --clip-high .3").split())
+    train.main((both + "--clip-low .1 --clip-high .3 --name b").split())
     assert seen["advantages"][1] == "group" and seen["policy_loss"][7:10] == (.1, .3, 5)
 
 
