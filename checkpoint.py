@@ -106,7 +106,7 @@ class Source:
         if name.endswith((".weight", ".bias")) and not (tensor.is_floating_point() and tensor.itemsize > 1):
             raise ValueError(f"{self.path}: {name} is {tensor.dtype}: of quantised safetensors only NVFP4 "
                              "loads; take another checkpoint of this model")
-        if shape and tensor.dtype.itemsize > 1 and not torch.stack(tensor.aminmax()).isfinite().all():
+        if shape and tensor.itemsize > 1 and not torch.stack(tensor.aminmax()).isfinite().all():
             raise ValueError(f"{self.path}: {name} has NaN or infinite values: fetch the checkpoint again")
         return tensor
 

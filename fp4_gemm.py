@@ -608,8 +608,8 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
     in_n, r = offs_n < N, tl.arange(0, 16 if RANK <= 16 else triton.next_power_of_2(RANK))
     if RANK > 0 and RANK <= 64:        # it comes while the splits are summed; no kernel of a step writes it
         B = tl.load(lora_B + offs_n[:, None] * RANK + r[None, :], in_n[:, None] & (r < RANK)[None, :], 0.)
-    EARLY: constexpr = not NOW and (TILE_M < 64 or TILE_M == 128)     # scales, too; in other tiles no gain
-    if EARLY:
+    EARLY: constexpr = TILE_M < 64 or TILE_M == 128                   # scales, too; in other tiles no gain
+    if EARLY and not NOW:
         scale, add = _scale_and_bias(global_scales, bias, offs_n, N)
     done = not shared
     if shared:
@@ -617,7 +617,7 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
         acc, done = _sum_splits(acc, sums, counters + 2048, tile, pid_k, TILE_N, TILE_M, SPLIT_K)
     if done:
         in_m = (offs_m < M)[None, :]
-        if not NOW and not EARLY:
+        if not EARLY:
             scale, add = _scale_and_bias(global_scales, bias, offs_n, N)
         acc = acc * scale + add
         if RANK > 0:

@@ -50,8 +50,8 @@ def advantages(rewards, scale="group"):
 
 
 def overlong_penalty(lengths, max_new_tokens, cache):
-    """(B,) lengths → (B,) ≤ 0, added to the reward: DAPO's soft punishment (eq. 13), −1 at full length."""
-    return ((max_new_tokens - cache - lengths) / cache).clamp(-1, 0)
+    """(B,) lengths → (B,) f64 ≤ 0, added to rewards: DAPO's soft punishment (eq. 13), −1 at full length."""
+    return ((max_new_tokens - cache - lengths.double()) / cache).clamp(-1, 0)
 
 
 def normalizer(loss_type, lengths, max_new_tokens):

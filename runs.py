@@ -336,8 +336,8 @@ def read(folder):
     """(kind, step) → its last record, in the order of steps. A line that is none, cut off by a crash or
     written by hand, is passed over."""
     records = {(r["kind"], r["step"]): r for r in jsonl(Path(folder) / "metrics.jsonl")
-               if isinstance(r, dict) and {"kind", "step", "segment"} <= r.keys()
-               and (type(r["kind"]), type(r["step"]), type(r["segment"])) == (str, int, int)}
+               if isinstance(r, dict)
+               and [type(r.get(key)) for key in ("kind", "step", "segment")] == [str, int, int]}
     return dict(sorted(records.items(), key=lambda item: (item[0][1], item[0][0])))
 
 

@@ -163,7 +163,7 @@ def gsm8k_reward(problem, text, finished):
 def _word_problem(record):
     problem = {key: _text(record, key) for key in ("question", "answer")}
     marked = _marked(_tail(problem["answer"]))
-    if not marked or final_answer(problem["answer"]) is None:
+    if not marked or _value(marked) is None:
         raise ValueError("its answer must end with '#### number'")
     rest = marked.string[marked.end():].partition("\n")[0]
     if re.search(r"\A *[!^²³]|[0-9]", re.sub(r"\(.*?\)", "", rest)):

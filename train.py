@@ -220,12 +220,13 @@ def collect(config, sampler, task, tokenizer, stop_ids, step):
         answers = list(map(tokenizer.decode, sampled.answers()))
         for p, problem in enumerate(problems):
             rows = range(p * G, (p + 1) * G)
-            # rounded: .3 and .1 + .2 would be a signal, which Adam makes a whole step of
-            rewards = [round(task.reward(problem, answers[b], bool(sampled.finished[b])), 9) for b in rows]
+            rewards = [task.reward(problem, answers[b], bool(sampled.finished[b])) for b in rows]
             if config.overlong == "penalty":
                 cache = config.overlong_cache or max(1, config.max_new_tokens // 4)
                 penalty = grpo.overlong_penalty(sampled.lengths[rows], config.max_new_tokens, cache).tolist()
-                rewards = [round(r + q, 6) for r, q in zip(rewards, penalty, strict=True)]   # q in fp32
+                rewards = [r + q for r, q in zip(rewards, penalty, strict=True)]
+            # .3 and .1 + .2 would be a signal, which Adam makes a whole step of
+            rewards = [round(r, 9) for r in rewards]
             drawn.append((len(set(rewards)) > 1, sampled.rows(rows), rewards,
                           [(task.prompt(problem), answers[b]) for b in rows]))
         kept = sorted(drawn, key=lambda group: not group[0])[:P]        # stable: those with signal first

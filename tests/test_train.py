@@ -457,8 +457,11 @@ def test_a_long_answer_pays_the_overlong_penalty(tiny_chat, monkeypatch, given, 
     plain, paid = (collected(tiny_chat, lambda i, g: i + g / 8, **flags)[1]
                    for flags in ({}, dict(overlong="penalty", overlong_cache=given)))
     want = grpo.overlong_penalty(lengths, 8, cache).tolist()
-    assert paid == [round(r + w, 6) for r, w in zip(plain, want, strict=True)]      # -1/3 has 2⁻²⁵ in fp32
+    assert paid == [round(r + w, 9) for r, w in zip(plain, want, strict=True)]
     assert [w < 0 for w in want[:8]] == [n > 8 - cache for n in range(1, 9)] and min(want) == -1
+    # rewards of .6 and .4 less these are equal, 0: in fp32 they would be 6e-9 and 2e-8 off, a signal
+    assert {round(r + q, 9) for r, q in zip((.4, .6), grpo.overlong_penalty(lengths[4:6] + 8, 16, 5).tolist(),
+                                            strict=True)} == {0}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
