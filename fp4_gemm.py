@@ -27,7 +27,9 @@ subnormals are normal. With the bits 7000 above it, it is a bf16 worth s · 2^10
 normal and exact: of bf16's 8 significant bits it has 2 + 4. 2^20 · global_scale waits for the fp32 epilogue.
 
 The kernel computes y.T = W @ x.T: a tensor core's wide side must be the weights when M is small. Several CTAs
-share a row of tiles (split-K); each leaves fp32 sums, and the last to arrive adds them in a fixed order. With
+share a row of tiles (split-K); each leaves fp32 sums, and the last to arrive adds them in a fixed order.
+Small weights have little to read, and a trip to memory and back takes as long: on Hopper the CTAs that share
+a row may be a cluster, where each writes sums into another's shared memory and adds up some of the rows. With
 up to 8 rows in x a large W comes from memory straight into the registers that feed a tensor core: no warp
 waits for another. With many rows x is what costs, as every tile of 64 rows of W reads all of it again: on
 Hopper TMA brings it from 32 rows on (no address in a register), from 64 on a tile is decoded and multiplied
@@ -49,6 +51,7 @@ try:
     import triton
     import triton.language as tl
     from triton import jit
+    from triton.compiler import make_backend
     from triton.language import constexpr
     from triton.tools.tensor_descriptor import TensorDescriptor
     # up to Triton 3.7 what _few_rows loads stays in registers: 2.1 instructions a weight; later 3.4
@@ -285,12 +288,11 @@ FUSED_MAX = 256          # rows of x up to which W is not decoded first, and a D
 # TILE_M: CTAs on an SM, without and with LoRA (room is left, where the next kernel's wait), and stages
 TILES = {8: (3, 3, 4), 16: (5, 4, 4), 32: (4, 3, 4), 64: (3, 3, 3), 128: (2, 2, 3), 256: (1, 1, 3)}
 # (N, K): rows of x, up to a power of two: splits without and with LoRA, where _tile's rule is not the best
-SPLIT_K = {(37888, 3584): {16: (2, 1), 64: (1, 1)}, (3584, 3584): {16: (4, 4), 32: (4, 4), 64: (2, 2)},
+SPLIT_K = {(37888, 3584): {16: (2, 1), 64: (1, 1)}, (4608, 3584): {32: (7, 4)},
            (5120, 27648): {8: (6, 8), 16: (8, 8), 32: (6, 6)}, (5120, 13824): {8: (6, 8)},
-           (27648, 5120): {16: (3, 3)}, (5120, 5120): {256: (3, 3)}, (2048, 11008): {16: (8, 8)},
-           (1152, 896): {8: (3, 3), 16: (3, 3)}, (896, 896): {8: (3, 3), 16: (3, 3)},
-           (896, 4864): {16: (8, 8), 32: (8, 8), 64: (4, 4)},
-           (576, 1536): {64: (3, 3), 128: (3, 3), 256: (3, 1)}}
+           (27648, 5120): {16: (3, 3)}, (7168, 5120): {8: (3, 3)}, (5120, 5120): {32: (6, 4), 256: (3, 3)},
+           (2048, 11008): {16: (8, 8)}, (896, 4864): {64: (4, 4)}, (1152, 896): {8: (2, 2)},
+           (896, 896): {8: (2, 2)}, (576, 1536): {8: (4, 4), 64: (2, 2)}}
 
 
 def _gpu(x):
@@ -319,12 +321,13 @@ def _large_tile(M, N, K, sms, rank, small):
         wins = 1.46 * waves < triton.cdiv(tiles * pieces, 2 * sms) / pieces
     else:      # fs a weight on an H200: 2.9 a row of x; decoded before, 600 and 2.6 a row, with LoRA more
         wins = 2.9 * 256 * waves * sms / tiles_n < (600 + 2.6 * M) * (1.1 if rank else 1)
-    return (256, split, TILES[256][2], whole, 2 * ROWS) if wins else None
+    return (256, split, TILES[256][2], whole, 2 * ROWS, False) if wins else None
 
 
 def _tile(M, N, K, sms, generation, deterministic=False, rank=0):
     """→ TILE_M, SPLIT_K, stages (1: DIRECT), rows of tiles that are not split after all (`whole`, the first),
-    TILE_N; None where decoding before is faster. Without wgmma a tile of 64 columns decodes weights twice."""
+    TILE_N, CLUSTER; None where decoding before is faster. Without wgmma a tile of 64 columns decodes weights
+    twice."""
     small = M <= FUSED_MAX * (2 if rank and generation == 9 else 1)      # LoRA's path around cuBLAS is longer
     large = _large_tile(M, N, K, sms, rank, small) if generation == 9 and not deterministic else None
     if large or not (small or deterministic):
@@ -334,7 +337,7 @@ def _tile(M, N, K, sms, generation, deterministic=False, rank=0):
         split = max(1, 7 * sms // tiles_n)                                 # there is room for 7 CTAs an SM
         # with LoRA an SM divides its memory twice a layer: in a step it pays only where that room is taken
         if not rank or split * tiles_n >= 6 * sms:
-            return 8, split, 1, 0, ROWS
+            return 8, split, 1, 0, ROWS, False
     most = max(16 if deterministic else 8, min(rows, 128 if generation in (9, 10) else 32))
     # a small weight is decoded once for every few rows, so that all SMs have work; a long row rather split
     tile_m = min(16 if K < 3584 else 32, most)
@@ -345,14 +348,21 @@ def _tile(M, N, K, sms, generation, deterministic=False, rank=0):
     ctas, stages, split, whole = TILES[min(m, tile_m)], TILES[tile_m][2], 1, 0
     if tile_m == 64 and tiles <= sms and K < 64 * COLS and not deterministic:
         ctas, stages = (2, 2), 4      # few and short rows: in fewer pieces, with more of each under way
+    clusters = generation == 9 and tile_m <= 32 and K < 64 * COLS and not deterministic
     if m in SPLIT_K.get((N, K), {}):
         split = SPLIT_K[N, K][m][rank > 0]
-    elif K >= 8 * COLS:      # a sum is not worth it where a row has less than eight steps
+    elif clusters and tiles <= sms:      # their sums are cheap; for long rows more CTAs, up to 2.5 an SM
+        room = min(sms * min(2.5, max(1, K / (48 * max(16, tile_m)))) // tiles, triton.cdiv(K, COLS))
+        while split < 8 and 2 * split <= room:
+            split *= 2
+    elif K >= 8 * COLS:      # a sum through memory is not worth it where a row has less than eight steps
         split, rest = ctas[rank > 0] * sms // tiles, tiles_n % sms
         if tiles == tiles_n > sms and m > 16 and K >= 3584 and 0 < rest <= sms * 2 // 3:
             # all SMs have had as many tiles, and one wave more has so few that all can share them
             split, whole = 3, tiles_n - rest
-    return tile_m, max(1, min(split, 14, K // (2 * COLS))), stages, whole, ROWS
+        split = max(1, min(split, 14, K // (2 * COLS)))
+    cluster = clusters and split in (2, 4, 8) and not whole and tiles * split <= 3 * sms
+    return tile_m, split, stages, whole, ROWS, cluster
 
 
 def _shrink_tile(M, K, plain, direct=False):
@@ -391,23 +401,36 @@ def _fused(x, packed, bias, lora_A, lora_B, splits, scale, tile):
                              TILE_M=xa_m, SPLIT_K=xa_split, **flags, num_stages=stages, num_warps=warps)
         if plain:
             return F.linear(both, packed.wide, bias), xa
-    tile_m, split, stages, whole, tile_n = tile
+    tile_m, split, stages, whole, tile_n, cluster = tile
     tiles_n, tiles_k = len(packed.words) * ROWS // tile_n, packed.words.shape[1]
     y = x.new_empty(M, N)
-    grid = (triton.cdiv(M, tile_m), *((whole + (tiles_n - whole) * split, 1) if whole else (tiles_n, split)))
+    rows_of_tiles = (whole + (tiles_n - whole) * split, 1) if whole else (tiles_n, 1 if cluster else split)
+    grid = triton.cdiv(M, tile_m), *rows_of_tiles
     assert grid[0] <= 64 and (split > 1 or not whole) and split <= tiles_k, f"x {M, K}, tile {tile}"
     assert len(packed.words) * ROWS == tiles_n * tile_n, f"{N} rows of W are not in tiles of {tile_n}"
-    parts = (tiles_n - whole) * split * grid[0] * (split > 1)
+    parts = 0 if split == 1 or cluster else (tiles_n - whole) * split * grid[0]
     sums = x.new_empty(parts, tile_m * tile_n, dtype=torch.float32)
     tma = tile_m >= 32 and generation in (0, 9, 10)
     box = [tile_m, COLS // 2 if tile_m >= 64 else COLS]                               # as PARTS in the kernel
     near = tile_m == 8 and generation != 10 and tiles_n <= 2 * sms     # else row by row: 3B gate_up lost 11 %
-    _linear_kernel[grid](TensorDescriptor(x, [M, K], [K, 1], box) if tma else x, packed.words, packed.scales,
-                         packed.global_scales, bias, xa, lora_B, y, sums, packed.counters, M, N, K, tiles_k,
-                         EXPONENT, TILE_M=tile_m, TILE_N=tile_n, SPLIT_K=split, WHOLE=whole, RANK=rank,
-                         SPLITS=splits, TMA=tma, NEAR=near, DIRECT=stages == 1, **flags,
-                         num_warps=8 if tile_m == 256 else 4, num_stages=stages)
+    args = (TensorDescriptor(x, [M, K], [K, 1], box) if tma else x, packed.words, packed.scales,
+            packed.global_scales, bias, xa, lora_B, y, sums, packed.counters, M, N, K, tiles_k, EXPONENT)
+    flags |= {"TILE_M": tile_m, "TILE_N": tile_n, "SPLIT_K": split, "WHOLE": whole, "RANK": rank,
+              "SPLITS": splits, "TMA": tma, "NEAR": near, "DIRECT": stages == 1, "CLUSTER": cluster,
+              "num_warps": 8 if tile_m == 256 else 4, "num_stages": stages}
+    if cluster:
+        _make_clusters(_linear_kernel.warmup(*args, grid=grid, **flags), split, 4 * tile_n * tile_m + 16)
+    _linear_kernel[grid](*args, **flags)
     return y, xa
+
+
+def _make_clusters(compiled, ctas, inbox):
+    """Launches of a compiled kernel are of clusters of CTAs, neighbours in x, each with `inbox` bytes more of
+    shared memory. Triton's own num_ctas would also cut every tensor into as many pieces."""
+    meta = compiled.metadata
+    if meta.num_ctas == 1:             # it was not yet launched: then Triton reads what it may still be told
+        compiled.metadata = meta._replace(num_ctas=ctas, shared=triton.cdiv(meta.shared, 16) * 16 + inbox)
+        compiled.packed_metadata = make_backend(meta.target).pack_metadata(compiled.metadata)
 
 
 # --- the kernels (F32: the same bits in fp32, for Triton's interpreter, which has neither bf16 nor PTX)
@@ -541,10 +564,13 @@ def _few_rows(x, words, scales, exponent, K, steps, PDL: constexpr, EVEN_K: cons
 def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, counters, M, N, K, tiles_k,
                    exponent, TILE_M: constexpr, TILE_N: constexpr, SPLIT_K: constexpr, WHOLE: constexpr,
                    RANK: constexpr, SPLITS: constexpr, TMA: constexpr, NEAR: constexpr, DIRECT: constexpr,
-                   PDL: constexpr, EVEN_K: constexpr, F32: constexpr):
+                   CLUSTER: constexpr, PDL: constexpr, EVEN_K: constexpr, F32: constexpr):
     """y[m, n] = Σ_k x[m, k] W[n, k], as a tile (TILE_N, TILE_M) of y.T. Grid (M tiles, N tiles, SPLIT_K), or
-    (M tiles, WHOLE + the rest of the N tiles · SPLIT_K, 1). TMA: x is a tensor descriptor, no pointer."""
+    (M tiles, WHOLE + the rest of the N tiles · SPLIT_K, 1), or if CLUSTER (M tiles · SPLIT_K, N tiles, 1).
+    TMA: x is a tensor descriptor, no pointer."""
     pid_m, pid_n, pid_k = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if CLUSTER:
+        pid_m, pid_k, inbox = pid_m // SPLIT_K, pid_m % SPLIT_K, _inbox(TILE_N * TILE_M * 4)
     shared = SPLIT_K > 1
     if WHOLE > 0:
         shared = pid_n >= WHOLE
@@ -553,16 +579,22 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
     first, last = pid_k * tiles_k // SPLIT_K, (pid_k + 1) * tiles_k // SPLIT_K
     if WHOLE > 0:
         last = tl.where(shared, last, tiles_k)
+    OUT_N: constexpr = TILE_N // SPLIT_K if CLUSTER else TILE_N        # rows of y.T that a CTA writes
+    first_n = pid_n * TILE_N + (pid_k * OUT_N if CLUSTER else 0)
+    offs_n, offs_m = first_n + tl.arange(0, OUT_N), pid_m * TILE_M + tl.arange(0, TILE_M)
     row = tl.arange(0, TILE_N)
-    offs_n, offs_m = pid_n * TILE_N + row, pid_m * TILE_M + tl.arange(0, TILE_M)
     start = pid_n * (TILE_N // 64) * tiles_k + first
     words += start * 1024
-    # the rows' scales are as far away as W: into registers at once; or to L2, where no splits are summed
-    NOW: constexpr = RANK == 0 and TILE_M <= 16 and not DIRECT
+    # scales and B are as far away as W: into registers at once (no kernel of a step writes B), where they are
+    # few; or scales to L2, where no splits are summed
+    in_n, r = offs_n < N, tl.arange(0, 16 if RANK <= 16 else triton.next_power_of_2(RANK))
+    NOW: constexpr = (CLUSTER or RANK == 0) and TILE_M <= 16 and not DIRECT
     if NOW:
         scale, add = _scale_and_bias(global_scales, bias, offs_n, N)
+        if RANK > 0 and RANK <= 64:
+            B = tl.load(lora_B + offs_n[:, None] * RANK + r[None, :], in_n[:, None] & (r < RANK)[None, :], 0.)
     elif PDL and SPLIT_K == 1:
-        _prefetch(global_scales + tl.minimum(pid_n * TILE_N + tl.arange(0, TILE_N // 32) * 32, N - 1))
+        _prefetch(global_scales + tl.minimum(first_n + tl.arange(0, TILE_N // 32) * 32, N - 1))
     if DIRECT:
         x_ptr = x + tl.minimum(offs_m, M - 1)[None, :, None] * K + first * 128
         acc = _few_rows(x_ptr, words, scales + start * 128, exponent, K - first * 128, last - first,
@@ -605,14 +637,15 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
                 # two warpgroups leave these products in flight while the next step's first half is decoded,
                 # into other registers; its product waits for both
                 acc = _multiply(acc, _decode(w, s, exponent, F32, 1, PARTS), x_tile2, WAIT and TILE_N == 64)
-    in_n, r = offs_n < N, tl.arange(0, 16 if RANK <= 16 else triton.next_power_of_2(RANK))
-    if RANK > 0 and RANK <= 64:        # it comes while the splits are summed; no kernel of a step writes it
+    if RANK > 0 and RANK <= 64 and not NOW:    # it comes while the splits are summed
         B = tl.load(lora_B + offs_n[:, None] * RANK + r[None, :], in_n[:, None] & (r < RANK)[None, :], 0.)
     EARLY: constexpr = TILE_M < 64 or TILE_M == 128                   # scales, too; in other tiles no gain
     if EARLY and not NOW:
         scale, add = _scale_and_bias(global_scales, bias, offs_n, N)
     done = not shared
-    if shared:
+    if CLUSTER:
+        acc, done = _exchange(acc, inbox, pid_k, SPLIT_K), True
+    elif shared:
         tile = (pid_n - WHOLE) * tl.num_programs(0) + pid_m
         acc, done = _sum_splits(acc, sums, counters + 2048, tile, pid_k, TILE_N, TILE_M, SPLIT_K)
     if done:
@@ -626,7 +659,7 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
             begin = 0
             for part in tl.static_range(len(SPLITS)):
                 end = begin + SPLITS[part]
-                if (begin < (pid_n + 1) * TILE_N) & (end > pid_n * TILE_N):             # most lie in one part
+                if (begin < first_n + OUT_N) & (end > first_n):                         # most lie in one part
                     xa_t = tl.load(xa + offs_m[None, :] * (len(SPLITS) * RANK) + part * RANK + r[:, None],
                                    mask=in_m & (r < RANK)[:, None], other=0.)
                     mine = ((offs_n >= begin) & (offs_n < end))[:, None]
@@ -657,6 +690,47 @@ def _sum_splits(acc, sums, counters, tile, part, R: constexpr, C: constexpr, SPL
         for i in tl.range(SPLIT_K, loop_unroll_factor=SPLIT_K if R * C <= 4096 else 1, num_stages=1):
             acc += tl.load(sums + i * R * C + offs, cache_modifier=".cg")
     return acc, done
+
+
+@jit
+def _inbox(SIZE: constexpr):
+    """At the start of a CTA of a cluster: → the address of SIZE bytes at the end of its shared memory, before
+    a barrier that opens when others have filled them. They may once all CTAs have come here."""
+    inbox = tl.inline_asm_elementwise(
+        "{.reg .b32 n; mov.b32 n, %dynamic_smem_size; mov.b32 $0, global_smem; add.u32 $0, $0, n; "
+        "sub.u32 $0, $0, $1; and.b32 $0, $0, -16;}", "=r,r", [SIZE + 16], tl.int32, is_pure=True, pack=1)
+    tl.inline_asm_elementwise(
+        "{.reg .pred first; .reg .b32 t; mov.b32 t, %tid.x; setp.eq.u32 first, t, 0; "
+        "@first mbarrier.init.shared.b64 [$1], 1; @first fence.mbarrier_init.release.cluster; "
+        "@first mbarrier.arrive.expect_tx.shared.b64 _, [$1], $2; barrier.cluster.arrive.relaxed.aligned;}",
+        "=r,r,r", [inbox + SIZE, SIZE], tl.int32, is_pure=False, pack=1)
+    return inbox
+
+
+@jit
+def _exchange(acc, inbox, part, SPLIT_K: constexpr):
+    """acc (R, C) of each CTA of a cluster → (R / SPLIT_K, C), the sum's rows from part · R / SPLIT_K on: each
+    writes what it has of the others' rows into their shared memory, and they add it in a fixed order."""
+    R: constexpr = acc.shape[0]
+    C: constexpr = acc.shape[1]
+    OUT: constexpr = R // SPLIT_K
+    row, col = tl.arange(0, R)[:, None], tl.arange(0, C)[None, :]
+    tl.inline_asm_elementwise("barrier.cluster.wait.aligned;", "=r", [], tl.int32, is_pure=False, pack=1)
+    there = tl.inline_asm_elementwise("mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", [inbox, row // OUT],
+                                      tl.int32, is_pure=True, pack=1)
+    at = there + ((part * OUT + row % OUT) * C + col) * 4
+    # by pairs, neighbours in a row: so a tensor core leaves them in a thread's registers
+    tl.inline_asm_elementwise(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [$2], {$4, $5}, [$6];",
+        "=r,=r,r,r,f,f,r,r", [at, acc, there + R * C * 4], tl.int32, is_pure=False, pack=2)
+    tl.inline_asm_elementwise(
+        "{.reg .pred p; again: mbarrier.try_wait.parity.shared.b64 p, [$1], 0; @!p bra again;}", "=r,r",
+        [inbox + R * C * 4], tl.int32, is_pure=False, pack=1)
+    at, acc = inbox + (tl.arange(0, OUT)[:, None] * C + col) * 4, tl.zeros((OUT, C), tl.float32)
+    for i in tl.static_range(SPLIT_K):
+        acc += tl.inline_asm_elementwise("ld.shared.f32 $0, [$1];", "=f,r", [at + i * (OUT * C * 4)],
+                                         tl.float32, is_pure=False, pack=1)
+    return acc
 
 
 @jit(do_not_specialize=["M"])

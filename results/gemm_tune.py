@@ -1,6 +1,7 @@
 """Choose TILES and SPLIT_K of fp4_gemm.py on one GPU: python results/gemm_tune.py OUT.jsonl [BENCH.jsonl]
 
-With --small instead: weights that leave SMs without work, in every TILE_M from 16 on; no winners are chosen.
+With --small instead: weights that leave SMs without work, in every TILE_M, split in clusters; no winners are
+chosen.
 With --large instead: large weights or many rows in larger tiles, and decoded before cuBLAS; the same.
 Every candidate is first compared with the product in float64 (relative error < 2^-8); a wrong one is logged,
 not timed. Kernels are compiled beforehand, in parallel, into Triton's cache. With BENCH.jsonl, bench.py gemm
@@ -13,14 +14,15 @@ gemm_splits.jsonl is the log behind SPLIT_K and the CTAs in TILES: every split, 
 model, that kernel included.
 gemm_tma.jsonl is the same for the rows from 32 on, whose x comes by TMA since (--rows 32,64,128,256,512, nine
 shapes; a step's two loads still stood apart): behind _tile's exception and what SPLIT_K has there no longer.
-gemm_small.jsonl, of --small, is the log behind _tile's narrow tiles.
+gemm_small.jsonl, of --small, is the log behind _tile's narrow tiles and clusters.
 gemm_large.jsonl, of --large --rows 256,512,1024, is the log behind _large_tile; tile null: decoded before. It
 was made with fewer candidates: gate_up has no tile of 128 rows there.
 gemm_whole.jsonl, of --large --rows 32,64,128, is that behind the three pieces of a tile that is not whole.
 gemm_direct.jsonl, of --large --rows 8, is that behind loading straight into registers for up to 8 rows. (A
-tile's fifth number, the rows of W, is missing in older logs: 128 where TILE_M is 256, else 64.)
-gemm_rotated.jsonl, of --rows 8, --rows 16 and --small --rows 64 on some shapes each, is behind SPLIT_K's 7B o
-at 16 and 64 rows, and 32B and 14B down at 8: the first of the kernel whose fields rotate into place.
+tile's fifth number, the rows of W, is missing in older logs: 128 where TILE_M is 256, else 64; its sixth, a
+cluster, means none.)
+gemm_rotated.jsonl, of --rows 8, --rows 16 and --small --rows 64 on some shapes each, is behind SPLIT_K's 32B
+and 14B down at 8: the first of the kernel whose fields rotate into place.
 gemm_tiles.jsonl is the log behind the stages. gemm_rows.jsonl compares, also between the powers of two, the
 kernel of commit 344a185 with the one that took these numbers. gemm_tiles_wide.jsonl is that of a sweep over
 tiles of 64 to 256 rows and 128 or 256 columns, 2 to 8 warps, with the next kernel released early or not:
@@ -42,42 +44,48 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import bench  # noqa: E402, I001
 import fp4_gemm  # noqa: E402
+import memory  # noqa: E402
 
 STAGES = {8: (4, 6), 16: (4, 5, 6), 32: (3, 4), 64: (3, 4), 128: (2, 3)}
 
 
 def wide_candidates(M, N, K):
-    """(TILE_M, SPLIT_K, stages, whole=0, TILE_N=64): up to 14 splits, two steps a CTA or more, up to 14 CTAs
-    an SM (from 32 rows on 4)."""
+    """(TILE_M, SPLIT_K, stages, whole=0, TILE_N=64, cluster=False): up to 14 splits, two steps a CTA or more,
+    up to 14 CTAs an SM (from 32 rows on 4)."""
     tile_m = min(128, M)
     tiles = -(-N // 64) * -(-M // tile_m)
     most = max(1, min(14, K // 256, (14 if M < 32 else 4) * 132 // tiles))
-    return [(tile_m, split, s, 0, 64) for split in range(1, most + 1) for s in STAGES[tile_m]]
+    return [(tile_m, split, s, 0, 64, False) for split in range(1, most + 1) for s in STAGES[tile_m]]
 
 
-SMALL = ("135M qkv", "135M o", "135M gate_up", "135M down", "0.5B gate_up", "0.5B down", "7B qkv", "7B o")
+# name → sizes, K: the small weights of every model, each once, though 14B's are also 32B's
+SMALL = {value: f"{model.upper()} {name}" for model in memory.MODELS
+         for name, value in memory.linears(memory.config(model)).items()
+         if sum(value[0]) * value[1] < 40e6 and value[1] < 64 * fp4_gemm.COLS}
+SMALL = {name: (*value, bench.DECODE) for value, name in SMALL.items()}
 
 
 def narrow_candidates(M, N, K):
-    """(TILE_M, SPLIT_K, stages, whole=0, TILE_N=64) of a small weight: every tile, at most 6 CTAs an SM."""
-    return [(tile_m, split, fp4_gemm.TILES[tile_m][2], 0, 64) for tile_m in (16, 32, 64, 128) if tile_m <= M
-            for split in (1, 2, 3, 4, 6, 8, 9, 14) if split <= max(1, K // 256)
-            and -(-N // 64) * -(-M // tile_m) * split <= 6 * 132]
+    """(TILE_M, SPLIT_K, stages, whole=0, TILE_N=64, cluster) of a small weight: every tile from an eighth of
+    the rows on, at most 3 CTAs an SM."""
+    return [(tile_m, split, fp4_gemm.TILES[tile_m][2], 0, 64, split > 1) for tile_m in (8, 16, 32, 64, 128)
+            if M // 8 <= tile_m <= M for split in (1, 2, 4, 8) if split <= -(-K // 128)
+            and -(-N // 64) * -(-M // tile_m) * split <= 3 * 132]
 
 
 def large_candidates(M, N, K):
     """The same for a large weight or many rows: its tiles whole, split, or whole in front of split ones; from
     129 rows on also tiles of 256. Up to 8 rows: into registers (stages = 1) or in 3 or 4 stages."""
     if M <= 8:
-        return [(8, split, stages, 0, 64) for stages in (1, 3, 4) for split in range(1, 15)
+        return [(8, split, stages, 0, 64, False) for stages in (1, 3, 4) for split in range(1, 15)
                 if split <= K // 256 and -(-N // 64) * split <= 10 * 132]
     found = []
     for tile_m, rows in ((min(128, M), 64), (256, 128))[:1 if M <= 128 or N % 128 else 2]:
         tiles_n, columns, stages = -(-N // rows), -(-M // tile_m), fp4_gemm.TILES[tile_m][2]
-        found += [(tile_m, split, stages, 0, rows) for split in (1, 2, 3, 4)
+        found += [(tile_m, split, stages, 0, rows, False) for split in (1, 2, 3, 4)
                   if split == 1 or tiles_n * columns * split <= 4 * 132]
         if columns == 1 and tiles_n > 132 and tiles_n % 132:
-            found += [(tile_m, split, stages, tiles_n - tiles_n % 132, rows) for split in (2, 3, 4)]
+            found += [(tile_m, split, stages, tiles_n - tiles_n % 132, rows, False) for split in (2, 3, 4)]
     return found
 
 
@@ -122,17 +130,18 @@ def main():
     parser.add_argument("--large", action="store_true")
     parser.add_argument("--rows", type=bench.numbers, default="8,16,32,64,128,256",
                         help="8, 16, 32, 64 or at least 128: STAGES knows no other tiles")
-    parser.add_argument("--shapes", help="only these, separated by commas", default=",".join(bench.SHAPES))
+    parser.add_argument("--shapes", help="only these, separated by commas")
     args = parser.parse_args()
-    if wrong := set(args.shapes.split(",")) - set(bench.SHAPES):
-        parser.error(f"--shapes {', '.join(wrong)}: not one of {', '.join(bench.SHAPES)}")
+    shapes = SMALL if args.small else bench.SHAPES
+    if wrong := set(args.shapes.split(",") if args.shapes else ()) - set(shapes):
+        parser.error(f"--shapes {', '.join(wrong)}: not one of {', '.join(shapes)}")
     log = bench.Records(args.out, {})
     began, show = time.time(), args.small or args.large
     candidates = narrow_candidates if args.small else large_candidates if args.large else wide_candidates
-    rows = [(name, M) for name, (_, _, Ms) in bench.SHAPES.items() if name in SMALL or not args.small
-            for M in args.rows if name in args.shapes.split(",") and (len(Ms) > 3 or show or M <= 16)]
+    rows = [(name, M) for name, (_, _, Ms) in shapes.items() if name in (args.shapes or name).split(",")
+            for M in args.rows if len(Ms) > 3 or show or M <= 16]
     jobs = {(M, tile, K % 128 == 0, -(-K // 128) % 16 == 0, lora) for name, M in rows
-            for sizes, K, _ in [bench.SHAPES[name]] for tile in candidates(M, sum(sizes), K)
+            for sizes, K, _ in [shapes[name]] for tile in candidates(M, sum(sizes), K)
             for lora in ((), sizes)}
     pool = multiprocessing.get_context("spawn").Pool(min(14, os.cpu_count()))
     pool.map(compile_one, sorted(jobs), chunksize=4)
@@ -140,7 +149,7 @@ def main():
 
     times = {}, {}                           # without and with LoRA
     for name, M in rows:
-        sizes, K, _ = bench.SHAPES[name]
+        sizes, K, _ = shapes[name]
         N, packed = sum(sizes), bench.random_packed(sizes, K)
         fours = bench.copies(packed, packed.words.nbytes)
         x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)

@@ -6,8 +6,9 @@ shuffles: in a fixed order the first is about 1 % slower, and a GPU drifts by mo
 round compiles and does not count. `faster` is the median over the rounds of the first DIR's time over this
 one's, less 1; a checkout given twice shows how much of it is noise.
 
-In turns.jsonl old and again are f1cb07e, new is 6f1d0c3, noline that without the line of 0.5B in SPLIT_K; the
-others have the name of their commit.
+In turns.jsonl old and again are f1cb07e, new is 6f1d0c3, noline that without the line of 0.5B in SPLIT_K;
+clusters is the first kernel with them by _tile's rule alone, and with other splits of the products it names,
+where (none) means through memory; the others have the name of their commit.
 """
 import argparse
 import importlib

@@ -1,9 +1,11 @@
 """python -m pytest tests/test_fp4_gemm.py -q          (add -m gpu on a GPU)"""
+import collections
 import itertools
 import json
 import re
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -185,8 +187,9 @@ def test_tiles_suit_every_shape(monkeypatch, into_registers, N, K):
         for M, generation in itertools.product(range(1, 600), (8, 9, 10)):
             if M > (512 if rank and generation == 9 else 256):
                 continue              # these may be decoded before
-            tile_m, split, stages, whole, tile_n = fp4_gemm._tile(M, N, K, 132, generation, False, rank)
-            assert 1 <= split <= max(1, K // 256) and tile_m < max(9, 2 * M), (M, tile_m, split)
+            tile_m, split, stages, whole, _, cluster = fp4_gemm._tile(M, N, K, 132, generation, False, rank)
+            assert 1 <= split <= (-(-K // 128) if cluster else max(1, K // 256)), (M, split, cluster)
+            assert tile_m < max(9, 2 * M) and (split in (2, 4, 8) and generation == 9 or not cluster)
             direct = into_registers and M <= 8 and (N == 59136 or N == 37888 and not rank)
             assert (stages == 1) == direct, (M, rank, stages)
             expected = {37888: 528 if M > 16 and tile_m != 64 else 0}
@@ -194,17 +197,21 @@ def test_tiles_suit_every_shape(monkeypatch, into_registers, N, K):
                 expected = {37888: 264, 24576: 132, 59136: 396}
             assert whole == (expected.get(N, 0) if M <= tile_m else 0), (M, tile_m, whole)
             for sms in (78, 108, 114, 148, 188):
-                tile_m, split, _, whole, tile_n = fp4_gemm._tile(M, N, K, sms, generation, False, rank)
+                tile_m, split, _, whole, tile_n, _ = fp4_gemm._tile(M, N, K, sms, generation, False, rank)
                 assert whole % sms == 0 and (whole == 0 or split > 1 and whole < N / tile_n < whole + sms)
 
 
-def lost_by_the_rule(name):
+def lost_by_the_rule(name, wanted=lambda rank, tile: True):
     """Times with the tiles that _tile picks, each over the fastest in a log of results/gemm_tune.py."""
     times = {}
     for r in map(json.loads, (Path(fp4_gemm.__file__).parent / "results" / name).read_text().splitlines()):
-        tile = r["tile"] and (*r["tile"], 128 if r["tile"][0] == 256 else 64)[:5]       # some have four
+        tile = r["tile"] and tuple(r["tile"])
+        if tile and len(tile) < 6:                                                         # an older log
+            tile = *(*tile, 128 if tile[0] == 256 else 64)[:5], False
         times.setdefault((r["M"], r["N"], r["K"], 32 * r["lora"]), {})[tile] = r["us"]
-    return [us[fp4_gemm._tile(*key[:3], 132, 9, rank=key[3])] / min(us.values()) for key, us in times.items()]
+    picks = {key: fp4_gemm._tile(*key[:3], 132, 9, rank=key[3]) for key in times}
+    picks = {key: tile for key, tile in picks.items() if wanted(key[3], tile)}
+    return [times[key][tile] / min(times[key].values()) for key, tile in picks.items()]
 
 
 def test_tiles_are_those_an_h200_was_fastest_with(monkeypatch):
@@ -213,6 +220,18 @@ def test_tiles_are_those_an_h200_was_fastest_with(monkeypatch):
     for name, rows in (("gemm_large.jsonl", 42), ("gemm_direct.jsonl", 10)):
         lost = lost_by_the_rule(name)
         assert len(lost) == rows and max(lost) < 1.06 and sum(lost) / len(lost) < 1.01, (name, lost)
+    clusters = lost_by_the_rule("gemm_small.jsonl", lambda rank, tile: rank and tile[5])
+    assert len(clusters) == 56 and max(clusters) < 1.07 and sum(clusters) / 56 < 1.01, clusters
+
+
+def test_a_launch_is_told_of_its_clusters_once():
+    """Before the first launch: of the CTAs, and of the shared memory behind Triton's, at whole 16 bytes."""
+    from triton.backends.compiler import GPUTarget
+    Metadata = collections.namedtuple("Metadata", "num_ctas num_warps shared target")
+    compiled = SimpleNamespace(metadata=Metadata(1, 4, 1001, GPUTarget("cuda", 90, 32)))
+    for _ in range(2):
+        fp4_gemm._make_clusters(compiled, 4, 2064)
+        assert compiled.metadata[:3] == compiled.packed_metadata == (4, 4, 1008 + 2064)
 
 
 def test_two_kernels_that_overlap_share_no_memory(monkeypatch):
@@ -225,7 +244,7 @@ def test_two_kernels_that_overlap_share_no_memory(monkeypatch):
     monkeypatch.setattr(fp4_gemm, "_shrink_kernel", shrink)
     monkeypatch.setattr(fp4_gemm, "_linear_kernel", large)
     x, packed, _, _, lora_A, lora_B = adapted_layer(4, (576,), 1536, 32)
-    tile = 8, 6, 4, 0, 64
+    tile = 8, 6, 4, 0, 64, False
     fp4_gemm._fused(x.detach(), packed, None, lora_A.detach(), lora_B.detach(), (576,), 1., tile=tile)
     assert alive == [True]
 
@@ -247,13 +266,16 @@ def interpreted():
     fp4_gemm._dequantize_kernel[4,](*stored, out, *p.shape, 261, 2, fp4_gemm.EXPONENT, F32=True)
     assert torch.equal(out[:, :256].double(), exact(q)) and out[:, 256:].isnan().all()
     for tile_m, stages, tile_n in ((8, 1, 64), (8, 3, 64), (16, 3, 64), (64, 3, 64), (256, 3, 128)):
-        assert torch.equal(each_column(p, (tile_m, 1, stages, 0, tile_n)), exact(q))
+        assert torch.equal(each_column(p, (tile_m, 1, stages, 0, tile_n, False)), exact(q))
     with mock.patch.object(fp4_gemm, "_gpu", return_value=(0, 0)):       # so few SMs: another order of k
-        assert torch.equal(each_column(p, (8, 1, 3, 0, 64)), exact(q))
+        assert torch.equal(each_column(p, (8, 1, 3, 0, 64, False)), exact(q))
     for M, sizes, K, rank, tile in [
-            (1, (70, 33, 5), 1040, 5, (8, 2, 3, 0, 64)), (9, (64, 1), 1024, 16, (8, 3, 3, 0, 64)),
-            (7, (70, 180), 1104, 5, (8, 2, 1, 0, 64)), (33, (64,), 512, 3, (32, 2, 3, 0, 64)),
-            (35, (130,), 592, 17, (64, 3, 3, 1, 64)), (260, (70, 180), 592, 5, (256, 2, 3, 1, 128))]:
+            (1, (70, 33, 5), 1040, 5, (8, 2, 3, 0, 64, False)),
+            (9, (64, 1), 1024, 16, (8, 3, 3, 0, 64, False)),
+            (7, (70, 180), 1104, 5, (8, 2, 1, 0, 64, False)),
+            (33, (64,), 512, 3, (32, 2, 3, 0, 64, False)),
+            (35, (130,), 592, 17, (64, 3, 3, 1, 64, False)),
+            (260, (70, 180), 592, 5, (256, 2, 3, 1, 128, False))]:
         x, packed, W, bias, lora_A, lora_B = layer = adapted_layer(M, sizes, K, rank)
         assert tile[1] > 1, "split-K is what this is to test"
 
@@ -275,14 +297,13 @@ def compiled_for(cc):
     names_of = {"*i32": "words scales counters", "*fp32": "global_scales sums", "fp32": "scale",
                 "*bf16": "x xa both lora_A lora_B y out"}
     common = {"EVEN_K": True, "F32": False, "PDL": cc >= 90}
-    for M, K in ((1, 3584), (16, 896), (32, 3584), (64, 3584), (128, 896)):           # K=896 is not split
-        tile_m, split, stages, *_ = fp4_gemm._tile(M, 4608, K, 132, cc // 10)
-        assert (split > 1) == (K == 3584)
+    for M, K, split in ((1, 3584, 5), (16, 896, 1), (32, 3584, 5), (64, 3584, 3), (128, 896, 1)):
+        tile_m, _, stages, *_ = fp4_gemm._tile(M, 4608, K, 132, cc // 10)
         if tile_m < min(M, 128):      # without wgmma there is no wider tile than that of 32 rows
             continue
         parts, tma = 2 if tile_m >= 64 else 1, tile_m >= 32 and cc in (90, 100)
         tile = common | {"TILE_M": tile_m, "TILE_N": 64, "SPLIT_K": split, "WHOLE": 0, "TMA": tma,
-                         "NEAR": tile_m == 8 and cc != 100, "DIRECT": False}
+                         "NEAR": tile_m == 8 and cc != 100, "DIRECT": False, "CLUSTER": False}
         types = names_of | ({f"tensordesc<bf16[{tile_m},{128 // parts}]>": "x"} if tma else {})
         # TILES says how many CTAs an SM has: of 128 threads, and registers come to a thread by eights
         *ctas, of_wide = fp4_gemm.TILES[tile_m]
@@ -291,6 +312,8 @@ def compiled_for(cc):
         _, cubin = build(fp4_gemm._linear_kernel, cc, with_lora, types, "NKR", 4, stages, most[1])
         without = with_lora | {"RANK": 0, "SPLITS": (), "xa": None, "lora_B": None}
         build(fp4_gemm._linear_kernel, cc, without, types, "NKR", 4, stages, most[0])
+        if M <= 32 and cc == 90:
+            check_clusters(with_lora, without, types, stages, most[1])
         if M == 1:
             build(fp4_gemm._linear_kernel, cc, with_lora | {"NEAR": False}, types, "NKR", 4, 3, 128)
         if M == 1 and (cc != 100 or fp4_gemm.INTO_REGISTERS):   # for sm_100 Triton 3.9's compiler fails
@@ -327,6 +350,18 @@ def compiled_for(cc):
         tile = common | {"TILE_M": tile_m, "SPLIT_K": split} | beside
         build(fp4_gemm._shrink_kernel, cc, tile, names_of, "NKR", warps, stages)
     build(fp4_gemm._dequantize_kernel, cc, {"F32": False}, names_of, "NKR")
+
+
+def check_clusters(with_lora, without, types, stages, registers):
+    """Pairs of sums go into the others' shared memory, and nothing waits for global memory."""
+    kinds = with_lora, without, with_lora | {"EVEN_K": False, "RANK": 128}
+    for more, split in itertools.product(kinds, (2, 8)):
+        of_a_cluster = more | {"CLUSTER": True, "SPLIT_K": split}
+        ptx, cubin = build(fp4_gemm._linear_kernel, 90, of_a_cluster, types, "NKR", 4, stages, registers)
+        pairs = 64 * more["TILE_M"] // 128 // 2                       # of a thread
+        assert ptx.count("st.async") == pairs and ptx.count("barrier.cluster") == 2, ptx
+        sass = cuobjdump("-sass", cubin)
+        assert sass.count(" STAS.64 ") == pairs and not re.search("MEMBAR.*(GPU|SYS)", sass), sass
 
 
 def compiled():
@@ -447,10 +482,45 @@ def test_gpu_straight_into_registers(M, K, split):
     sizes = 70, 180
     x, packed, W, bias, lora_A, lora_B = adapted_layer(M, sizes, K, 5, "cuda", torch.bfloat16)
     for A, B, given in (None, None, ()), (lora_A.detach(), lora_B.detach(), sizes):
-        y, _ = fp4_gemm._fused(x.detach(), packed, bias.detach(), A, B, given, .5, tile=(8, split, 1, 0, 64))
+        tile = 8, split, 1, 0, 64, False
+        y, _ = fp4_gemm._fused(x.detach(), packed, bias.detach(), A, B, given, .5, tile)
         exact_A, exact_B = (0 * lora_A, 0 * lora_B) if A is None else (lora_A, lora_B)
         right = reference(*(t.detach().double() for t in (x, W, bias, exact_A, exact_B)), sizes, .5)
         assert rel_err(y, right) < 2**-8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", [2, 4, 8])
+@pytest.mark.parametrize("M, tile_m", [(1, 8), (5, 8), (40, 8), (16, 16), (37, 16), (33, 32), (96, 32)])
+def test_gpu_a_cluster_sums_as_memory_does(M, tile_m, split):
+    """The same bits without LoRA, eagerly and in a graph that also has the other kernel; parts of an adapter
+    that end inside a CTA's rows."""
+    sizes, K = (70, 185, 7), 1104
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("clusters are for Hopper")
+    x, packed, W, bias, lora_A, lora_B = adapted_layer(M, sizes, K, 24, "cuda", torch.bfloat16)
+    x, bias, A, B = (t.detach() for t in (x, bias, lora_A, lora_B))
+
+    def run(x, cluster, *adapter):
+        return fp4_gemm._fused(x, packed, bias, *adapter, .5, (tile_m, split, 3, 0, 64, cluster))[0]
+
+    right = reference(*(t.double() for t in (x, W, bias, A, B)), sizes, .5).detach()
+    assert rel_err(run(x, True, A, B, sizes), right) < 2**-8
+    xs = [torch.randn_like(x) for _ in range(4)]
+    first = [run(x, False, None, None, ()) for x in xs]
+    graph, there = torch.cuda.CUDAGraph(), torch.empty_like(x)
+    assert all(torch.equal(run(x, True, None, None, ()), y) for x, y in zip(xs, first, strict=True))
+    with torch.cuda.graph(graph):
+        ys = [(run(there.copy_(x), True, None, None, ()), run(there, True, A, B, sizes)) for x in xs]
+    graph.replay()
+    adapted = [y.clone() for _, y in ys]
+    for _ in range(100):
+        for y in itertools.chain(*ys):
+            y.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(y, right) for (y, _), right in zip(ys, first, strict=True))
+        assert all(torch.equal(y, right) for (_, y), right in zip(ys, adapted, strict=True))
+    assert not packed.counters.any()
 
 
 @pytest.mark.gpu
@@ -504,5 +574,5 @@ def test_every_code_with_every_scale_is_decoded_exactly_on_the_gpu():
     assert torch.equal(wide[:, :256].double(), exact(q)) and not wide[:, 256:].any()
     # the fused kernel; it decodes tiles from 64 on in halves
     for tile_m, stages in ((8, 1), (8, 3), (16, 3), (32, 3), (64, 3), (128, 3), (256, 3)):
-        tile = tile_m, 1, stages, 0, 128 if tile_m == 256 else 64
+        tile = tile_m, 1, stages, 0, 128 if tile_m == 256 else 64, False
         assert torch.equal(each_column(packed, tile), exact(q))
