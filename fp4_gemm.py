@@ -292,7 +292,7 @@ SPLIT_K = {(37888, 3584): {16: (2, 1), 64: (1, 1)}, (4608, 3584): {32: (7, 4)},
            (5120, 27648): {8: (6, 8), 16: (8, 8), 32: (6, 6)}, (5120, 13824): {8: (6, 8)},
            (27648, 5120): {16: (3, 3)}, (7168, 5120): {8: (3, 3)}, (5120, 5120): {32: (6, 4), 256: (3, 3)},
            (2048, 11008): {16: (8, 8)}, (896, 4864): {64: (4, 4)}, (1152, 896): {8: (2, 2)},
-           (896, 896): {8: (2, 2)}, (576, 1536): {8: (4, 4), 64: (2, 2)}}
+           (896, 896): {8: (2, 2)}, (576, 1536): {8: (4, 4), 64: (2, 2), 128: (3, 2), 256: (3, 1)}}
 
 
 def _gpu(x):
@@ -501,6 +501,11 @@ def _scale_and_bias(global_scales, bias, offs_n, N):
 
 
 @jit
+def _rows_of_b(lora_B, offs_n, in_n, r, RANK: constexpr):
+    return tl.load(lora_B + offs_n[:, None] * RANK + r[None, :], in_n[:, None] & (r < RANK)[None, :], 0.)
+
+
+@jit
 def _load16(at, HINT: constexpr, F32: constexpr):
     """16 bytes at each pointer, four int32 → (…, 4). tl.load would take shared memory on the way to a tensor
     core, and a barrier for it; these come into the registers that want them."""
@@ -592,7 +597,7 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
     if NOW:
         scale, add = _scale_and_bias(global_scales, bias, offs_n, N)
         if RANK > 0 and RANK <= 64:
-            B = tl.load(lora_B + offs_n[:, None] * RANK + r[None, :], in_n[:, None] & (r < RANK)[None, :], 0.)
+            B = _rows_of_b(lora_B, offs_n, in_n, r, RANK)
     elif PDL and SPLIT_K == 1:
         _prefetch(global_scales + tl.minimum(first_n + tl.arange(0, TILE_N // 32) * 32, N - 1))
     if DIRECT:
@@ -638,7 +643,7 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
                 # into other registers; its product waits for both
                 acc = _multiply(acc, _decode(w, s, exponent, F32, 1, PARTS), x_tile2, WAIT and TILE_N == 64)
     if RANK > 0 and RANK <= 64 and not NOW:    # it comes while the splits are summed
-        B = tl.load(lora_B + offs_n[:, None] * RANK + r[None, :], in_n[:, None] & (r < RANK)[None, :], 0.)
+        B = _rows_of_b(lora_B, offs_n, in_n, r, RANK)
     EARLY: constexpr = TILE_M < 64 or TILE_M == 128                   # scales, too; in other tiles no gain
     if EARLY and not NOW:
         scale, add = _scale_and_bias(global_scales, bias, offs_n, N)
