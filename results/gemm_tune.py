@@ -50,12 +50,14 @@ STAGES = {8: (4, 6), 16: (4, 5, 6), 32: (3, 4), 64: (3, 4), 128: (2, 3)}
 
 
 def wide_candidates(M, N, K):
-    """(TILE_M, SPLIT_K, stages, whole=0, TILE_N=64, cluster=False): up to 14 splits, two steps a CTA or more,
-    up to 14 CTAs an SM (from 32 rows on 4)."""
+    """(TILE_M, SPLIT_K, stages, whole=0, TILE_N=64, cluster): up to 14 splits, two steps a CTA or more, up to
+    14 CTAs an SM (from 32 rows on 4); clusters where _tile has them."""
     tile_m = min(128, M)
     tiles = -(-N // 64) * -(-M // tile_m)
     most = max(1, min(14, K // 256, (14 if M < 32 else 4) * 132 // tiles))
-    return [(tile_m, split, s, 0, 64, False) for split in range(1, most + 1) for s in STAGES[tile_m]]
+    clusters = tile_m <= 32 and K < 64 * fp4_gemm.COLS
+    return [(tile_m, split, s, 0, 64, clusters and split in (2, 4, 8) and tiles * split <= 3 * 132)
+            for split in range(1, most + 1) for s in STAGES[tile_m]]
 
 
 # name → sizes, K: the small weights of every model, each once, though 14B's are also 32B's

@@ -106,8 +106,14 @@ def run_alone(function, interpret):
 SHARED = {90: 232448, 100: 232448, 80: 166912, 86: 101376, 89: 101376, 120: 101376}      # the longest first
 
 
-def build(kernel, cc, constants, names_of, aligned, warps=4, stages=3, registers=255):
-    """→ the PTX and the cubin of a kernel; no spills, no more registers or shared memory than there may be.
+def build(*args, **options):
+    """→ the PTX and the cubin of compile_kernel's."""
+    asm = compile_kernel(*args, **options).asm
+    return asm["ptx"], asm["cubin"]
+
+
+def compile_kernel(kernel, cc, constants, names_of, aligned, warps=4, stages=3, registers=255):
+    """→ Triton's compiled kernel; no spills, no more registers or shared memory than there may be.
 
     names_of: a type → the arguments that have it; others are i32. aligned: integers that are multiples of 16.
     """
@@ -125,7 +131,7 @@ def build(kernel, cc, constants, names_of, aligned, warps=4, stages=3, registers
     used = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     fits = used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= registers
     assert fits and made.metadata.shared <= SHARED[cc], (cc, kernel, constants, used, made.metadata.shared)
-    return made.asm["ptx"], made.asm["cubin"]
+    return made
 
 
 def cuobjdump(flag, cubin):
