@@ -701,7 +701,7 @@ def _sum_splits(acc, sums, counters, tile, part, R: constexpr, C: constexpr, SPL
 def _inbox(SIZE: constexpr):
     """At the start of a CTA of a cluster: → the address of SIZE bytes at the end of its shared memory, before
     a barrier that opens when others have filled them. They may once all CTAs have come here."""
-    inbox = tl.inline_asm_elementwise(
+    inbox = tl.inline_asm_elementwise(   # its last 4 bits are 0; the mask tells ptxas, which then loads pairs
         "{.reg .b32 n; mov.b32 n, %dynamic_smem_size; mov.b32 $0, global_smem; add.u32 $0, $0, n; "
         "sub.u32 $0, $0, $1; and.b32 $0, $0, -16;}", "=r,r", [SIZE + 16], tl.int32, is_pure=True, pack=1)
     tl.inline_asm_elementwise(

@@ -64,7 +64,7 @@ def wide_candidates(M, N, K):
 SMALL = {value: f"{model.upper()} {name}" for model in memory.MODELS
          for name, value in memory.linears(memory.config(model)).items()
          if sum(value[0]) * value[1] < 40e6 and value[1] < 64 * fp4_gemm.COLS}
-SMALL = {name: (*value, bench.DECODE) for value, name in SMALL.items()}
+SMALL = {name: (*value, ()) for value, name in SMALL.items()}
 
 
 def narrow_candidates(M, N, K):
