@@ -48,7 +48,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"        # rollout and ste
 
 # the products of each model that are timed, and with how many rows M of x
 DECODE, FEW = (1, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192), (1, 8, 16)
-TIMED = {"7b": ("gate_up down qkv o", DECODE), "32b": ("gate_up down o", DECODE),
+BETWEEN = 48, 96, 192                  # tiles of x have a power of two
+TIMED = {"7b": ("gate_up down qkv o", sorted(DECODE + BETWEEN)), "32b": ("gate_up down o", DECODE),
          "135m": ("qkv o gate_up down", DECODE[:8]), "0.5b": ("gate_up down", DECODE[:8]),
          "1.5b": ("gate_up", FEW), "3b": ("gate_up down", FEW), "14b": ("gate_up down", FEW),
          "72b": ("gate_up down", FEW)}

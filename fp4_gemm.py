@@ -29,12 +29,13 @@ normal and exact: of bf16's 8 significant bits it has 2 + 4. 2^20 · global_scal
 The kernel computes y.T = W @ x.T: a tensor core's wide side must be the weights when M is small. Several CTAs
 share a row of tiles (split-K); each leaves fp32 sums, and the last to arrive adds them in a fixed order.
 Small weights have little to read, and a trip to memory and back takes as long: on Hopper the CTAs that share
-a row may be a cluster, where each writes sums into another's shared memory and adds up some of the rows. With
-up to 8 rows in x a large W comes from memory straight into the registers that feed a tensor core: no warp
-waits for another. With many rows x is what costs, as every tile of 64 rows of W reads all of it again: on
-Hopper TMA brings it from 32 rows on (no address in a register), from 64 on a tile is decoded and multiplied
-in two halves, from 129 on tiles of 128 rows of W and 256 of x have an SM each, where there are enough. LoRA's
-kernel for x @ A.T is small; the large one, which multiplies by B in the end, runs beside it.
+a row may be a cluster, where each writes sums into another's shared memory and adds up some of the rows; sums
+of many rows of x each leaves in its own, for others to read. With up to 8 rows in x a large W comes from
+memory straight into the registers that feed a tensor core: no warp waits for another. With many rows x is
+what costs, as every tile of 64 rows of W reads all of it again: on Hopper TMA brings it from 32 rows on (no
+address in a register), from 64 on a tile is decoded and multiplied in two halves, from 192 on tiles of 128
+rows of W and 256 of x have an SM each, where there are enough. LoRA's kernel for x @ A.T is small; the large
+one, which multiplies by B in the end, runs beside it.
 For still more rows, and in backward, the weight is decoded to bf16 for the moment of one cuBLAS call. A
 weight that is not quantised (Dense) has the same `linear`: LoRA's small kernel, and cuBLAS for
 [x, x @ A.T] @ [W, B].T.
@@ -290,9 +291,9 @@ TILES = {8: (3, 3, 4), 16: (5, 4, 4), 32: (4, 3, 4), 64: (3, 3, 3), 128: (2, 2, 
 # (N, K): rows of x, up to a power of two: splits without and with LoRA, where _tile's rule is not the best
 SPLIT_K = {(37888, 3584): {16: (2, 1), 64: (1, 1)}, (4608, 3584): {32: (7, 4)},
            (5120, 27648): {8: (6, 8), 16: (8, 8), 32: (6, 6)}, (5120, 13824): {8: (6, 8)},
-           (27648, 5120): {16: (3, 3)}, (7168, 5120): {8: (3, 3)}, (5120, 5120): {32: (6, 4), 256: (3, 3)},
+           (27648, 5120): {16: (3, 3)}, (5120, 5120): {32: (6, 4)},
            (2048, 11008): {16: (8, 8)}, (896, 4864): {64: (4, 4)}, (1152, 896): {8: (2, 2)},
-           (896, 896): {8: (2, 2)}, (576, 1536): {8: (4, 4), 64: (2, 2), 128: (3, 2), 256: (3, 1)}}
+           (896, 896): {8: (2, 2)}, (576, 1536): {8: (4, 4), 64: (2, 2), 128: (4, 4), 256: (3, 1)}}
 
 
 def _gpu(x):
@@ -301,13 +302,13 @@ def _gpu(x):
     return (gpu.multi_processor_count, gpu.major) if gpu else (132, 0)
 
 
-def _large_tile(M, N, K, sms, rank, small):
-    """→ what _tile returns, with TILE_M = 256, or None where smaller tiles (if not `small`: decoding before)
-    win. A large tile has 128 rows of W, two warpgroups and an SM. x is read and a weight decoded half as
-    often, which wins up to a third; but they are few, and SMs may be without work in their last wave."""
+def _large_tile(M, N, K, sms, rank):
+    """→ what _tile returns, with TILE_M = 256, and how many waves of smaller tiles its time is. A large tile
+    has 128 rows of W, two warpgroups and an SM. x is read and a weight decoded half as often; but they are
+    few, and SMs may be without work in their last wave."""
     tiles_n, tiles_m, whole = triton.cdiv(N, 2 * ROWS), triton.cdiv(M, 256), 0
-    if not 128 < M <= 1024 or K < 3584 or rank > 64 or triton.cdiv(N, ROWS) % 2:
-        return None
+    if rank > 64 or triton.cdiv(N, ROWS) % 2:
+        return None, float("inf")
     tiles, rest = tiles_n * tiles_m, tiles_n % sms
     if tiles_m == 1 and tiles_n > sms and 0 < rest <= sms // 2:
         split, whole = min(4, sms // rest), tiles_n - rest
@@ -315,53 +316,64 @@ def _large_tile(M, N, K, sms, rank, small):
     else:      # sums of so many rows and columns want a long K
         most = max(1, min(4, K // 4096)) if tiles < sms else 1
         waves, split = min((triton.cdiv(tiles * split, sms) / split, split) for split in range(1, most + 1))
-    if small:  # of tiles a quarter as large an SM has two, and their wave takes 1 / 1.46 of the time
-        tiles = 2 * tiles_n * triton.cdiv(M, 128)
-        pieces = max(1, 2 * sms // tiles)
-        wins = 1.46 * waves < triton.cdiv(tiles * pieces, 2 * sms) / pieces
-    else:      # fs a weight on an H200: 2.9 a row of x; decoded before, 600 and 2.6 a row, with LoRA more
-        wins = 2.9 * 256 * waves * sms / tiles_n < (600 + 2.6 * M) * (1.1 if rank else 1)
-    return (256, split, TILES[256][2], whole, 2 * ROWS, False) if wins else None
+    return (256, split, TILES[256][2], whole, 2 * ROWS, split in (2, 4) and not whole), 1.8 * waves
 
 
 def _tile(M, N, K, sms, generation, deterministic=False, rank=0):
     """→ TILE_M, SPLIT_K, stages (1: DIRECT), rows of tiles that are not split after all (`whole`, the first),
     TILE_N, CLUSTER; None where decoding before is faster. Without wgmma a tile of 64 columns decodes weights
     twice."""
-    small = M <= FUSED_MAX * (2 if rank and generation == 9 else 1)      # LoRA's path around cuBLAS is longer
-    large = _large_tile(M, N, K, sms, rank, small) if generation == 9 and not deterministic else None
-    if large or not (small or deterministic):
-        return large
     rows, tiles_n = triton.next_power_of_2(M), triton.cdiv(N, ROWS)
+    fused = M <= FUSED_MAX * (2 if rank and generation == 9 else 1)      # LoRA's path around cuBLAS is longer
+    if generation == 9 and not deterministic and 192 <= M <= 1024 and K >= 3584:
+        # what is fastest on an H200, in waves of tiles (64, 128), two an SM: of 0.85 µs for 128 columns of W
+        tiles = tiles_n * triton.cdiv(M, 128)
+        pieces = max(1, 2 * sms // tiles)
+        waves = triton.cdiv(tiles * pieces, 2 * sms) / pieces
+        large, waves_of_large = _large_tile(M, N, K, sms, rank)
+        before = 1.6e-7 * N * (600 + 2.6 * M) * (1.1 if rank else 1) + 600 / K
+        fused = fused or min(waves, waves_of_large) <= before
+        if fused and waves_of_large <= waves:
+            return large
+    if not (fused or deterministic):
+        return None
     if M <= 8 and not deterministic and K >= 3584 and tiles_n >= 3 * sms and INTO_REGISTERS:
         split = max(1, 7 * sms // tiles_n)                                 # there is room for 7 CTAs an SM
         # with LoRA an SM divides its memory twice a layer: in a step it pays only where that room is taken
         if not rank or split * tiles_n >= 6 * sms:
             return 8, split, 1, 0, ROWS, False
-    most = max(16 if deterministic else 8, min(rows, 128 if generation in (9, 10) else 32))
+    widest = 32 if generation not in (9, 10) else 64 if 128 < M <= 192 else 128      # three of 64, not two
+    most = max(16 if deterministic else 8, min(rows, widest))
     # a small weight is decoded once for every few rows, so that all SMs have work; a long row rather split
     tile_m = min(16 if K < 3584 else 32, most)
-    while tile_m < most and tiles_n * max(1, K // 2048) * triton.cdiv(M, tile_m) > sms:
+    while tile_m < most and tiles_n * max(1, K // 1792) * triton.cdiv(M, tile_m) > sms:
         tile_m *= 2
     m = 16 if deterministic else max(8, rows)
-    tiles = tiles_n * triton.cdiv(m, tile_m)
+    columns = 1 if deterministic else triton.cdiv(M, tile_m)
+    tiles, clusters = tiles_n * columns, ()
     ctas, stages, split, whole = TILES[min(m, tile_m)], TILES[tile_m][2], 1, 0
     if tile_m == 64 and tiles <= sms and K < 64 * COLS and not deterministic:
         ctas, stages = (2, 2), 4      # few and short rows: in fewer pieces, with more of each under way
-    clusters = generation == 9 and tile_m <= 32 and K < 64 * COLS and not deterministic
+    if generation == 9 and not deterministic:      # how many CTAs may be one
+        clusters = {64: (4,), 128: (2, 3, 4)}.get(tile_m, (2, 4, 8) if K < 64 * COLS else ())
     if m in SPLIT_K.get((N, K), {}):
         split = SPLIT_K[N, K][m][rank > 0]
-    elif clusters and tiles <= sms:      # their sums are cheap; for long rows more CTAs, up to 2.5 an SM
+    elif 8 in clusters and tiles <= sms:     # their sums are cheap; for long rows up to 2.5 CTAs an SM
         room = min(sms * min(2.5, max(1, K / (48 * max(16, tile_m)))) // tiles, triton.cdiv(K, COLS))
         while split < 8 and 2 * split <= room:
             split *= 2
     elif K >= 8 * COLS:      # a sum through memory is not worth it where a row has less than eight steps
-        split, rest = ctas[rank > 0] * sms // tiles, tiles_n % sms
-        if tiles == tiles_n > sms and m > 16 and K >= 3584 and 0 < rest <= sms * 2 // 3:
+        split, rest = ctas[rank > 0] * sms // tiles, tiles % sms
+        last_wave = 0 < rest <= sms * 2 // 3 and columns <= (1 if rank else 2)
+        if last_wave and tiles > sms and m > 16 and K >= 3584:
             # all SMs have had as many tiles, and one wave more has so few that all can share them
-            split, whole = 3, tiles_n - rest
-        split = max(1, min(split, 14, K // (2 * COLS)))
-    cluster = clusters and split in (2, 4, 8) and not whole and tiles * split <= 3 * sms
+            split, whole = 3, (tiles - rest) // columns
+        split = max(1, min(split, 4 if 3 in clusters else 14, K // (2 * COLS)))
+    # they run at once: large ones two an SM, where not every cluster finds its SMs side by side
+    room = sms * (3 if tile_m <= 32 else 2 if split == 2 else 1.7)
+    cluster = split in clusters and not whole and tiles * split <= room
+    if cluster and tile_m <= 16 and K >= 16 * COLS * split:
+        stages = 6           # few CTAs with long loops: more of each under way
     return tile_m, split, stages, whole, ROWS, cluster
 
 
@@ -410,16 +422,18 @@ def _fused(x, packed, bias, lora_A, lora_B, splits, scale, tile):
     assert len(packed.words) * ROWS == tiles_n * tile_n, f"{N} rows of W are not in tiles of {tile_n}"
     parts = 0 if split == 1 or cluster else (tiles_n - whole) * split * grid[0]
     sums = x.new_empty(parts, tile_m * tile_n, dtype=torch.float32)
-    tma = tile_m >= 32 and generation in (0, 9, 10)
+    # TMA writes the zeros beyond x's last row at 16 bytes a cycle: for more than a few such rows pointers win
+    tma = tile_m >= 32 and generation in (0, 9, 10) and (8 * M >= 7 * tile_m or tile_m == 256)
     box = [tile_m, COLS // 2 if tile_m >= 64 else COLS]                               # as PARTS in the kernel
     near = tile_m == 8 and generation != 10 and tiles_n <= 2 * sms     # else row by row: 3B gate_up lost 11 %
     args = (TensorDescriptor(x, [M, K], [K, 1], box) if tma else x, packed.words, packed.scales,
             packed.global_scales, bias, xa, lora_B, y, sums, packed.counters, M, N, K, tiles_k, EXPONENT)
     flags |= {"TILE_M": tile_m, "TILE_N": tile_n, "SPLIT_K": split, "WHOLE": whole, "RANK": rank,
               "SPLITS": splits, "TMA": tma, "NEAR": near, "DIRECT": stages == 1, "CLUSTER": cluster,
-              "num_warps": 8 if tile_m == 256 else 4, "num_stages": stages}
+              "num_warps": tile_n // 16, "num_stages": stages}
     if cluster:
-        _make_clusters(_linear_kernel.warmup(*args, grid=grid, **flags), split, 4 * tile_n * tile_m + 16)
+        inbox = 4 * tile_n * tile_m + 16 if tile_m <= 32 else 0
+        _make_clusters(_linear_kernel.warmup(*args, grid=grid, **flags), split, inbox)
     _linear_kernel[grid](*args, **flags)
     return y, xa
 
@@ -575,7 +589,9 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
     TMA: x is a tensor descriptor, no pointer."""
     pid_m, pid_n, pid_k = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if CLUSTER:
-        pid_m, pid_k, inbox = pid_m // SPLIT_K, pid_m % SPLIT_K, _inbox(TILE_N * TILE_M * 4)
+        pid_m, pid_k = pid_m // SPLIT_K, pid_m % SPLIT_K
+        if TILE_M <= 32:
+            inbox = _inbox(TILE_N * TILE_M * 4)
     shared = SPLIT_K > 1
     if WHOLE > 0:
         shared = pid_n >= WHOLE
@@ -584,15 +600,22 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
     first, last = pid_k * tiles_k // SPLIT_K, (pid_k + 1) * tiles_k // SPLIT_K
     if WHOLE > 0:
         last = tl.where(shared, last, tiles_k)
-    OUT_N: constexpr = TILE_N // SPLIT_K if CLUSTER else TILE_N        # rows of y.T that a CTA writes
-    first_n = pid_n * TILE_N + (pid_k * OUT_N if CLUSTER else 0)
-    offs_n, offs_m = first_n + tl.arange(0, OUT_N), pid_m * TILE_M + tl.arange(0, TILE_M)
+    # rows of y.T that a CTA writes: of a cluster each its share, by eights
+    SHARES: constexpr = SPLIT_K if CLUSTER else 1
+    OUT_N: constexpr = 8 * triton.next_power_of_2(triton.cdiv(TILE_N // 8, SHARES))
+    first_n, end_n = pid_n * TILE_N, N
+    if CLUSTER:
+        end_n = tl.minimum(N, first_n + (pid_k + 1) * (TILE_N // 8) // SPLIT_K * 8)
+        first_n += pid_k * (TILE_N // 8) // SPLIT_K * 8
+    # the last tile of x's rows stands back rather than out, and some rows come twice: TMA is slow at an edge
+    first_m = tl.maximum(tl.minimum(pid_m * TILE_M, M - TILE_M), 0)
+    offs_n, offs_m = first_n + tl.arange(0, OUT_N), first_m + tl.arange(0, TILE_M)
     row = tl.arange(0, TILE_N)
     start = pid_n * (TILE_N // 64) * tiles_k + first
     words += start * 1024
     # scales and B are as far away as W: into registers at once (no kernel of a step writes B), where they are
     # few; or scales to L2, where no splits are summed
-    in_n, r = offs_n < N, tl.arange(0, 16 if RANK <= 16 else triton.next_power_of_2(RANK))
+    in_n, r = offs_n < end_n, tl.arange(0, 16 if RANK <= 16 else triton.next_power_of_2(RANK))
     NOW: constexpr = (CLUSTER or RANK == 0) and TILE_M <= 16 and not DIRECT
     if NOW:
         scale, add = _scale_and_bias(global_scales, bias, offs_n, N)
@@ -623,6 +646,8 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
             # mma.sync has x in registers, in any order of k that the weights have too: a thread's 8 columns
             # of a sub-tile are neighbours, x and words come 16 bytes at a time, the scales are one block's
             rows, offs_k = offs_m[None, :, None], tl.arange(0, 4)[:, None, None] * 32 + tl.arange(0, 32)
+        elif PARTS == 2:
+            offs_k = tl.arange(0, 64)[None, :]
         if not TMA:
             x_ptr = x + rows * K + first * 128 + offs_k
         acc = tl.zeros((TILE_N, TILE_M), tl.float32)
@@ -631,12 +656,15 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
         for k in range(last - first):
             w, s = tl.load(w_ptr + k * 1024), tl.load(s_ptr + k * 128)
             if TMA:                                            # (TILE_M, 128 / PARTS), zeros beyond x's ends
-                x_tile = x.load([pid_m * TILE_M, (first + k) * 128])
+                x_tile = x.load([first_m, (first + k) * 128])
                 if PARTS == 2:                                 # at once, so that one barrier waits for both
-                    x_tile2 = x.load([pid_m * TILE_M, (first + k) * 128 + 64])
+                    x_tile2 = x.load([first_m, (first + k) * 128 + 64])
             else:
                 in_k = offs_k < (128 if EVEN_K else K - (first + k) * 128)       # no mask is left if EVEN_K
                 x_tile = tl.load(x_ptr + k * 128, mask=(rows < M) & in_k, other=0.)
+                if PARTS == 2:
+                    in_k = offs_k < (64 if EVEN_K else K - (first + k) * 128 - 64)
+                    x_tile2 = tl.load(x_ptr + k * 128 + 64, mask=(rows < M) & in_k, other=0.)
             acc = _multiply(acc, _decode(w, s, exponent, F32, 0, PARTS), x_tile, WAIT)
             if PARTS == 2:
                 # two warpgroups leave these products in flight while the next step's first half is decoded,
@@ -649,7 +677,10 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
         scale, add = _scale_and_bias(global_scales, bias, offs_n, N)
     done = not shared
     if CLUSTER:
-        acc, done = _exchange(acc, inbox, pid_k, SPLIT_K), True
+        if TILE_M <= 32:
+            acc, done = _exchange(acc, inbox, pid_k, SPLIT_K), True
+        else:
+            acc, done = _gather(acc, first_n - pid_n * TILE_N, OUT_N, SPLIT_K), True
     elif shared:
         tile = (pid_n - WHOLE) * tl.num_programs(0) + pid_m
         acc, done = _sum_splits(acc, sums, counters + 2048, tile, pid_k, TILE_N, TILE_M, SPLIT_K)
@@ -677,6 +708,9 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
                 begin = end
         y_ptr = y + offs_m[None, :] * N + offs_n[:, None]
         tl.store(y_ptr, acc.to(y.dtype.element_ty), mask=in_m & in_n[:, None])
+        if CLUSTER and TILE_M > 32:        # what others read is there until they have
+            tl.inline_asm_elementwise("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;",
+                                      "=r", [], tl.int32, is_pure=False, pack=1)
 
 
 @jit
@@ -736,6 +770,36 @@ def _exchange(acc, inbox, part, SPLIT_K: constexpr):
         acc += tl.inline_asm_elementwise("ld.shared.f32 $0, [$1];", "=f,r", [at + i * (OUT * C * 4)],
                                          tl.float32, is_pure=False, pack=1)
     return acc
+
+
+@jit
+def _gather(acc, first, OUT: constexpr, SPLIT_K: constexpr):
+    """acc (R, C) of each CTA of a cluster → (OUT, C), the sum's rows from first on. Each leaves acc at
+    the end of its shared memory, where tiles were, and reads from all what it sums. There it stays until the
+    kernel ends: what Triton needs behind the loop it takes from the start of shared memory."""
+    R: constexpr = acc.shape[0]
+    C: constexpr = acc.shape[1]
+    row, col = tl.arange(0, R)[:, None], tl.arange(0, C)[None, :]
+    here = tl.inline_asm_elementwise(
+        "{.reg .b32 n; mov.b32 n, %dynamic_smem_size; mov.b32 $0, global_smem; add.u32 $0, $0, n; "
+        "sub.u32 $0, $0, $1;}", "=r,r", [R * (C + 8) * 4], tl.int32, is_pure=True, pack=1)
+    tl.debug_barrier()                        # no warp reads tiles any more
+    # eight floats between rows: four rows and four pairs, of half a warp, are in 32 banks
+    tl.inline_asm_elementwise("st.shared.v2.f32 [$2], {$4, $5};", "=r,=r,r,r,f,f",
+                              [here + (row * (C + 8) + col) * 4, acc], tl.int32, is_pure=False, pack=2)
+    tl.inline_asm_elementwise("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;", "=r", [],
+                              tl.int32, is_pure=False, pack=1)
+    row, col = tl.minimum(first + tl.arange(0, OUT), R - 1)[:, None], tl.arange(0, C // 4)[None, :] * 4
+    a = tl.zeros((OUT, C // 4), tl.float32)
+    b, c, d = a, a, a
+    for i in tl.static_range(SPLIT_K):
+        at = tl.inline_asm_elementwise("mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r",
+                                       [here + (row * (C + 8) + col) * 4, i], tl.int32, is_pure=True, pack=1)
+        e, f, g, h = tl.inline_asm_elementwise(
+            "ld.shared::cluster.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,r", [at], is_pure=False, pack=1,
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32))
+        a, b, c, d = a + e, b + f, c + g, d + h
+    return tl.join(tl.join(a, c), tl.join(b, d)).reshape(OUT, C)
 
 
 @jit(do_not_specialize=["M"])

@@ -15,8 +15,8 @@ model, that kernel included.
 gemm_tma.jsonl is the same for the rows from 32 on, whose x comes by TMA since (--rows 32,64,128,256,512, nine
 shapes; a step's two loads still stood apart): behind _tile's exception and what SPLIT_K has there no longer.
 gemm_small.jsonl, of --small, is the log behind _tile's narrow tiles and clusters.
-gemm_large.jsonl, of --large --rows 256,512,1024, is the log behind _large_tile; tile null: decoded before. It
-was made with fewer candidates: gate_up has no tile of 128 rows there.
+gemm_large.jsonl, of --large --rows 96,128,192,256,384,512,1024 on ten weights of the 3B to the 32B, is the
+log behind _large_tile, clusters of large tiles, and waves of tiles on many rows; tile null: decoded before.
 gemm_whole.jsonl, of --large --rows 32,64,128, is that behind the three pieces of a tile that is not whole.
 gemm_direct.jsonl, of --large --rows 8, is that behind loading straight into registers for up to 8 rows. (A
 tile's fifth number, the rows of W, is missing in older logs: 128 where TILE_M is 256, else 64; its sixth, a
@@ -70,24 +70,33 @@ SMALL = {name: (*value, ()) for value, name in SMALL.items()}
 def narrow_candidates(M, N, K):
     """(TILE_M, SPLIT_K, stages, whole=0, TILE_N=64, cluster) of a small weight: every tile from an eighth of
     the rows on, at most 3 CTAs an SM."""
-    return [(tile_m, split, fp4_gemm.TILES[tile_m][2], 0, 64, split > 1) for tile_m in (8, 16, 32, 64, 128)
+    return [(tile_m, split, stages, 0, 64, split > 1) for tile_m in (8, 16, 32, 64, 128)
             if M // 8 <= tile_m <= M for split in (1, 2, 4, 8) if split <= -(-K // 128)
-            and -(-N // 64) * -(-M // tile_m) * split <= 3 * 132]
+            and -(-N // 64) * -(-M // tile_m) * split <= 3 * 132
+            for stages in (3, 4, 6) if stages == fp4_gemm.TILES[tile_m][2] or stages == 4 and tile_m == 64
+            or stages == 6 and tile_m <= 16 and K >= 16 * 128 * split]
 
 
 def large_candidates(M, N, K):
-    """The same for a large weight or many rows: its tiles whole, split, or whole in front of split ones; from
-    129 rows on also tiles of 256. Up to 8 rows: into registers (stages = 1) or in 3 or 4 stages."""
+    """The same for a large weight or many rows: its tiles whole, split, also in clusters, or whole before
+    split ones; from 129 rows on also tiles of 256. Up to 8 rows: into registers (stages = 1) or in 3 or 4."""
     if M <= 8:
         return [(8, split, stages, 0, 64, False) for stages in (1, 3, 4) for split in range(1, 15)
                 if split <= K // 256 and -(-N // 64) * split <= 10 * 132]
     found = []
-    for tile_m, rows in ((min(128, M), 64), (256, 128))[:1 if M <= 128 or N % 128 else 2]:
+    wide = min(128, 1 << (M - 1).bit_length())
+    for tile_m, rows in ((wide, 64), (wide // 2, 64), (256, 128)):
+        if rows == 128 and (M <= 128 or N % 128) or tile_m < wide and M % wide == 0:
+            continue
         tiles_n, columns, stages = -(-N // rows), -(-M // tile_m), fp4_gemm.TILES[tile_m][2]
+        tiles, at_once = tiles_n * columns, 132 * (2 if rows == 64 else 1)
         found += [(tile_m, split, stages, 0, rows, False) for split in (1, 2, 3, 4)
-                  if split == 1 or tiles_n * columns * split <= 4 * 132]
-        if columns == 1 and tiles_n > 132 and tiles_n % 132:
-            found += [(tile_m, split, stages, tiles_n - tiles_n % 132, rows, False) for split in (2, 3, 4)]
+                  if split == 1 or tiles * split <= 4 * 132]
+        found += [(tile_m, split, stages, 0, rows, True) for split in (2, 3, 4)
+                  if tile_m >= 64 and tiles * split <= at_once]
+        if columns <= 2 and tiles > 132 and tiles % 132:
+            found += [(tile_m, split, stages, (tiles - tiles % 132) // columns, rows, False)
+                      for split in (2, 3, 4)]
     return found
 
 
@@ -134,7 +143,7 @@ def main():
                         help="8, 16, 32, 64 or at least 128: STAGES knows no other tiles")
     parser.add_argument("--shapes", help="only these, separated by commas")
     args = parser.parse_args()
-    shapes = SMALL if args.small else bench.SHAPES
+    shapes = SMALL if args.small else SMALL | bench.SHAPES if args.large else bench.SHAPES
     if wrong := set(args.shapes.split(",") if args.shapes else ()) - set(shapes):
         parser.error(f"--shapes {', '.join(wrong)}: not one of {', '.join(shapes)}")
     log = bench.Records(args.out, {})

@@ -8,7 +8,7 @@ one's, less 1; a checkout given twice shows how much of it is noise.
 
 In turns.jsonl old and again are f1cb07e, new is 6f1d0c3, noline that without the line of 0.5B in SPLIT_K;
 clusters is the first kernel with them by _tile's rule alone, and with other splits of the products it names,
-where (none) means through memory; the others have the name of their commit.
+where (none) means through memory; edges is the commit after bed3598; the others have the name of theirs.
 """
 import argparse
 import importlib

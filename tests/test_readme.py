@@ -47,7 +47,7 @@ def test_a_module_keeps_its_length_and_the_direction_of_imports(name, lines):
 
 def test_the_modules_together_stay_within_the_budget():
     """The whole of it is to be read."""
-    assert sum((ROOT / f"{name}.py").read_text().count("\n") for name, *_ in MAP) <= 5054
+    assert sum((ROOT / f"{name}.py").read_text().count("\n") for name, *_ in MAP) <= 5119
 
 
 @pytest.mark.parametrize("name", COPYABLE)
