@@ -422,8 +422,9 @@ def _fused(x, packed, bias, lora_A, lora_B, splits, scale, tile):
     assert len(packed.words) * ROWS == tiles_n * tile_n, f"{N} rows of W are not in tiles of {tile_n}"
     parts = 0 if split == 1 or cluster else (tiles_n - whole) * split * grid[0]
     sums = x.new_empty(parts, tile_m * tile_n, dtype=torch.float32)
-    # TMA writes the zeros beyond x's last row at 16 bytes a cycle: for more than a few such rows pointers win
-    tma = tile_m >= 32 and generation in (0, 9, 10) and (8 * M >= 7 * tile_m or tile_m == 256)
+    # TMA writes zeros for rows that x has not at 16 bytes a cycle: if they are more than a few, pointers win
+    missing = -M % tile_m if tile_m == 32 or M < tile_m < 256 else 0
+    tma = tile_m >= 32 and generation in (0, 9, 10) and 8 * missing <= tile_m
     box = [tile_m, COLS // 2 if tile_m >= 64 else COLS]                               # as PARTS in the kernel
     near = tile_m == 8 and generation != 10 and tiles_n <= 2 * sms     # else row by row: 3B gate_up lost 11 %
     args = (TensorDescriptor(x, [M, K], [K, 1], box) if tma else x, packed.words, packed.scales,
@@ -600,22 +601,21 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
     first, last = pid_k * tiles_k // SPLIT_K, (pid_k + 1) * tiles_k // SPLIT_K
     if WHOLE > 0:
         last = tl.where(shared, last, tiles_k)
-    # rows of y.T that a CTA writes: of a cluster each its share, by eights
-    SHARES: constexpr = SPLIT_K if CLUSTER else 1
-    OUT_N: constexpr = 8 * triton.next_power_of_2(triton.cdiv(TILE_N // 8, SHARES))
-    first_n, end_n = pid_n * TILE_N, N
-    if CLUSTER:
-        end_n = tl.minimum(N, first_n + (pid_k + 1) * (TILE_N // 8) // SPLIT_K * 8)
-        first_n += pid_k * (TILE_N // 8) // SPLIT_K * 8
-    # the last tile of x's rows stands back rather than out, and some rows come twice: TMA is slow at an edge
-    first_m = tl.maximum(tl.minimum(pid_m * TILE_M, M - TILE_M), 0)
+    # rows of y.T that a CTA writes
+    OUT_N: constexpr = triton.next_power_of_2(triton.cdiv(TILE_N, SPLIT_K)) if CLUSTER else TILE_N
+    first_n = pid_n * TILE_N + (pid_k * OUT_N if CLUSTER else 0)
+    first_m = pid_m * TILE_M
+    if TMA and TILE_M > 32:                   # the last tile ends where x does, and some rows come twice
+        first_m = tl.maximum(tl.minimum(first_m, M - TILE_M), 0)
     offs_n, offs_m = first_n + tl.arange(0, OUT_N), first_m + tl.arange(0, TILE_M)
     row = tl.arange(0, TILE_N)
     start = pid_n * (TILE_N // 64) * tiles_k + first
     words += start * 1024
     # scales and B are as far away as W: into registers at once (no kernel of a step writes B), where they are
     # few; or scales to L2, where no splits are summed
-    in_n, r = offs_n < end_n, tl.arange(0, 16 if RANK <= 16 else triton.next_power_of_2(RANK))
+    in_n, r = offs_n < N, tl.arange(0, 16 if RANK <= 16 else triton.next_power_of_2(RANK))
+    if CLUSTER and SPLIT_K == 3:                                     # then two of the three CTAs write
+        in_n &= offs_n < (pid_n + 1) * TILE_N
     NOW: constexpr = (CLUSTER or RANK == 0) and TILE_M <= 16 and not DIRECT
     if NOW:
         scale, add = _scale_and_bias(global_scales, bias, offs_n, N)
