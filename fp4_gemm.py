@@ -367,7 +367,7 @@ def _tile(M, N, K, sms, generation, deterministic=False, rank=0):
         last_wave = 0 < rest <= sms * 2 // 3 and columns <= (1 if rank else 2)
         if last_wave and tiles > sms and m > 16 and K >= 3584:
             # all SMs have had as many tiles, and one wave more has so few that all can share them
-            split, whole = 3, (tiles - rest) // columns
+            split, whole = 2 + columns, (tiles - rest) // columns
         split = max(1, min(split, 4 if 3 in clusters else 14, K // (2 * COLS)))
     # they run at once: large ones two an SM, where not every cluster finds its SMs side by side
     room = sms * (3 if tile_m <= 32 else 2 if split == 2 else 1.7)
