@@ -130,7 +130,8 @@ def compile_kernel(kernel, cc, constants, names_of, aligned, warps=4, stages=3, 
     usage = cuobjdump("-res-usage", made.asm["cubin"])
     used = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     fits = used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= registers
-    assert fits and made.metadata.shared <= SHARED[cc], (cc, kernel, constants, used, made.metadata.shared)
+    used["SHARED"] = made.metadata.shared
+    assert fits and used["SHARED"] <= SHARED[cc], f"{cc} {kernel} {constants} {used}"   # text: it is pickled
     return made
 
 
