@@ -285,7 +285,7 @@ def _weight(packed, dtype):
 
 # --- launching; TILES, SPLIT_K and the rules of _tile come from results/gemm_tune.py on an H200
 
-FUSED_MAX = 256          # rows of x up to which W is not decoded first, and a Dense's LoRA has its own kernel
+FUSED_MAX = 256   # rows of x: up to them W is never decoded first, and a Dense's LoRA has a kernel of its own
 # TILE_M: CTAs on an SM, without and with LoRA (room is left, where the next kernel's wait), and stages
 TILES = {8: (3, 3, 4), 16: (5, 4, 4), 32: (4, 3, 4), 64: (3, 3, 3), 128: (2, 2, 3), 256: (1, 1, 3)}
 # (N, K): rows of x, up to a power of two: splits without and with LoRA, where _tile's rule is not the best
@@ -775,7 +775,7 @@ def _exchange(acc, inbox, part, SPLIT_K: constexpr):
 @jit
 def _gather(acc, first, OUT: constexpr, SPLIT_K: constexpr):
     """acc (R, C) of each CTA of a cluster → (OUT, C), the sum's rows from first on. Each leaves acc at
-    the end of its shared memory, where tiles were, and reads from all what it sums. There it stays until the
+    the end of its shared memory, where tiles were, and reads from all what it sums. There acc stays until the
     kernel ends: what Triton needs behind the loop it takes from the start of shared memory."""
     R: constexpr = acc.shape[0]
     C: constexpr = acc.shape[1]
