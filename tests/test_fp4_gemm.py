@@ -359,7 +359,7 @@ def check_clusters(with_lora, without, types, stages, registers):
     """Pairs of sums go into the others' shared memory, and nothing waits for global memory; or they stay in
     their own, where nothing comes that Triton writes behind the loop."""
     TILE_M, TILE_N = with_lora["TILE_M"], with_lora["TILE_N"]
-    pairs = TILE_N * TILE_M // (2 * TILE_N) // 2                      # of a thread: a warp has 16 rows
+    pairs = TILE_M // 4                                               # of a thread: a warp has 16 rows
     kinds = with_lora, without, with_lora | {"EVEN_K": False, "RANK": 64 if TILE_M > 32 else 128}
     for more, split in itertools.product(kinds, (OF_A_CLUSTER[TILE_M][0], OF_A_CLUSTER[TILE_M][-1])):
         more = more | {"CLUSTER": True, "SPLIT_K": split}
@@ -381,7 +381,7 @@ def check_clusters(with_lora, without, types, stages, registers):
             behind = kernel.asm["llir"].rpartition("ld.shared::cluster")[2]
             begins = [int(n) for n in re.findall(r"@global_smem, i32 (\d+)\)", behind)]
             room = shared - TILE_N * (TILE_M + 8) * 4
-            assert ("@global_smem" in behind) and 4 * out * TILE_M <= room
+            assert "@global_smem" in behind and 4 * out * TILE_M <= room
             assert bool(begins) == (more["RANK"] > 0) and all(n + 64 * 64 * 2 <= room for n in begins)
 
 
