@@ -591,8 +591,7 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
     pid_m, pid_n, pid_k = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if CLUSTER:
         pid_m, pid_k = pid_m // SPLIT_K, pid_m % SPLIT_K
-        if TILE_M <= 32:
-            inbox = _inbox(TILE_N * TILE_M * 4)
+        inbox = _inbox(TILE_N * TILE_M * 4) if TILE_M <= 32 else None
     shared = SPLIT_K > 1
     if WHOLE > 0:
         shared = pid_n >= WHOLE
@@ -601,9 +600,8 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
     first, last = pid_k * tiles_k // SPLIT_K, (pid_k + 1) * tiles_k // SPLIT_K
     if WHOLE > 0:
         last = tl.where(shared, last, tiles_k)
-    # rows of y.T that a CTA writes
     OUT_N: constexpr = triton.next_power_of_2(triton.cdiv(TILE_N, SPLIT_K)) if CLUSTER else TILE_N
-    first_n = pid_n * TILE_N + (pid_k * OUT_N if CLUSTER else 0)
+    first_n = pid_n * TILE_N + (pid_k * OUT_N if CLUSTER else 0)        # of the rows of y.T that a CTA writes
     first_m = pid_m * TILE_M
     if TMA and TILE_M > 32:                   # the last tile ends where x does, and some rows come twice
         first_m = tl.maximum(tl.minimum(first_m, M - TILE_M), 0)
@@ -732,12 +730,17 @@ def _sum_splits(acc, sums, counters, tile, part, R: constexpr, C: constexpr, SPL
 
 
 @jit
+def _end_of_shared_memory(SIZE: constexpr):   # a multiple of 16: the mask tells ptxas, which then loads pairs
+    return tl.inline_asm_elementwise(
+        "{.reg .b32 n; mov.b32 n, %dynamic_smem_size; mov.b32 $0, global_smem; add.u32 $0, $0, n; "
+        "sub.u32 $0, $0, $1; and.b32 $0, $0, -16;}", "=r,r", [SIZE], tl.int32, is_pure=True, pack=1)
+
+
+@jit
 def _inbox(SIZE: constexpr):
     """At the start of a CTA of a cluster: → the address of SIZE bytes at the end of its shared memory, before
     a barrier that opens when others have filled them. They may once all CTAs have come here."""
-    inbox = tl.inline_asm_elementwise(   # its last 4 bits are 0; the mask tells ptxas, which then loads pairs
-        "{.reg .b32 n; mov.b32 n, %dynamic_smem_size; mov.b32 $0, global_smem; add.u32 $0, $0, n; "
-        "sub.u32 $0, $0, $1; and.b32 $0, $0, -16;}", "=r,r", [SIZE + 16], tl.int32, is_pure=True, pack=1)
+    inbox = _end_of_shared_memory(SIZE + 16)
     tl.inline_asm_elementwise(
         "{.reg .pred first; .reg .b32 t; mov.b32 t, %tid.x; setp.eq.u32 first, t, 0; "
         "@first mbarrier.init.shared.b64 [$1], 1; @first fence.mbarrier_init.release.cluster; "
@@ -780,9 +783,7 @@ def _gather(acc, first, OUT: constexpr, SPLIT_K: constexpr):
     R: constexpr = acc.shape[0]
     C: constexpr = acc.shape[1]
     row, col = tl.arange(0, R)[:, None], tl.arange(0, C)[None, :]
-    here = tl.inline_asm_elementwise(
-        "{.reg .b32 n; mov.b32 n, %dynamic_smem_size; mov.b32 $0, global_smem; add.u32 $0, $0, n; "
-        "sub.u32 $0, $0, $1;}", "=r,r", [R * (C + 8) * 4], tl.int32, is_pure=True, pack=1)
+    here = _end_of_shared_memory(R * (C + 8) * 4)
     tl.debug_barrier()                        # no warp reads tiles any more
     # eight floats between rows: four rows and four pairs, of half a warp, are in 32 banks
     tl.inline_asm_elementwise("st.shared.v2.f32 [$2], {$4, $5};", "=r,=r,r,r,f,f",
@@ -790,8 +791,7 @@ def _gather(acc, first, OUT: constexpr, SPLIT_K: constexpr):
     tl.inline_asm_elementwise("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;", "=r", [],
                               tl.int32, is_pure=False, pack=1)
     row, col = tl.minimum(first + tl.arange(0, OUT), R - 1)[:, None], tl.arange(0, C // 4)[None, :] * 4
-    a = tl.zeros((OUT, C // 4), tl.float32)
-    b, c, d = a, a, a
+    a, b, c, d = 0., 0., 0., 0.
     for i in tl.static_range(SPLIT_K):
         at = tl.inline_asm_elementwise("mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r",
                                        [here + (row * (C + 8) + col) * 4, i], tl.int32, is_pure=True, pack=1)
