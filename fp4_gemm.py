@@ -321,8 +321,7 @@ def _large_tile(M, N, K, sms, rank):
 
 def _tile(M, N, K, sms, generation, deterministic=False, rank=0):
     """→ TILE_M, SPLIT_K, stages (1: DIRECT), rows of tiles that are not split after all (`whole`, the first),
-    TILE_N, CLUSTER; None where decoding before is faster. Without wgmma a tile of 64 columns decodes weights
-    twice."""
+    TILE_N, CLUSTER; None where decoding before is faster. Without wgmma tiles of 64 columns decode twice."""
     rows, tiles_n = triton.next_power_of_2(M), triton.cdiv(N, ROWS)
     fused = M <= FUSED_MAX * (2 if rank and generation == 9 else 1)      # LoRA's path around cuBLAS is longer
     if generation == 9 and not deterministic and 192 <= M <= 1024 and K >= 3584:
@@ -372,8 +371,9 @@ def _tile(M, N, K, sms, generation, deterministic=False, rank=0):
     # they run at once: large ones two an SM, where not every cluster finds its SMs side by side
     room = sms * (3 if tile_m <= 32 else 2 if split == 2 else 1.7)
     cluster = split in clusters and not whole and tiles * split <= room
-    if cluster and tile_m <= 16 and K >= 16 * COLS * split:
-        stages = 6           # few CTAs with long loops: more of each under way
+    # few CTAs with long loops have more of each under way, and so have those beside which LoRA's do not run
+    few = cluster and tile_m <= 16 and K >= 16 * COLS * split
+    stages = 6 if few else 5 if tile_m == 8 and not rank and 28 <= K // COLS < 64 else stages
     return tile_m, split, stages, whole, ROWS, cluster
 
 

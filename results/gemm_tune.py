@@ -73,8 +73,8 @@ def narrow_candidates(M, N, K):
     return [(tile_m, split, stages, 0, 64, split > 1) for tile_m in (8, 16, 32, 64, 128)
             if M // 8 <= tile_m <= M for split in (1, 2, 4, 8) if split <= -(-K // 128)
             and -(-N // 64) * -(-M // tile_m) * split <= 3 * 132
-            for stages in (3, 4, 6) if stages == fp4_gemm.TILES[tile_m][2] or stages == 4 and tile_m == 64
-            or stages == 6 and tile_m <= 16 and K >= 16 * 128 * split]
+            for stages in (3, 4, 5, 6) if stages == fp4_gemm.TILES[tile_m][2] or stages == 4 and tile_m == 64
+            or stages == 5 and tile_m == 8 or stages == 6 and tile_m <= 16 and K >= 16 * 128 * split]
 
 
 def large_candidates(M, N, K):
