@@ -14,7 +14,8 @@ gemm_splits.jsonl is the log behind SPLIT_K and the CTAs in TILES: every split, 
 model, that kernel included.
 gemm_tma.jsonl is the same for the rows from 32 on, whose x comes by TMA since (--rows 32,64,128,256,512, nine
 shapes; a step's two loads still stood apart): behind _tile's exception and what SPLIT_K has there no longer.
-gemm_small.jsonl, of --small, is the log behind _tile's narrow tiles, clusters and five stages.
+gemm_small.jsonl, of --small, is the log behind _tile's narrow tiles and clusters.
+gemm_stages.jsonl, of --small --rows 8 (cut out of a run of all rows), is that behind five stages.
 gemm_large.jsonl, of --large --rows 96,128,192,256,384,512,1024 on ten weights of the 3B to the 32B, is the
 log behind _large_tile, clusters of large tiles, and waves of tiles on many rows; tile null: decoded before.
 gemm_whole.jsonl, of --large --rows 32,64,128, is that behind the three pieces of a tile that is not whole.
