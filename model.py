@@ -12,7 +12,7 @@ everything computes in fp32, on a GPU in bf16 with the residual stream and the l
 
 transformers supplies the config and the formulas of scaled RoPE; its own models are the tests' oracle.
 Left out: mixtures of experts, sliding windows, encoder parts, dropout.
-Needs: torch, transformers; nvfp4.py, fp4_gemm.py, lora.py, decode.py, checkpoint.py.
+Needs: torch, transformers; nvfp4.py, fp4_gemm.py, lora.py, ops.py, checkpoint.py.
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import checkpoint
-import decode
+import ops
 import fp4_gemm
 import nvfp4
 from lora import LoRALinear
@@ -60,7 +60,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x, y):
         """→ (x + y, its norm); y may be None."""
-        return decode.add_norm(x, y, self.weight, self.eps, self.dtype)
+        return ops.add_norm(x, y, self.weight, self.eps, self.dtype)
 
 
 class FrozenLinear(nn.Module):
@@ -107,18 +107,18 @@ class Attention(nn.Module):
         qkv = self.qkv_proj(h)
         norms = self.q_norm and (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         if cache is not None and h.shape[1] == 1:
-            out = decode.cached_attention(qkv[:, 0], norms, cos[:, 0], sin[:, 0], cache, layer,
+            out = ops.cached_attention(qkv[:, 0], norms, cos[:, 0], sin[:, 0], cache, layer,
                                           positions[:, 0])
             return self.o_proj(out[:, None])
         H, Hkv = self.heads
         qk, v = qkv.unflatten(-1, (-1, self.head_dim)).split((H + Hkv, Hkv), 2)               # (B, T, …, Dh)
         if norms:
             (q, k), (q_weight, k_weight, eps) = qk.split((H, Hkv), 2), norms
-            qk = torch.cat([decode.rms_norm(q, q_weight, eps), decode.rms_norm(k, k_weight, eps)], 2)
-        q, k = decode.rope(qk, cos, sin).split((H, Hkv), 2)
+            qk = torch.cat([ops.rms_norm(q, q_weight, eps), ops.rms_norm(k, k_weight, eps)], 2)
+        q, k = ops.rope(qk, cos, sin).split((H, Hkv), 2)
         if cache is not None:
             cache.fill(layer, k, v)
-        return self.o_proj(decode.causal_attention(q, k, v))
+        return self.o_proj(ops.causal_attention(q, k, v))
 
 
 class MLP(nn.Module):
@@ -129,7 +129,7 @@ class MLP(nn.Module):
         self.down_proj = linear(dict(down_proj=D), F_, False)
 
     def forward(self, x, needed=True):
-        return self.down_proj(decode.swiglu(self.gate_up_proj(x)), needed)
+        return self.down_proj(ops.swiglu(self.gate_up_proj(x)), needed)
 
 
 class Block(nn.Module):
@@ -298,7 +298,7 @@ class KVCache:
         # (B,) of a decode step: how many first positions a group shares, and the slot where it reads them
         self.shared, self.leaders = torch.zeros_like(self.slots), self.slots
         self.of = self.slots                                        # (n,) row of `fill`'s k, v for each slot
-        self.pieces = -(-length // decode.SPLIT)                    # of the longest row of a decode step
+        self.pieces = -(-length // ops.SPLIT)                    # of the longest row of a decode step
 
     def fill(self, layer, k, v):
         """Keep k, v (B, T, Hkv, Dh) as positions 0 … T−1: slots[i] gets row of[i]."""

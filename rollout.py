@@ -22,7 +22,7 @@ Randomness is a function of (seed, step, number of the sequence, position): see 
 
 Training knows no top-k and no top-p: what the sampler cut off the trainer would not, and their ratio would be
 wrong. Evaluation, which has no ratio, may ask for top-p.
-Needs: torch, tqdm; decode.py, gumbel.py, model.py.
+Needs: torch, tqdm; ops.py, gumbel.py, model.py.
 """
 
 import time
@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-import decode
+import ops
 import gumbel
 from model import KVCache, head_dim
 
@@ -263,8 +263,8 @@ class _Batch:
 
     def advance(self, size, longest, steps, bar):
         """Some steps of the first `size` rows, none of which comes beyond `longest` positions → positions."""
-        most = -(-self.rollout.tokens.shape[1] // decode.SPLIT)
-        key = self.choose(size, min(most, 1 << (longest // decode.SPLIT).bit_length()))
+        most = -(-self.rollout.tokens.shape[1] // ops.SPLIT)
+        key = self.choose(size, min(most, 1 << (longest // ops.SPLIT).bit_length()))
         began = time.perf_counter()
         if self.cuda and key not in self.graphs:
             kernels = key[0], self.draw[0] == 0, self.draw[-1] < 1, len(self.stops)

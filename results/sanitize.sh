@@ -25,7 +25,7 @@ CUDA
 nvcc -o "$folder/control" "$folder/control.cu"
 gemm='forward_and_backward and (sizes3 or sizes4 or 16-sizes0 or 17-sizes0 or 33-sizes1 or 100-sizes0 or 128-sizes1 or 128-sizes2 or 129-sizes2 or 512-sizes2) or straight_into'
 step='gpu_attention and (positions1 or positions0-9) or gpu_norm_swiglu_and_rope'
-sets=("tests/test_fp4_gemm.py;$gemm" "tests/test_decode.py;$step")
+sets=("tests/test_fp4_gemm.py;$gemm" "tests/test_ops.py;$step")
 sets=("${sets[@]:0:${SETS:-2}}")
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 echo "commit ${COMMIT:-$(git describe --always --dirty)}; $(compute-sanitizer --version | tail -n 1)"

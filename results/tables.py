@@ -47,7 +47,7 @@ def gemm():
         print(f"| {shape} | {first['N']} × {first['K']} |{ratios}")
     note(latest.values(), "time of cuBLAS bf16 over ours in the same run, without LoRA, median of CUDA-graph "
          "replays over weights that do not fit into L2, each kernel checked against float64 first; by "
-         "`python bench.py gemm --out FILE.jsonl`, log in `results/gemm_bench.jsonl`.")
+         "`python results/bench.py gemm --out FILE.jsonl`, log in `results/gemm_bench.jsonl`.")
 
 
 def rollout():
@@ -81,7 +81,7 @@ def rollout():
             f"slots, mean length {r['mean_length']:.0f}, longest {r['longest']}, prefill, refill and tail "
             f"included: {r['tok_s']:,.0f} tokens/s (commit {r['commit']}){''.join(shares)}.")
     note([*latest.values(), *whole.values()], "random weights of each shape, LoRA of rank 32, temperature 1, "
-         "mean context 1000, without prefill and capture. By `python bench.py rollout --model-shape SHAPE`, "
+         "mean context 1000, without prefill and capture. By `python results/bench.py rollout --model-shape SHAPE`, "
          "log in `results/rollout_bench.jsonl`.")
 
 

@@ -9,10 +9,10 @@ from transformers import TopPLogitsWarper
 
 import aqn
 import checkpoint
-import decode
 import gumbel
 import lora
 import model
+import ops
 import rollout
 from rollout import Rollout, Sampler
 
@@ -157,7 +157,7 @@ def test_slots_change_nothing(m, slots):
 @pytest.mark.parametrize("slots", [5, 13, 64])
 def test_rows_read_their_prompt_in_the_slot_of_the_first_of_their_group(m, monkeypatch, slots):
     """Where it is what they have themselves, whoever has ended and come since."""
-    seen, attention = [], decode.cached_attention
+    seen, attention = [], ops.cached_attention
 
     def spy(qkv, norms, cos, sin, cache, layer, positions):
         for slot, leader, n in zip(cache.slots, cache.leaders, cache.shared, strict=True):
@@ -166,7 +166,7 @@ def test_rows_read_their_prompt_in_the_slot_of_the_first_of_their_group(m, monke
         seen.append([x.tolist() for x in (cache.slots, cache.leaders, cache.shared)])
         return attention(qkv, norms, cos, sin, cache, layer, positions)
 
-    monkeypatch.setattr(decode, "cached_attention", spy)
+    monkeypatch.setattr(ops, "cached_attention", spy)
     states, step = [], rollout._Batch.step
     monkeypatch.setattr(rollout._Batch, "step",
                         lambda batch, *key: states.append(batch.state.clone()) or step(batch, *key))
@@ -247,12 +247,12 @@ def test_what_the_host_does_for_a_gpu(m, monkeypatch, slots):
         if capturing:
             capturing[0].step = lambda: called(batch, size, pieces)
             return
-        assert (pieces - 1) * decode.SPLIT < batch.cache.k.shape[3] and size <= batch.slots
-        assert pieces * decode.SPLIT > batch.state[3].max() and (batch.state[3, size:] < 0).all()
+        assert (pieces - 1) * ops.SPLIT < batch.cache.k.shape[3] and size <= batch.slots
+        assert pieces * ops.SPLIT > batch.state[3].max() and (batch.state[3, size:] < 0).all()
         if (batch.state[3, :size] >= 0).any():
             step(batch, size, pieces)
 
-    monkeypatch.setattr(decode, "SPLIT", 8)
+    monkeypatch.setattr(ops, "SPLIT", 8)
     monkeypatch.setattr(rollout._Batch, "__init__", start)
     monkeypatch.setattr(rollout._Batch, "step", called)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
@@ -436,7 +436,7 @@ def test_gpu_graph_equals_eager(real, monkeypatch, top_p):
     graph = sampler.generate(*draw, top_p=top_p)
     assert torch.equal(graph.tokens, whole.tokens) == (top_p == 1)
     monkeypatch.setattr(rollout._Batch, "advance", lambda self, size, longest, steps, bar: (
-        [self.step(size, -(-self.rollout.tokens.shape[1] // decode.SPLIT)) for _ in range(steps)],
+        [self.step(size, -(-self.rollout.tokens.shape[1] // ops.SPLIT)) for _ in range(steps)],
         self.state[3].tolist())[1])
     eager = Sampler(m, 40, deterministic=True).generate(*draw, top_p=top_p)
     assert all(torch.equal(a, b) for a, b in zip(graph, eager, strict=True))

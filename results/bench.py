@@ -1,4 +1,4 @@
-"""Measure: python bench.py gemm|rollout|step [--out FILE.jsonl]. The last line of stdout is one JSON value.
+"""Measure: python results/bench.py gemm|rollout|step [--out FILE.jsonl]. The last line of stdout is one JSON value.
 
 gemm: y = x @ W.T of fp4_gemm.py against bf16 (cuBLAS), and its distance from the bound
     max(0.5625 · N · K bytes / 4.3 TB/s, 2 · M · N · K / 790 TFLOP/s)        (both rates measured on an H200)
@@ -16,7 +16,7 @@ hf is transformers' generate in bf16 on the same GPU, hf-lora has lora.py's plai
 
 step: whole GRPO steps of train.py on random weights: --prompts × --samples answers of --new tokens each, then
 the update with random advantages and gradient checkpointing. --update-only makes answers up.
-torchrun --nproc-per-node N bench.py step … gives each rank that many; tokens a second are those of all.
+torchrun --nproc-per-node N results/bench.py step … gives each rank that many; tokens a second are those of all.
 """
 import argparse
 import copy
@@ -34,6 +34,7 @@ from pathlib import Path
 import torch
 import transformers
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
 import checkpoint
 import fp4_gemm
 import lora

@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_decode.py -q"""
+"""python -m pytest tests/test_ops.py -q"""
 import re
 from types import SimpleNamespace
 
@@ -7,22 +7,22 @@ import torch
 from conftest import build, compile_with_a_wait, on_all_cores, run_alone
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-import decode
+import ops
 
 
 def test_norm_rope_and_swiglu_equal_their_references():
     """transformers' RMSNorm and rotation, and the formula of SwiGLU, on odd sizes."""
     x, norm = torch.randn(3, 5, 37), LlamaRMSNorm(37, 1e-3)
     norm.weight.data.normal_()
-    torch.testing.assert_close(decode.rms_norm(x, norm.weight, 1e-3), norm(x), atol=2e-6, rtol=0)
-    low = decode.rms_norm(x.bfloat16(), norm.weight, 1e-3)       # one rounding at the end, none on the way
-    assert torch.equal(low, decode.rms_norm(x.bfloat16().float(), norm.weight, 1e-3).bfloat16())
+    torch.testing.assert_close(ops.rms_norm(x, norm.weight, 1e-3), norm(x), atol=2e-6, rtol=0)
+    low = ops.rms_norm(x.bfloat16(), norm.weight, 1e-3)       # one rounding at the end, none on the way
+    assert torch.equal(low, ops.rms_norm(x.bfloat16().float(), norm.weight, 1e-3).bfloat16())
     q, angle = torch.randn(3, 5, 7, 6), torch.randn(3, 5, 3)
     twice = angle.repeat(1, 1, 2)
     theirs, _ = apply_rotary_pos_emb(q, q, twice.cos(), twice.sin(), unsqueeze_dim=2)
-    torch.testing.assert_close(decode.rope(q, angle.cos(), angle.sin()), theirs, atol=1e-6, rtol=0)
+    torch.testing.assert_close(ops.rope(q, angle.cos(), angle.sin()), theirs, atol=1e-6, rtol=0)
     gate, up = torch.randn(2, 3, 11).unbind()
-    ours = decode.swiglu(torch.cat([gate, up], -1))
+    ours = ops.swiglu(torch.cat([gate, up], -1))
     torch.testing.assert_close(ours, gate / (1 + (-gate).exp()) * up, atol=1e-6, rtol=0)
 
 
@@ -40,7 +40,7 @@ def attention_by_hand(q, k, v):
 def test_causal_attention_equals_its_definition(H, Hkv):
     """With shared key heads."""
     q, k, v = torch.randn(3, 9, H, 7), torch.randn(3, 9, Hkv, 7), torch.randn(3, 9, Hkv, 7)
-    full = decode.causal_attention(q, k, v)
+    full = ops.causal_attention(q, k, v)
     for b in range(3):
         for t in range(9):                              # fp32 sums of 9 products of size 3: 1e-6
             by_hand = attention_by_hand(q[b, t], k[b, :t + 1], v[b, :t + 1])
@@ -61,7 +61,7 @@ def decode_step(H, Hkv, Dh, positions, length, head_norms, device="cpu", dtype=t
         for x in (k, v):
             x[:, slots[b], :, :n] = x[:, slots[b - 1], :, :n]
     cache = SimpleNamespace(k=k, v=v, slots=slots, shared=shared, leaders=leaders,
-                            pieces=-(-length // decode.SPLIT),
+                            pieces=-(-length // ops.SPLIT),
                             counters=torch.zeros((B + 2) * Hkv, dtype=torch.int32, device=device))
     angle = positions[:, None] * torch.rand(Dh // 2, device=device)
     norms = (*(torch.rand(2, Dh, device=device) + 0.5), 1e-5) if head_norms else None
@@ -83,12 +83,12 @@ def test_a_decode_step_equals_its_definition(H, Hkv, head_norms):
     positions = [0, 12, -1, 7]
     qkv, norms, cos, sin, cache, layer, at = decode_step(H, Hkv, 8, positions, 13, head_norms)
     expected_k, expected_v = before = cache.k.clone(), cache.v.clone()
-    out = decode.cached_attention(qkv, norms, cos, sin, cache, layer, at)
+    out = ops.cached_attention(qkv, norms, cos, sin, cache, layer, at)
     for b in (0, 1, 3):
         q, k, v = qkv[b].view(-1, 8).split((H, Hkv, Hkv))
         if norms:
-            q, k = decode.rms_norm(q, norms[0], 1e-5), decode.rms_norm(k, norms[1], 1e-5)
-        q, k = decode.rope(q, cos[b], sin[b]), decode.rope(k, cos[b], sin[b])
+            q, k = ops.rms_norm(q, norms[0], 1e-5), ops.rms_norm(k, norms[1], 1e-5)
+        q, k = ops.rope(q, cos[b], sin[b]), ops.rope(k, cos[b], sin[b])
         slot, n = cache.slots[b], positions[b] + 1
         expected_k[1, slot, :, n - 1], expected_v[1, slot, :, n - 1] = k, v
         by_hand = attention_by_hand(q, *(x[1, slot, :, :n].transpose(0, 1) for x in before))
@@ -133,24 +133,24 @@ def interpreted():
         x, y, w = torch.randn(5, D), torch.randn(5, D), torch.randn(D)
         for inputs in ([x, y], [x, None]):                             # sums of 576: a few roundings of 2⁻²³
             for used in ((0, 1), (1,), (0,)):                          # the last norm's sum is read by nobody
-                alike(lambda *i, w=w: decode.AddNorm.apply(*i, w, 1e-5, torch.float32),
-                      lambda *i, w=w: decode.add_norm(*i, w, 1e-5, torch.float32), inputs, 4e-6, used)
+                alike(lambda *i, w=w: ops.AddNorm.apply(*i, w, 1e-5, torch.float32),
+                      lambda *i, w=w: ops.add_norm(*i, w, 1e-5, torch.float32), inputs, 4e-6, used)
     for rows in (3, 17):
-        alike(decode.SwiGLU.apply, decode.swiglu, [torch.randn(rows, 2 * 1501)], 4e-6)
+        alike(ops.SwiGLU.apply, ops.swiglu, [torch.randn(rows, 2 * 1501)], 4e-6)
     for H, Dh in ((4, 16), (7, 40)):
         part = torch.randn(2, 5, H + 3, Dh)[:, :, 1:H + 1]             # as q is a part of qkv
         angle = torch.rand(2, 5, Dh // 2) * 7
-        alike(lambda x, at=angle: decode.Rope.apply(x, at.cos(), at.sin()),
-              lambda x, at=angle: decode.rope(x, at.cos(), at.sin()), [part], 4e-6)
+        alike(lambda x, at=angle: ops.Rope.apply(x, at.cos(), at.sin()),
+              lambda x, at=angle: ops.rope(x, at.cos(), at.sin()), [part], 4e-6)
     for H, Hkv, Dh, head_norms, positions in ((8, 4, 16, False, EDGES), (7, 1, 64, True, [5, 300, -1, 599]),
                                               (9, 3, 40, True, [5, 300, 256]),
                                               (2, 1, 128, False, [1023, 1024, 1300])):      # a fifth piece
         length = max(positions) + 1
         qkv, norms, cos, sin, cache, _, at = decode_step(H, Hkv, Dh, positions, length, head_norms)
         twin, live = SimpleNamespace(**vars(cache) | dict(k=cache.k.clone(), v=cache.v.clone())), at >= 0
-        plain = decode.cached_attention(qkv, norms, cos, sin, cache, 1, at)
+        plain = ops.cached_attention(qkv, norms, cos, sin, cache, 1, at)
         spoil(twin)
-        ours = decode._cached_attention(qkv, norms, cos, sin, twin, 1, at)
+        ours = ops._cached_attention(qkv, norms, cos, sin, twin, 1, at)
         spoiled += (twin.k == 100).sum()
         spoil(cache)
         same(ours[live], plain[live], 4e-6)
@@ -164,8 +164,8 @@ def interpreted():
     qkv[:, 64:96] += 12
     cache.k += 12
     twin = SimpleNamespace(**vars(cache) | dict(k=cache.k.clone(), v=cache.v.clone()))
-    plain = decode.cached_attention(qkv, norms, cos, sin, cache, 1, at)
-    same(decode._cached_attention(qkv, norms, cos, sin, twin, 1, at), plain, 1e-3)    # 2⁻²⁴ of scores of 600
+    plain = ops.cached_attention(qkv, norms, cos, sin, cache, 1, at)
+    same(ops._cached_attention(qkv, norms, cos, sin, twin, 1, at), plain, 1e-3)    # 2⁻²⁴ of scores of 600
 
 
 def test_kernels_in_the_interpreter():
@@ -177,24 +177,24 @@ def compiled_for(cc):
     names_of = {"*bf16": "qkv k_cache v_cache gate_up y out d_out dy", "*i32": "counters",
                 "*i64": "slots leaders shared positions", "fp32": "eps scale sign",
                 "*fp32": "sums maxima cos sin x weight q_weight k_weight total d_total dx"}
-    wide, narrow = ([dict(SPLIT=decode.SPLIT, ROWS=8, PDL=cc >= 90) | more for more in (
+    wide, narrow = ([dict(SPLIT=ops.SPLIT, ROWS=8, PDL=cc >= 90) | more for more in (
         dict(DH=128, REP=7, HALF=64), dict(DH=64, REP=3, HALF=32, q_weight=None, k_weight=None))])
     six = 65536 // 64 // 6 // 8 * 8                       # registers for six programs on an SM
     for few in (False, True) if cc in (90, 100) else (False,):
         for shape in (wide, narrow):
             tile = dict(TILE=(8192 if few else 2048) // shape["HALF"])
-            ptx, _ = build(decode._attention_kernel, cc, shape | tile, names_of, (), 4 if few else 2,
+            ptx, _ = build(ops._attention_kernel, cc, shape | tile, names_of, (), 4 if few else 2,
                            registers=six if shape is narrow and not few else 255)
             waits = [m.start() for m in re.finditer("griddepcontrol.wait", ptx)]
             assert len(waits) == (2 if cc >= 90 else 0), "one that does not wait lets the next overtake"
             assert not waits or ptx.count("cp.async.cg", *waits) >= (64 if few else 32)       # two tiles
     compile_with_a_wait(
-        cc, [(decode._add_norm_kernel, dict(D=8192, TILE=8192), 8, 128, 1),
-             (decode._add_norm_backward_kernel, dict(D=8192, TILE=8192), 8, 255, 1),
-             (decode._swiglu_kernel, dict(TILE=1024, d_out=None), 4, 64, 1),
-             (decode._swiglu_kernel, dict(TILE=512, d_out=None), 2, 64, 1),
-             (decode._swiglu_kernel, dict(TILE=1024), 4, 64, 1),
-             (decode._rope_kernel, dict(DH=128, ROWS=128, HALF=64), 8, 128, 1)],
+        cc, [(ops._add_norm_kernel, dict(D=8192, TILE=8192), 8, 128, 1),
+             (ops._add_norm_backward_kernel, dict(D=8192, TILE=8192), 8, 255, 1),
+             (ops._swiglu_kernel, dict(TILE=1024, d_out=None), 4, 64, 1),
+             (ops._swiglu_kernel, dict(TILE=512, d_out=None), 2, 64, 1),
+             (ops._swiglu_kernel, dict(TILE=1024), 4, 64, 1),
+             (ops._rope_kernel, dict(DH=128, ROWS=128, HALF=64), 8, 128, 1)],
         names_of, ("F_",))
 
 
@@ -218,13 +218,13 @@ def test_gpu_attention(H, Hkv, Dh, head_norms, positions):
     qkv, norms, cos, sin, cache, layer, at = arguments
     wide = SimpleNamespace(k=cache.k.float().cpu(), v=cache.v.float().cpu(), slots=cache.slots.cpu(),
                            leaders=cache.leaders.cpu(), shared=cache.shared.cpu())
-    plain = decode.cached_attention(qkv.float().cpu(), norms and (norms[0].cpu(), norms[1].cpu(), norms[2]),
+    plain = ops.cached_attention(qkv.float().cpu(), norms and (norms[0].cpu(), norms[1].cpu(), norms[2]),
                                     cos.cpu(), sin.cpu(), wide, layer, at.cpu())
     spoil(cache)
     spoil(wide)
     assert (cache.k == 100).any()
     with torch.no_grad():
-        ours = [decode.cached_attention(*arguments) for _ in range(50)]
+        ours = [ops.cached_attention(*arguments) for _ in range(50)]
     live = at >= 0
     assert all(torch.equal(o[live], ours[0][live]) for o in ours) and not cache.counters.any()
     # q, k (twice where they are normed), p and the result are rounded to bf16, each by up to 2⁻⁹ of itself
@@ -237,10 +237,10 @@ def test_gpu_attention(H, Hkv, Dh, head_norms, positions):
 def test_gpu_an_update_may_have_more_rows_than_a_grid_is_high():
     """70 000 tokens: only a grid's first axis goes beyond 65 535."""
     x, y = torch.randn(2, 70_000, 32, device="cuda")
-    assert decode.swiglu(x.bfloat16())[-1].abs().sum() > 0
-    assert decode.add_norm(x, y, torch.ones(32, device="cuda"), 1e-5, torch.bfloat16)[1][-1].abs().sum() > 0
+    assert ops.swiglu(x.bfloat16())[-1].abs().sum() > 0
+    assert ops.add_norm(x, y, torch.ones(32, device="cuda"), 1e-5, torch.bfloat16)[1][-1].abs().sum() > 0
     angle = torch.zeros(1, 70_000, 8, device="cuda")
-    assert torch.equal(decode.rope(x.view(1, -1, 2, 16), angle.cos(), angle.sin()), x.view(1, -1, 2, 16))
+    assert torch.equal(ops.rope(x.view(1, -1, 2, 16), angle.cos(), angle.sin()), x.view(1, -1, 2, 16))
 
 
 @pytest.mark.gpu
@@ -249,10 +249,10 @@ def test_gpu_norm_swiglu_and_rope():
     x, y, w = torch.randn(3, 37, 3584)
     gate_up, part = torch.randn(37, 2 * 18944), torch.randn(2, 9, 36, 128)[:, :, :28]
     cos, sin = torch.rand(2, 2, 9, 64)
-    jobs = [(lambda x, y, w: decode.add_norm(x, y, w, 1e-5, y.dtype), [x, y], [w[0]]),
-            (lambda x, w: decode.add_norm(x, None, w, 1e-5, torch.bfloat16 if x.is_cuda else x.dtype)[1], [x],
-             [w[0]]), (decode.rope, [part.bfloat16()], [cos, sin]),
-            *((decode.swiglu, [rows.bfloat16()], []) for rows in (gate_up, gate_up[:9]))]
+    jobs = [(lambda x, y, w: ops.add_norm(x, y, w, 1e-5, y.dtype), [x, y], [w[0]]),
+            (lambda x, w: ops.add_norm(x, None, w, 1e-5, torch.bfloat16 if x.is_cuda else x.dtype)[1], [x],
+             [w[0]]), (ops.rope, [part.bfloat16()], [cos, sin]),
+            *((ops.swiglu, [rows.bfloat16()], []) for rows in (gate_up, gate_up[:9]))]
     jobs[0][1][1] = y.bfloat16()
     for function, learn, others in jobs:
         found = []
