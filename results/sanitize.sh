@@ -23,7 +23,7 @@ int main() {
 }
 CUDA
 nvcc -o "$folder/control" "$folder/control.cu"
-gemm='forward_and_backward and (sizes3 or sizes4 or 16-sizes0 or 17-sizes0 or 33-sizes1 or 100-sizes0 or 128-sizes1 or 128-sizes2 or 129-sizes2 or 512-sizes2) or straight_into'
+gemm='forward_and_backward and (sizes3 or sizes4 or 16-sizes0 or 17-sizes0 or 33-sizes1 or 100-sizes0 or 128-sizes1 or 128-sizes2 or 129-sizes2 or 512-sizes2) or rows_from_the_middle'
 step='gpu_attention and (positions1 or positions0-9) or gpu_norm_swiglu_and_rope'
 sets=("tests/test_fp4_gemm.py;$gemm" "tests/test_ops.py;$step")
 sets=("${sets[@]:0:${SETS:-2}}")

@@ -112,7 +112,7 @@ def build(*args, **options):
     return asm["ptx"], asm["cubin"]
 
 
-def compile_kernel(kernel, cc, constants, names_of, aligned, warps=4, stages=3, registers=255):
+def compile_kernel(kernel, cc, constants, names_of, aligned, warps=4, stages=3, registers=255, stack=0):
     """→ Triton's compiled kernel; no spills, no more registers or shared memory than there may be.
 
     names_of: a type → the arguments that have it; others are i32. aligned: integers that are multiples of 16.
@@ -129,7 +129,7 @@ def compile_kernel(kernel, cc, constants, names_of, aligned, warps=4, stages=3, 
                           options=dict(num_warps=warps, num_stages=stages, launch_pdl=cc >= 90))
     usage = cuobjdump("-res-usage", made.asm["cubin"])
     used = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    fits = used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= registers
+    fits = used["STACK"] <= stack and used["LOCAL"] == 0 and used["REG"] <= registers
     used["SHARED"] = made.metadata.shared
     assert fits and used["SHARED"] <= SHARED[cc], f"{cc} {kernel} {constants} {used}"   # text: it is pickled
     return made
