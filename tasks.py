@@ -8,12 +8,12 @@ r"""Tasks: a list of problems, a prompt for each, and a reward that a program ca
 An answer scores 1 if it is finished (the model ended it) and right:
 
     multiplication, addition    the last number in the text is exactly the right one
-    gsm8k                       the same of the number right behind the last "####" that has one; if none has,
-                                of the last one in the last \boxed{…}; without that, of the last in the text
+    gsm8k                       the same of the number right behind the last "####" that has one, where "1. A"
+                                is a heading and "6 * 3 = 18" answers 18; if none has, of the last one in the
+                                last \boxed{…}; without that, of the last in the text
     countdown                   the formula in the last <answer>…</answer>, else in the last line, makes the
                                 target with + - * / from the numbers, each used exactly once, as in TinyZero
-    math                        the last \boxed{…} equals the solution's: as text, spacing aside, as a number,
-                                or, where math-verify is installed, in its judgement
+    math                        the last \boxed{…} equals the solution's, as math-verify judges
 
     "7 * 8 = 56."         56    "-7", "−7", "-$7"       −7      "1,000" is 1000; "1,00" ends with 00
     "$56", "56%", "56kg"  56    "5-3", "5 - 3", "5 -3"   3      "3/4", "\frac{3}{4}" ¾; "1 1/2" 1½
@@ -21,7 +21,7 @@ An answer scores 1 if it is finished (the model ended it) and right:
 
 A minus belongs to the number that it touches, unless it takes away from another. A percent sign is a unit.
 Only ASCII digits are digits, the last 2,000 characters are read, a number of over 40 digits scores 0. No text
-is evaluated, and none, however hostile, costs more than a few milliseconds; math-verify may take 2 seconds.
+is evaluated, and none, however hostile, costs more than a few milliseconds; math-verify may take 1 second.
 
 data is a JSONL file, or a dataset of the hub as owner/name[/config][:split]; its records have the fields
     gsm8k       question; answer, which ends with "#### 18"              openai/gsm8k/main
@@ -29,16 +29,12 @@ data is a JSONL file, or a dataset of the hub as owner/name[/config][:split]; it
     math        problem, question or prompt, which may be a chat; and    HuggingFaceH4/MATH-500:test
                 answer, reward_model.ground_truth or solution            open-r1/DAPO-Math-17k-Processed/en
 
-The paper (QeRL §4.1) trains on GSM8K and BigMath. Its released code pays 0.2 for the format, and compares
-GSM8K's answers as strings, where "1,250" is not "1250"; here the answer alone is paid. Arithmetic is ours.
-
 Left out: partial credit, 1.000,00 and 1 000 as thousands.
-Needs: nothing; datasets for the hub.   `python tasks.py FILE.jsonl…` checks files in GSM8K's format.
+Needs: nothing; math-verify for math; datasets for the hub.
 """
 
 import ast
 import hashlib
-import importlib.util
 import inspect
 import json
 import operator
@@ -49,14 +45,11 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from fractions import Fraction
-from functools import reduce
-from itertools import combinations
+from functools import cache, lru_cache, reduce
+from itertools import accumulate, combinations
 from typing import NamedTuple
 
-MULTIPLICATION = "What is {a} * {b}?"
-ADDITION = "What is {a} + {b}?"
 GSM8K = "{question}\nThink step by step, and end with a line of the form #### <number>."
 COUNTDOWN = ("Make {target} from {nums} with + - * / and brackets. Use each number exactly once.\n"
              "Think step by step, and end with the formula, as in <answer>(1 + 2) * 3</answer>.")
@@ -65,7 +58,7 @@ MATH = "{problem}\nThink step by step, and put the final answer into \\boxed{{}}
 SPLIT_SEED = 0                      # not the run's: whatever its --seed, a run holds out the same problems
 MAX_PAIRS = 1_000_000               # 0-999 squared; the pairs are listed in memory
 READ, MAX_DIGITS = 2000, 40         # characters, digits
-FORMULA, GOLD = 200, 500            # characters, at most
+FORMULA, GOLD, DEEP = 200, 500, 8     # at most: characters, characters, brackets in brackets
 
 NUMBER = re.compile(r"""
     (?P<sign>[-\u2212])? (?:\\?[$€£])?
@@ -74,7 +67,13 @@ NUMBER = re.compile(r"""
         (?:[eE](?P<exp>[+-]?[0-9]+))? )
     """, re.VERBOSE)
 FRAC = re.compile(r"(?:([0-9]) ?)?\\[dt]?frac\{ ?(-?[0-9]+) ?\}\{ ?([0-9]+) ?\}")
-MARK = re.compile(r"####[ \t=:*_`(<\\$]*")
+# "####", and of an equation behind it, 6 * 3 = 18, all but its result
+MARK = re.compile(r"####[ \t=:*_`(<\\$]*(?:[-−]?[0-9][0-9.,/]*[ )]*(?:[-+*−×÷x]|/ |\\(?:times|cdot|div))"
+                  r"(?:[-+*/−×÷x0-9.,$() ]|\\[a-z]+)*=[ $]*)*")
+HEADING = re.compile(r"[0-9]{1,2}[.)] +[*_]*[^\W\d_]")                          # 1. First step
+# a unit's square or cube, which is no number: 540 m^2, 540\text{ m}^2, 9.8 m/s^2, 540 cm2
+SQUARE = re.compile(r"([0-9](?:[ ~$]|\\[,; ])*(?:\\(?:text|mathrm|mbox)\{[ ~]*)?(?:[a-zA-Z]{1,20}/)?"
+                    r"(?:[ms]|[a-zA-Z]{2,20}))(?:([.}$]*)\^\{?[23]\}?|[23])(?![0-9])")
 # braces in braces, five deep
 BOXED = re.compile(r"\\boxed *\{(" + r"(?:[^{}]|\{" * 4 + "[^{}]*" + r"\})*" * 4 + r")\}")
 # $\boxed 2$, as MATH has it, up to where the formula ends
@@ -82,20 +81,29 @@ BARE = re.compile(r"\\boxed +((?:\\\$|[^ ${])(?:\\\$|[^$])*?) *(?=\$|\\[])]|\\en
 BINARY = re.compile(r"(?:[^\W_]|[)\]}%]|[0-9]\$|[0-9%][ \t]{1,8})\Z")        # a minus behind this takes away
 POWER = re.compile(r"(?:[0-9)]\*\*|[0-9)] \*\* |\^ ?[({]?)\Z")               # "is **bold**" is no power
 RAISED = re.compile(r"\^(?!\{?\\circ)|\*\*[0-9(]| \*\* [0-9(]")              # nor is 90^\circ
-UNIT = re.compile(r"(?<=[0-9}])\\(?:text|mathrm|mbox)\{(?!(?:i|e|[AaPp]\.?[Mm]\.?)\})[^{}]*\}\Z")
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 HUB = re.compile(r"(?!.*\.jsonl?\Z)([\w-][\w.-]*/[\w.-]+)(?:/([\w.-]+))?(?::([\w.%:[\]-]+))?")
 # what DAPO's authors wrote around their problems: it asks for another form of answer
 DAPO = re.compile(r"\ASolve the following math problem[^\n]*\n\n|\n\nRemember to put your answer[^\n]*\Z")
-# compares the pairs it reads; faulthandler's thread ends it after 2 s, be it in the middle of one operation
-WORKER = r"""import faulthandler, json, resource, sys
+# work that may not end: series; powers of powers, of factorials, with six digits; sums to the power of 100
+HEAVY = re.compile(r"\\(?:sum|prod|i*int|lim|Gamma)(?![a-z])|\^ *(?:\{[^}]*|\w)[\^!]|![)} ]*!"
+                   r"|(?:\^|binom)[{( -]*[0-9]{6}|[0-9]{6}[)} ]*!|\w *[-+][^()]*\) *\^[{ ]*[0-9]{3}")
+# Judges each pair it reads in a child of its own, a copy with the grammar loaded. The kernel ends one after
+# 1 s of processor time, even in the middle of one multiplication
+WORKER = r"""import json, os, resource, signal, sys
 from math_verify import parse, verify
-resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+def equal(*pair):
+    gold, answer = (parse(f"\\boxed{{{latex}}}", parsing_timeout=None) for latex in pair)
+    return verify(gold, answer, timeout_seconds=None)
+for latex in (r"\sqrt{3} - x^2", r"(\frac12, 3]", r"\{1, 2\}", r"x = 5\text{ m}", r"50\%", "1,000"):
+    equal(latex, "(x + 1)(x - 1)")
 for line in sys.stdin:
-    faulthandler.dump_traceback_later(2, exit=True)
-    gold, answer = (parse(f"\\boxed{{{latex}}}", parsing_timeout=None) for latex in json.loads(line))
-    print(verify(gold, answer, timeout_seconds=None), flush=True)
-    faulthandler.cancel_dump_traceback_later()"""
+    if child := os.fork():
+        print(os.waitpid(child, 0)[1] == 0, flush=True)
+    else:
+        resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+        signal.setitimer(signal.ITIMER_PROF, 1)
+        os._exit(not equal(*json.loads(line)))"""
 
 
 class Task(NamedTuple):
@@ -108,15 +116,15 @@ class Task(NamedTuple):
 def multiplication(data=None, operands=None, held_out=32):
     """Times tables: all ordered pairs of operands from LOW-HIGH, "2-12" unless told otherwise.
 
-    Exactly held_out problems are set aside, in mirrored pairs and squares: with 3 * 4 goes 4 * 3.
-    ValueError: operands not LOW-HIGH; fewer than twice held_out problems, or over MAX_PAIRS; data given.
+    Exactly held_out are set aside, in mirrored pairs and squares: with 3 * 4 goes 4 * 3. ValueError: operands
+    not LOW-HIGH; fewer than twice held_out problems, or over MAX_PAIRS; data given.
     """
-    return _arithmetic(MULTIPLICATION, operator.mul, data, operands or "2-12", held_out)
+    return _arithmetic("What is {a} * {b}?", operator.mul, data, operands or "2-12", held_out)
 
 
 def addition(data=None, operands=None, held_out=32):
     """Sums: as multiplication(), with operands "0-99" unless told otherwise: 10,000 ordered pairs."""
-    return _arithmetic(ADDITION, operator.add, data, operands or "0-99", held_out)
+    return _arithmetic("What is {a} + {b}?", operator.add, data, operands or "0-99", held_out)
 
 
 def _arithmetic(question, operation, data, operands, held_out):
@@ -125,8 +133,7 @@ def _arithmetic(question, operation, data, operands, held_out):
     low, high = _bounds(operands)
     n = high - low + 1
     if not 2 * held_out <= n * n <= MAX_PAIRS:
-        raise ValueError(f"operands={operands!r} make {n * n} problems: it takes {2 * held_out} (to hold "
-                         f"out {held_out} and train on as many) to {MAX_PAIRS}")
+        raise ValueError(f"operands={operands!r} make {n * n} problems, not {2 * held_out} to {MAX_PAIRS}")
     rng, values = random.Random(SPLIT_SEED), range(low, high + 1)
     # squares in proportion, 1 pair in n, but odd or even as held_out is, for the other pairs come in twos
     squares = 2 * round(held_out / n / 2) + held_out % 2
@@ -135,11 +142,11 @@ def _arithmetic(question, operation, data, operands, held_out):
         held += [(a, b), (b, a)]
     rng.shuffle(held)
     kept_apart = set(held)
-    return Task(train=[{"a": a, "b": b} for a in values for b in values if (a, b) not in kept_apart],
-                held_out=[{"a": a, "b": b} for a, b in held],
-                prompt=question.format_map,
-                reward=lambda problem, text, finished: float(
-                    bool(finished) and last_number(text) == operation(problem["a"], problem["b"])))
+
+    def reward(problem, text, finished):
+        return float(bool(finished) and last_number(text) == operation(problem["a"], problem["b"]))
+    return Task([{"a": a, "b": b} for a in values for b in values if (a, b) not in kept_apart],
+                [{"a": a, "b": b} for a, b in held], question.format_map, reward)
 
 
 def _bounds(operands):
@@ -192,8 +199,7 @@ def _number_problem(record):
     nums, target = record.get("nums"), record.get("target")
     if (not isinstance(nums, list) or not 0 < len(nums) < 10 or {type(n) for n in (target, *nums)} != {int}
             or min(nums) < 0):
-        raise ValueError("it must be an object in which 'nums' is a list of 1 to 9 integers, none of them "
-                         "negative, and 'target' an integer")
+        raise ValueError("'nums' must be a list of 1 to 9 integers, none negative, and 'target' an integer")
     return {"nums": nums, "target": target}
 
 
@@ -221,16 +227,9 @@ def _evaluate(node, left):
 
 
 def math(data=None, operands=None, held_out=256):
-    """Problems, or chats' user messages, with an answer in LaTeX, judged by math-verify where installed."""
-    problems = read(data, _latex_problem)
-    equal = MathVerify() if importlib.util.find_spec("math_verify") else None
-    if equal and not equal("1", "1"):
-        raise ValueError("math-verify is installed but does not work: `python -c 'import math_verify'` says "
-                         "why; without it answers are compared as text and as numbers")
-    if not equal:
-        print("note: math-verify is not installed: answers are compared as text and as numbers")
-    return _split(problems, held_out, data, operands, lambda *answer: math_reward(*answer, equal),
-                  MATH.format_map)
+    """Problems, or chats' user messages, with an answer in LaTeX. ValueError: as gsm8k, or no math-verify."""
+    equal("1", "1")
+    return _split(read(data, _latex_problem), held_out, data, operands, math_reward, MATH.format_map)
 
 
 def _latex_problem(record):
@@ -249,33 +248,30 @@ def _latex_problem(record):
     return {"problem": DAPO.sub("", _text(found, "problem", "question", "prompt")), "answer": gold}
 
 
-def math_reward(problem, text, finished, equal=None):
-    """equal(gold, answer) is asked where neither the texts are equal nor both are numbers."""
-    boxed = BOXED.findall(text[-READ:])
-    if not finished or not boxed or not boxed[-1].strip():
+def math_reward(problem, text, finished):
+    gold, answer = problem["answer"], (BOXED.findall(text[-READ:]) or [""])[-1].rstrip(" .")
+    depths = accumulate((c in "([{") - (c in ")]}") for c in answer)
+    heavy = HEAVY.search(answer) and not HEAVY.search(gold)
+    if not finished or not 0 < len(answer) <= GOLD or max(depths) > DEEP or heavy:
         return 0.0
-    pair = problem["answer"], boxed[-1]
-    one, other = map(_plain, pair)
-    numbers = [match and _value(match) for match in map(NUMBER.fullmatch, map(_tail, (one, other)))]
-    if one == other or None not in numbers:
-        return float(one == other or numbers[0] == numbers[1])
-    return float(bool(equal) and equal(*pair))
+    return float(equal(gold, answer))
 
 
-class MathVerify:
-    """equal(gold, answer): in a process of its own; what takes over 2 s or 4 GB ends it and is not equal."""
-    worker = None
+@lru_cache(4096)                                        # in a group many answers are the same
+def equal(gold, answer):
+    """What math-verify says of two texts in LaTeX; False if it takes over 1 s of processor time or 4 GB."""
+    try:
+        print(json.dumps([gold, answer]), file=_worker().stdin, flush=True)
+        return {"True\n": True, "False\n": False}[_worker().stdout.readline()]
+    except (BrokenPipeError, KeyError):
+        _worker.cache_clear()
+        raise ValueError("task math needs math-verify, which does not run: pip install math-verify") from None
 
-    def __call__(self, *pair):
-        if self.worker is None or self.worker.poll() is not None:
-            self.worker = subprocess.Popen([sys.executable, "-c", WORKER], start_new_session=True, text=True,
-                                           stdin=-1, stdout=-1, stderr=subprocess.DEVNULL)
-        with suppress(BrokenPipeError):
-            print(json.dumps(pair), file=self.worker.stdin, flush=True)
-        said = self.worker.stdout.readline()
-        if not said:
-            self.worker.communicate()                   # it is over: no zombie stays
-        return said == "True\n"
+
+@cache
+def _worker():
+    return subprocess.Popen([sys.executable, "-c", WORKER], start_new_session=True, text=True,
+                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
 
 def own(path, held_out=32):
@@ -305,10 +301,7 @@ def own(path, held_out=32):
 
 def tested(name, test, data=None, operands=None, trains=True):
     """The task of this name with all problems of test held out, and all others of data to train on.
-
-    test, data: JSONL files or datasets. trains False: without data only test is read, and nothing is there to
-    train on. ValueError: what the task says of either; every problem of data is in test.
-    """
+    trains False: without data only test is read. ValueError: what the task says; all of data is in test."""
     given = TASKS[name](data, operands) if trains or data or operands else None
     task = TASKS[name](test, held_out=0)
     asked = set(map(task.prompt, task.train))
@@ -325,8 +318,7 @@ def _split(problems, held_out, source, operands, reward, prompt):
         raise ValueError(f"operands={operands!r}: with problems from {source} there are no operands")
     found = {prompt(problem): problem for problem in problems}
     if len(found) < (4 if held_out else 1):
-        raise ValueError(f"{source} has {len(found)} problems, too few: it takes 4, of which one is held "
-                         "out, or 1 to test on")
+        raise ValueError(f"{source} has {len(found)} problems, too few: it takes 4, or 1 to test on")
     order = sorted(found, key=lambda message: hashlib.sha256(message.encode()).digest())
     held = set(order[:min(held_out, len(found) // 4)])
     return Task([problem for message, problem in found.items() if message not in held],
@@ -384,15 +376,18 @@ def final_answer(text):
 
 
 def _tail(text):
-    """What is read of a text: its end, LaTeX's fractions and thousands as numbers."""
+    """What is read of a text: its end, LaTeX's fractions and thousands as numbers, units not squared."""
     tail = text[-READ:]
     if len(text) > READ:
         tail = tail.lstrip("0123456789.,/")             # what is left of a number that the cut went through
-    return FRAC.sub(lambda m: f"{m[1] + ' ' if m[1] else ''}{m[2]}/{m[3]}", tail.replace("{,}", ","))
+    tail = FRAC.sub(lambda m: f"{m[1] + ' ' if m[1] else ''}{m[2]}/{m[3]}", tail.replace("{,}", ","))
+    return SQUARE.sub(r"\1\2", tail)
 
 
 def _marked(text):
-    found = [NUMBER.match(text, mark.end()) for mark in MARK.finditer(text)]
+    """The match of the number behind the last #### that is followed by one; None: there is none."""
+    found = [NUMBER.match(text, mark.end()) for mark in MARK.finditer(text)
+             if not HEADING.match(text, mark.end())]
     return next((number for number in reversed(found) if number), None)
 
 
@@ -402,12 +397,10 @@ def _value(number):
     exp = number["exp"] or "0"
     if sum(map(str.isdigit, number[0])) > MAX_DIGITS or abs(int(exp)) > MAX_DIGITS:
         return None
-    if POWER.search(before) or RAISED.match(number.string, number.end()):
+    if POWER.search(before) or RAISED.match(number.string, number.end()) or int(number["under"] or 1) == 0:
         return None
     if number["decimal"]:
         value = Fraction(f"{number['decimal'].replace(',', '')}e{exp}")
-    elif int(number["under"]) == 0:
-        return None
     else:
         value = Fraction(int(number["over"]), int(number["under"]))
         if number["whole"] and value >= 1:
@@ -416,45 +409,11 @@ def _value(number):
     return -value if number["sign"] and not BINARY.search(before) else value
 
 
-def _plain(latex):
-    """LaTeX without what does not change its value: dollars, spaces, sizes, units, degrees, a leading x =. No
-    units: i and e, which are numbers, AM and PM."""
-    text = re.sub(r"\\(?:left|right|q?quad)(?![a-zA-Z])|(?<!\\)\\[!,;: ]|\\?[$%]|\^\{?\\circ\}?", " ", latex)
-    text = re.sub("(?<![0-9]) | (?![0-9])", "", " ".join(text.split()))
-    text = UNIT.sub("", re.sub(r"\A[a-zA-Z]=|\.\Z", "", re.sub(r"\\[dt]frac", r"\\frac", text)))
-    text = re.sub(r"\\(?:text|mathrm|mbox|textbf)\{([^{}]*)\}", r"\1", text.replace("{,}", ","))
-    return re.sub(r"\\(frac|sqrt)([0-9])([0-9]?)", r"\\\1{\2}{\3}", text).replace("{}", "")
-
-
 TASKS = {task.__name__: task for task in (multiplication, addition, countdown, gsm8k, math)}
 
-
-# --- checking a file
-def main(paths):
-    """0 if every gold answer in the files scores 1 and one more 0; 1 if not; 2 if one cannot be read."""
-    try:
-        files = {path: read(path, _word_problem) for path in paths}
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    files["total"], good = [problem for problems in files.values() for problem in problems], True
-    for name, problems in files.items():
-        right = sum(gsm8k_reward(p, p["answer"], True) == 1 for p in problems)
-        more = (f"{p['answer']}\n#### {final_answer(p['answer']) + 1}" for p in problems)
-        wrong = sum(gsm8k_reward(p, text, True) == 0 for p, text in zip(problems, more, strict=True))
-        print(f"{name}: {len(problems)} problems, {right} gold answers accepted, {wrong} gold+1 rejected")
-        good &= right == wrong == len(problems) > 0
-    return 0 if good else 1
-
-
-def demo():
-    for task in (multiplication(), addition()):
-        print(f"{len(task.train)} problems, {len(task.held_out)} held out: {task.prompt(task.held_out[0])}")
-    problem = {"question": "A pen costs $3. What do 6 pens cost?", "answer": "6 * 3 = 18\n#### 18"}
-    print(GSM8K.format_map(problem))
-    for text in ("#### 18", r"\boxed{18}", "It is $18.00.", "#### 17, or 18", "-18", "2 * 3**2", "18 or 20"):
-        print(f"    {gsm8k_reward(problem, text, True)}  {text}")
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]) if sys.argv[1:] else demo())
+    example = {"question": "A pen costs $3. What do 6 pens cost?", "answer": "6 * 3 = 18\n#### 18"}
+    print(GSM8K.format_map(example))
+    for text in ("#### 18", r"\boxed{18}", "It is $18.00.", "#### 17, or 18", "-18", "2 * 3**2", "18 or 20"):
+        print(f"    {gsm8k_reward(example, text, True)}  {text}")
+
