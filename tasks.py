@@ -86,8 +86,9 @@ HUB = re.compile(r"(?!.*\.jsonl?\Z)([\w-][\w.-]*/[\w.-]+)(?:/([\w.-]+))?(?::([\w
 # what DAPO's authors wrote around their problems: it asks for another form of answer
 DAPO = re.compile(r"\ASolve the following math problem[^\n]*\n\n|\n\nRemember to put your answer[^\n]*\Z")
 # work that may not end: series; powers of powers, of factorials, with six digits; sums to the power of 100
-HEAVY = re.compile(r"\\(?:sum|prod|i*int|lim|Gamma)(?![a-z])|\^ *(?:\{[^}]*|\w)[\^!]|![)} ]*!"
-                   r"|(?:\^|binom)[{( -]*[0-9]{6}|[0-9]{6}[)} ]*!|\w *[-+][^()]*\) *\^[{ ]*[0-9]{3}")
+HEAVY = re.compile(r"\\(?:sum|prod|i*int|lim|Gamma)(?![a-z])|\^ *(?:\{[^}]*|\w)[\^!]"
+                   r"|(?:!|[0-9]{6})(?:\\right|[)} ])*!|(?:\^|binom)[{( -]*[0-9]{6}"
+                   r"|\w *[-+][^()]*\) *\^[{ ]*[0-9]{3}")
 # Judges each pair it reads in a child of its own, a copy with the grammar loaded. The kernel ends one after
 # 1 s of processor time, even in the middle of one multiplication
 WORKER = r"""import json, os, resource, signal, sys
