@@ -73,7 +73,7 @@ MARK = re.compile(r"####[ \t=:*_`(<\\$]*(?:[-−]?[0-9][0-9.,/]*[ )]*(?:[-+*−�
 HEADING = re.compile(r"[0-9]{1,2}[.)] +[*_]*[^\W\d_]")                          # 1. First step
 # a unit's square or cube, which is no number: 540 m^2, 540\text{ m}^2, 9.8 m/s^2, 540 cm2
 SQUARE = re.compile(r"([0-9](?:[ ~$]|\\[,; ])*(?:\\(?:text|mathrm|mbox)\{[ ~]*)?(?:[a-zA-Z]{1,20}/)?"
-                    r"(?:[ms]|[a-zA-Z]{2,20}))(?:([.}$]*)\^\{?[23]\}?|[23])(?![0-9])")
+                    r"(?:[ms]|[a-zA-Z]{2,20}))(?:([.}$]*)\^(?:\{[23]\}|[23])|[23])(?![0-9])")
 # braces in braces, five deep
 BOXED = re.compile(r"\\boxed *\{(" + r"(?:[^{}]|\{" * 4 + "[^{}]*" + r"\})*" * 4 + r")\}")
 # $\boxed 2$, as MATH has it, up to where the formula ends

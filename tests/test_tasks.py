@@ -48,8 +48,8 @@ FINAL = [    # gsm8k: #### goes before \boxed, and that before the last number
     ("17 of them, so 18", "18", 1), ("", "0", 0)]
 
 SQUARED = [    # gsm8k: the square of a unit is no number, that of a variable is one
-    ("\\boxed{540\\text{ m}^2}", "540", 1), ("It is 540 m^2.", "540", 1), ("540 m2", "540", 1),
-    ("\\boxed{540\\,\\mathrm{cm}^{2}}", "540", 1), ("\\boxed{540\\text{ m^2}}", "540", 1),
+    ("\\boxed{540\\text{ m}^2} in 3 steps", "540", 1), ("It is 540 m^2.", "540", 1), ("540 m2", "540", 1),
+    ("\\boxed{540\\,\\mathrm{cm}^{2}} in 3", "540", 1), ("\\boxed{540\\text{ m^2}} in 3", "540", 1),
     ("#### 540 m^2", "540", 1), ("540 $m^3$", "540", 1), ("$540$ ft$^2$", "540", 1), ("9.8 m/s^2", "9.8", 1),
     ("540 sq. ft.^2", "540", 0), ("4 mp3 players", "4", 1), ("540 m^2 in 2 rooms", "2", 1),
     ("540 m^24", "24", 0), ("2 m^2", "4", 0), ("3x^2", "3", 0), ("3x^2", "2", 0), ("x^2", "2", 0),
