@@ -1,44 +1,40 @@
-r"""Tasks: a list of problems, a prompt for each, and a reward that a program can verify: 1 if right, else 0.
+r"""Tasks: problems, a prompt for each, and a reward that a program can verify: 1 if right, else 0.
 
     task = TASKS["multiplication"]()          # addition, countdown; with data: gsm8k, math; own("mine.py")
     task.train, task.held_out                 # lists of problems, each a dict
     task.prompt(problem)                      # "What is 7 * 8?", the user's message without a chat template
     task.reward(problem, text, finished)      # 1.0 or 0.0
 
-An answer scores 1 if it is finished (the model ended it) and right:
+An answer scores 1 if the model ended it (finished) and if it is right:
 
-    multiplication, addition    the last number in the text is exactly the right one
-    gsm8k                       the same of the number right behind the last "####" that has one; if none has,
-                                of the last one in the last \boxed{…}; without that, of the last in the text
+    multiplication, addition    the last number in the text equals the result exactly
+    gsm8k                       the number after the last "####" that a number follows equals the solution's.
+                                "#### 1. First step" is a heading, and skipped; "#### 6 * 3 = 18" answers 18.
+                                Without such a mark: the last number in the last \boxed{…}, else in the text
     countdown                   the formula in the last <answer>…</answer>, else in the last line, makes the
                                 target with + - * / from the numbers, each used exactly once, as in TinyZero
-    math                        the last \boxed{…} equals the solution's: as text, spacing aside, as a number,
-                                or, where math-verify is installed, in its judgement
+    math                        math-verify finds the last \boxed{…} equal to the solution
 
     "7 * 8 = 56."         56    "-7", "−7", "-$7"       −7      "1,000" is 1000; "1,00" ends with 00
     "$56", "56%", "56kg"  56    "5-3", "5 - 3", "5 -3"   3      "3/4", "\frac{3}{4}" ¾; "1 1/2" 1½
-    "7.0"                  7    "5e3", "2.5E-1"    5000, ¼      "3^2", "9**9": powers score 0
+    "7.0", "7 m^2"         7    "5e3", "2.5E-1"    5000, ¼      "3^2", "9**9": powers score 0
 
-A minus belongs to the number that it touches, unless it takes away from another. A percent sign is a unit.
-Only ASCII digits are digits, the last 2,000 characters are read, a number of over 40 digits scores 0. No text
-is evaluated, and none, however hostile, costs more than a few milliseconds; math-verify may take 2 seconds.
+A minus that touches a number is its sign, unless it subtracts. Units and percent signs are ignored. Only
+ASCII digits and the last 2,000 characters are read; a number of over 40 digits scores 0. No text is evaluated
+as code. Judging takes at most a few milliseconds, or 1 s of processor time where math-verify judges.
 
-data is a JSONL file, or a dataset of the hub as owner/name[/config][:split]; its records have the fields
+data is a JSONL file, or a dataset of the hub as owner/name[/config][:split]. Its records have these fields:
     gsm8k       question; answer, which ends with "#### 18"              openai/gsm8k/main
     countdown   nums; target. Without data, problems are made up         Jiayi-Pan/Countdown-Tasks-3to4
     math        problem, question or prompt, which may be a chat; and    HuggingFaceH4/MATH-500:test
                 answer, reward_model.ground_truth or solution            open-r1/DAPO-Math-17k-Processed/en
 
-The paper (QeRL §4.1) trains on GSM8K and BigMath. Its released code pays 0.2 for the format, and compares
-GSM8K's answers as strings, where "1,250" is not "1250"; here the answer alone is paid. Arithmetic is ours.
-
-Left out: partial credit, 1.000,00 and 1 000 as thousands.
-Needs: nothing; datasets for the hub.   `python tasks.py FILE.jsonl…` checks files in GSM8K's format.
+Left out: partial credit; 1.000,00 and 1 000 for a thousand.
+Needs: nothing; math-verify for math; datasets for the hub.
 """
 
 import ast
 import hashlib
-import importlib.util
 import inspect
 import json
 import operator
@@ -49,23 +45,20 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from fractions import Fraction
-from functools import reduce
-from itertools import combinations
+from functools import cache, lru_cache, reduce
+from itertools import accumulate, combinations
 from typing import NamedTuple
 
-MULTIPLICATION = "What is {a} * {b}?"
-ADDITION = "What is {a} + {b}?"
 GSM8K = "{question}\nThink step by step, and end with a line of the form #### <number>."
 COUNTDOWN = ("Make {target} from {nums} with + - * / and brackets. Use each number exactly once.\n"
              "Think step by step, and end with the formula, as in <answer>(1 + 2) * 3</answer>.")
 MATH = "{problem}\nThink step by step, and put the final answer into \\boxed{{}}."
 
-SPLIT_SEED = 0                      # not the run's: whatever its --seed, a run holds out the same problems
-MAX_PAIRS = 1_000_000               # 0-999 squared; the pairs are listed in memory
-READ, MAX_DIGITS = 2000, 40         # characters, digits
-FORMULA, GOLD = 200, 500            # characters, at most
+SPLIT_SEED = 0                      # independent of --seed: every run holds out the same problems
+MAX_PAIRS = 1_000_000               # of operands from 0-999, all of which are held in memory
+READ, MAX_DIGITS = 2000, 40         # characters of a text, digits of a number
+FORMULA, GOLD, DEEP = 200, 500, 8     # at most: characters, characters, levels of nested brackets
 
 NUMBER = re.compile(r"""
     (?P<sign>[-\u2212])? (?:\\?[$€£])?
@@ -74,28 +67,44 @@ NUMBER = re.compile(r"""
         (?:[eE](?P<exp>[+-]?[0-9]+))? )
     """, re.VERBOSE)
 FRAC = re.compile(r"(?:([0-9]) ?)?\\[dt]?frac\{ ?(-?[0-9]+) ?\}\{ ?([0-9]+) ?\}")
-MARK = re.compile(r"####[ \t=:*_`(<\\$]*")
-# braces in braces, five deep
+# "####"; if an equation follows, as in "#### 6 * 3 = 18", also all of it up to the result
+MARK = re.compile(r"####[ \t=:*_`(<\\$]*(?:[-−]?[0-9][0-9.,/]*[ )]*(?:[-+*−×÷x]|/ |\\(?:times|cdot|div))"
+                  r"(?:[-+*/−×÷x0-9.,$() ]|\\[a-z]+)*=[ $]*)*")
+HEADING = re.compile(r"[0-9]{1,2}[.)] +[*_]*[^\W\d_]")                          # "1. First step" after ####
+# a number and its unit, whose exponent is dropped: 540 m^2, 540\text{ m}^2, 9.8 m/s^2, 540 cm2
+SQUARE = re.compile(r"([0-9](?:[ ~$]|\\[,; ])*(?:\\(?:text|mathrm|mbox)\{[ ~]*)?(?:[a-zA-Z]{1,20}/)?"
+                    r"(?:[ms]|[a-zA-Z]{2,20}))(?:([.}$]*)\^(?:\{[23]\}|[23])|[23])(?![0-9])")
+# \boxed{…} with braces nested at most five deep
 BOXED = re.compile(r"\\boxed *\{(" + r"(?:[^{}]|\{" * 4 + "[^{}]*" + r"\})*" * 4 + r")\}")
-# $\boxed 2$, as MATH has it, up to where the formula ends
+# \boxed 2 without braces, as in some solutions of MATH: it ends where its formula ends
 BARE = re.compile(r"\\boxed +((?:\\\$|[^ ${])(?:\\\$|[^$])*?) *(?=\$|\\[])]|\\end)")
-BINARY = re.compile(r"(?:[^\W_]|[)\]}%]|[0-9]\$|[0-9%][ \t]{1,8})\Z")        # a minus behind this takes away
-POWER = re.compile(r"(?:[0-9)]\*\*|[0-9)] \*\* |\^ ?[({]?)\Z")               # "is **bold**" is no power
-RAISED = re.compile(r"\^(?!\{?\\circ)|\*\*[0-9(]| \*\* [0-9(]")              # nor is 90^\circ
-UNIT = re.compile(r"(?<=[0-9}])\\(?:text|mathrm|mbox)\{(?!(?:i|e|[AaPp]\.?[Mm]\.?)\})[^{}]*\}\Z")
+BINARY = re.compile(r"(?:[^\W_]|[)\]}%]|[0-9]\$|[0-9%][ \t]{1,8})\Z")        # a minus after this subtracts
+POWER = re.compile(r"(?:[0-9)]\*\*|[0-9)] \*\* |\^ ?[({]?)\Z")               # a number after this is a power
+RAISED = re.compile(r"\^(?!\{?\\circ)|\*\*[0-9(]| \*\* [0-9(]")              # a power; 90^\circ is none
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 HUB = re.compile(r"(?!.*\.jsonl?\Z)([\w-][\w.-]*/[\w.-]+)(?:/([\w.-]+))?(?::([\w.%:[\]-]+))?")
-# what DAPO's authors wrote around their problems: it asks for another form of answer
+# instructions around each problem of DAPO: removed, because they ask for another form of answer
 DAPO = re.compile(r"\ASolve the following math problem[^\n]*\n\n|\n\nRemember to put your answer[^\n]*\Z")
-# compares the pairs it reads; faulthandler's thread ends it after 2 s, be it in the middle of one operation
-WORKER = r"""import faulthandler, json, resource, sys
+# LaTeX that may keep sympy busy for hours: series, integrals, towers of powers or factorials, huge exponents
+HEAVY = re.compile(r"\\(?:sum|prod|i*int|lim|Gamma)(?![a-z])|\^ *(?:\{[^}]*|\w)[\^!]"
+                   r"|(?:!|[0-9]{6})(?:\\right|[)} ])*!|(?:\^|binom)[{( -]*[0-9]{6}"
+                   r"|\w *[-+][^()]*\) *\^[{ ]*[0-9]{3}")
+# A process that forks a child for each pair of texts it reads, so that no child has to load sympy anew.
+# SIGPROF ends a child after 1 s of processor time, even in the middle of one multiplication
+WORKER = r"""import json, os, resource, signal, sys
 from math_verify import parse, verify
-resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+def equal(*pair):
+    gold, answer = (parse(f"\\boxed{{{latex}}}", parsing_timeout=None) for latex in pair)
+    return verify(gold, answer, timeout_seconds=None)
+for latex in (r"\sqrt{3} - x^2", r"(\frac12, 3]", r"\{1, 2\}", r"x = 5\text{ m}", r"50\%", "1,000"):
+    equal(latex, "(x + 1)(x - 1)")
 for line in sys.stdin:
-    faulthandler.dump_traceback_later(2, exit=True)
-    gold, answer = (parse(f"\\boxed{{{latex}}}", parsing_timeout=None) for latex in json.loads(line))
-    print(verify(gold, answer, timeout_seconds=None), flush=True)
-    faulthandler.cancel_dump_traceback_later()"""
+    if child := os.fork():
+        print(os.waitpid(child, 0)[1] == 0, flush=True)
+    else:
+        resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+        signal.setitimer(signal.ITIMER_PROF, 1)
+        os._exit(not equal(*json.loads(line)))"""
 
 
 class Task(NamedTuple):
@@ -108,15 +117,15 @@ class Task(NamedTuple):
 def multiplication(data=None, operands=None, held_out=32):
     """Times tables: all ordered pairs of operands from LOW-HIGH, "2-12" unless told otherwise.
 
-    Exactly held_out problems are set aside, in mirrored pairs and squares: with 3 * 4 goes 4 * 3.
-    ValueError: operands not LOW-HIGH; fewer than twice held_out problems, or over MAX_PAIRS; data given.
+    Exactly held_out are set aside. 3 * 4 and 4 * 3 are held out together. ValueError: operands not LOW-HIGH;
+    fewer problems than twice held_out, or more than MAX_PAIRS; data given.
     """
-    return _arithmetic(MULTIPLICATION, operator.mul, data, operands or "2-12", held_out)
+    return _arithmetic("What is {a} * {b}?", operator.mul, data, operands or "2-12", held_out)
 
 
 def addition(data=None, operands=None, held_out=32):
     """Sums: as multiplication(), with operands "0-99" unless told otherwise: 10,000 ordered pairs."""
-    return _arithmetic(ADDITION, operator.add, data, operands or "0-99", held_out)
+    return _arithmetic("What is {a} + {b}?", operator.add, data, operands or "0-99", held_out)
 
 
 def _arithmetic(question, operation, data, operands, held_out):
@@ -125,21 +134,20 @@ def _arithmetic(question, operation, data, operands, held_out):
     low, high = _bounds(operands)
     n = high - low + 1
     if not 2 * held_out <= n * n <= MAX_PAIRS:
-        raise ValueError(f"operands={operands!r} make {n * n} problems: it takes {2 * held_out} (to hold "
-                         f"out {held_out} and train on as many) to {MAX_PAIRS}")
+        raise ValueError(f"operands={operands!r} make {n * n} problems, not {2 * held_out} to {MAX_PAIRS}")
     rng, values = random.Random(SPLIT_SEED), range(low, high + 1)
-    # squares in proportion, 1 pair in n, but odd or even as held_out is, for the other pairs come in twos
+    # squares, a * a, in proportion, 1 in n; odd or even as held_out is, because other pairs come in twos
     squares = 2 * round(held_out / n / 2) + held_out % 2
     held = [(a, a) for a in rng.sample(values, squares)]
     for a, b in rng.sample(list(combinations(values, 2)), (held_out - squares) // 2):
         held += [(a, b), (b, a)]
     rng.shuffle(held)
     kept_apart = set(held)
-    return Task(train=[{"a": a, "b": b} for a in values for b in values if (a, b) not in kept_apart],
-                held_out=[{"a": a, "b": b} for a, b in held],
-                prompt=question.format_map,
-                reward=lambda problem, text, finished: float(
-                    bool(finished) and last_number(text) == operation(problem["a"], problem["b"])))
+
+    def reward(problem, text, finished):
+        return float(bool(finished) and last_number(text) == operation(problem["a"], problem["b"]))
+    return Task([{"a": a, "b": b} for a in values for b in values if (a, b) not in kept_apart],
+                [{"a": a, "b": b} for a, b in held], question.format_map, reward)
 
 
 def _bounds(operands):
@@ -152,7 +160,7 @@ def _bounds(operands):
 
 # --- tasks from files
 def gsm8k(data=None, operands=None, held_out=256):
-    """Word problems. ValueError: no data, or a line of it that cannot be read; under 4 problems; operands."""
+    """Word problems. ValueError: no data, or a line that cannot be read; under 4 problems; operands given."""
     return _split(read(data, _word_problem), held_out, data, operands, gsm8k_reward, GSM8K.format_map)
 
 
@@ -192,8 +200,7 @@ def _number_problem(record):
     nums, target = record.get("nums"), record.get("target")
     if (not isinstance(nums, list) or not 0 < len(nums) < 10 or {type(n) for n in (target, *nums)} != {int}
             or min(nums) < 0):
-        raise ValueError("it must be an object in which 'nums' is a list of 1 to 9 integers, none of them "
-                         "negative, and 'target' an integer")
+        raise ValueError("'nums' must be a list of 1 to 9 integers, none negative, and 'target' an integer")
     return {"nums": nums, "target": target}
 
 
@@ -211,26 +218,19 @@ def countdown_reward(problem, text, finished):
 
 
 def _evaluate(node, left):
-    """A formula's value, a Fraction. Its numbers are taken out of left; ValueError: one is not there."""
+    """A formula's value, a Fraction. Removes its numbers from the list left; ValueError: one is not in it."""
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
         return OPERATIONS[type(node.op)](_evaluate(node.left, left), _evaluate(node.right, left))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_evaluate(node.operand, left)
-    left.remove(getattr(node, "value", None))           # nor has any other kind of node a number as its value
+    left.remove(getattr(node, "value", None))           # ValueError for any other node: value is no number
     return Fraction(node.value)
 
 
 def math(data=None, operands=None, held_out=256):
-    """Problems, or chats' user messages, with an answer in LaTeX, judged by math-verify where installed."""
-    problems = read(data, _latex_problem)
-    equal = MathVerify() if importlib.util.find_spec("math_verify") else None
-    if equal and not equal("1", "1"):
-        raise ValueError("math-verify is installed but does not work: `python -c 'import math_verify'` says "
-                         "why; without it answers are compared as text and as numbers")
-    if not equal:
-        print("note: math-verify is not installed: answers are compared as text and as numbers")
-    return _split(problems, held_out, data, operands, lambda *answer: math_reward(*answer, equal),
-                  MATH.format_map)
+    """Problems, or chats' user messages, with an answer in LaTeX. ValueError: as gsm8k; no math-verify."""
+    equal("1", "1")
+    return _split(read(data, _latex_problem), held_out, data, operands, math_reward, MATH.format_map)
 
 
 def _latex_problem(record):
@@ -249,39 +249,36 @@ def _latex_problem(record):
     return {"problem": DAPO.sub("", _text(found, "problem", "question", "prompt")), "answer": gold}
 
 
-def math_reward(problem, text, finished, equal=None):
-    """equal(gold, answer) is asked where neither the texts are equal nor both are numbers."""
-    boxed = BOXED.findall(text[-READ:])
-    if not finished or not boxed or not boxed[-1].strip():
+def math_reward(problem, text, finished):
+    gold, answer = problem["answer"], (BOXED.findall(text[-READ:]) or [""])[-1].rstrip(" .")
+    depths = accumulate((c in "([{") - (c in ")]}") for c in answer)
+    heavy = HEAVY.search(answer) and not HEAVY.search(gold)
+    if not finished or not 0 < len(answer) <= GOLD or max(depths) > DEEP or heavy:
         return 0.0
-    pair = problem["answer"], boxed[-1]
-    one, other = map(_plain, pair)
-    numbers = [match and _value(match) for match in map(NUMBER.fullmatch, map(_tail, (one, other)))]
-    if one == other or None not in numbers:
-        return float(one == other or numbers[0] == numbers[1])
-    return float(bool(equal) and equal(*pair))
+    return float(equal(gold, answer))
 
 
-class MathVerify:
-    """equal(gold, answer): in a process of its own; what takes over 2 s or 4 GB ends it and is not equal."""
-    worker = None
+@lru_cache(4096)                                        # a group often repeats an answer
+def equal(gold, answer):
+    """math-verify's verdict on two texts in LaTeX; False if it needs over 1 s of processor time or 4 GB."""
+    try:
+        print(json.dumps([gold, answer]), file=_worker().stdin, flush=True)
+        return {"True\n": True, "False\n": False}[_worker().stdout.readline()]
+    except (BrokenPipeError, KeyError):
+        _worker.cache_clear()
+        raise ValueError("task math needs math-verify, which does not run: pip install math-verify") from None
 
-    def __call__(self, *pair):
-        if self.worker is None or self.worker.poll() is not None:
-            self.worker = subprocess.Popen([sys.executable, "-c", WORKER], start_new_session=True, text=True,
-                                           stdin=-1, stdout=-1, stderr=subprocess.DEVNULL)
-        with suppress(BrokenPipeError):
-            print(json.dumps(pair), file=self.worker.stdin, flush=True)
-        said = self.worker.stdout.readline()
-        if not said:
-            self.worker.communicate()                   # it is over: no zombie stays
-        return said == "True\n"
+
+@cache
+def _worker():
+    return subprocess.Popen([sys.executable, "-c", WORKER], start_new_session=True, text=True,
+                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
 
 def own(path, held_out=32):
-    """The task of a Python file: problems(), a list of dicts; reward(problem, text), from -1e6 to 1e6, which
-    judges finished answers, special tokens included, or all answers if it wants a third argument;
-    prompt(problem), the message, else problem["prompt"]."""
+    """The task that a Python file defines: problems() returns a list of dicts; reward(problem, text), from
+    -1e6 to 1e6, judges finished answers, special tokens included, or with a third argument all answers;
+    prompt(problem) returns the message. Without prompt(), problem["prompt"] is the message."""
     def reward(problem, text, finished):
         try:
             value = float(judge(problem, text, finished) if always else finished and judge(problem, text))
@@ -304,11 +301,8 @@ def own(path, held_out=32):
 
 
 def tested(name, test, data=None, operands=None, trains=True):
-    """The task of this name with all problems of test held out, and all others of data to train on.
-
-    test, data: JSONL files or datasets. trains False: without data only test is read, and nothing is there to
-    train on. ValueError: what the task says of either; every problem of data is in test.
-    """
+    """The task called name, which holds out all problems of test and trains on all others of data.
+    trains=False without data reads only test. ValueError: what the task raises; test holds all of data."""
     given = TASKS[name](data, operands) if trains or data or operands else None
     task = TASKS[name](test, held_out=0)
     asked = set(map(task.prompt, task.train))
@@ -319,14 +313,13 @@ def tested(name, test, data=None, operands=None, trains=True):
 
 
 def _split(problems, held_out, source, operands, reward, prompt):
-    """The Task; problems with one message are one, and held_out of them, at most a quarter, are set aside:
-    those whose message has the least hash, so that with a line mended or left out the others stay put."""
+    """The Task. Problems with the same message are one. held_out problems, at most a quarter, are set aside:
+    those with the smallest hashes, so that a line edited or deleted moves at most one other problem."""
     if operands:
         raise ValueError(f"operands={operands!r}: with problems from {source} there are no operands")
     found = {prompt(problem): problem for problem in problems}
     if len(found) < (4 if held_out else 1):
-        raise ValueError(f"{source} has {len(found)} problems, too few: it takes 4, of which one is held "
-                         "out, or 1 to test on")
+        raise ValueError(f"{source} has {len(found)} problems, too few: it takes 4, or 1 to test on")
     order = sorted(found, key=lambda message: hashlib.sha256(message.encode()).digest())
     held = set(order[:min(held_out, len(found) // 4)])
     return Task([problem for message, problem in found.items() if message not in held],
@@ -334,7 +327,7 @@ def _split(problems, held_out, source, operands, reward, prompt):
 
 
 def read(source, check):
-    """check(record) of each line that is not blank, an object or {}. ValueError: file, line and reason."""
+    """check(record) of each non-blank line, {} if it holds no object. ValueError: file, line and reason."""
     problems, number, hub = [], 0, HUB.fullmatch(str(source))
     give = "give --data FILE.jsonl, or, after pip install datasets, owner/name[/config][:split] of the hub"
     if not source:
@@ -351,7 +344,7 @@ def read(source, check):
             if line.strip():
                 record = json.loads(line)
                 problems.append(check(record if isinstance(record, dict) else {}))
-    except Exception as error:                          # datasets has a dozen kinds
+    except Exception as error:                          # datasets raises a dozen kinds
         if number:
             raise ValueError(f"{source}, line {number}: {error}") from None
         reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
@@ -362,20 +355,20 @@ def read(source, check):
 def _text(record, *keys):
     for key in keys:
         if isinstance(record.get(key), str) and record[key].strip():
-            record[key].encode()           # half an emoji, which JSON may hold and no tokenizer takes, raises
+            record[key].encode()           # raises on half an emoji, which JSON allows, no tokenizer
             return record[key].strip()
     raise ValueError(f"it must be an object in which {' or '.join(map(repr, keys))} is some text")
 
 
 # --- numbers and boxes in text
 def last_number(text):
-    """The last number in the text, a Fraction; None if there is none, or if it is a power or too long."""
+    """The last number in the text, a Fraction; None without one, or if it is a power or too long."""
     found = list(NUMBER.finditer(_tail(text)))
     return _value(found[-1]) if found else None
 
 
 def final_answer(text):
-    r"""The number behind the last ####, in the last \boxed{…}, or the last of all: Fraction or None."""
+    r"""The number after the last ####, else in the last \boxed{…}, else in the text: a Fraction or None."""
     tail = _tail(text)
     if marked := _marked(tail):
         return _value(marked)
@@ -384,30 +377,31 @@ def final_answer(text):
 
 
 def _tail(text):
-    """What is read of a text: its end, LaTeX's fractions and thousands as numbers."""
+    """The end of a text; fractions and thousands in LaTeX become plain numbers, units lose their exponent."""
     tail = text[-READ:]
     if len(text) > READ:
-        tail = tail.lstrip("0123456789.,/")             # what is left of a number that the cut went through
-    return FRAC.sub(lambda m: f"{m[1] + ' ' if m[1] else ''}{m[2]}/{m[3]}", tail.replace("{,}", ","))
+        tail = tail.lstrip("0123456789.,/")             # the rest of a number that the cut split
+    tail = FRAC.sub(lambda m: f"{m[1] + ' ' if m[1] else ''}{m[2]}/{m[3]}", tail.replace("{,}", ","))
+    return SQUARE.sub(r"\1\2", tail)
 
 
 def _marked(text):
-    found = [NUMBER.match(text, mark.end()) for mark in MARK.finditer(text)]
+    """The match of the number after the last #### that a number follows; None without one."""
+    found = [NUMBER.match(text, mark.end()) for mark in MARK.finditer(text)
+             if not HEADING.match(text, mark.end())]
     return next((number for number in reversed(found) if number), None)
 
 
 def _value(number):
-    """The match as a Fraction; None for a power, a division by zero, too many digits."""
+    """The match as a Fraction; None for a power, a division by zero, or too many digits."""
     before = number.string[max(0, number.start() - 9):number.start()]
     exp = number["exp"] or "0"
     if sum(map(str.isdigit, number[0])) > MAX_DIGITS or abs(int(exp)) > MAX_DIGITS:
         return None
-    if POWER.search(before) or RAISED.match(number.string, number.end()):
+    if POWER.search(before) or RAISED.match(number.string, number.end()) or int(number["under"] or 1) == 0:
         return None
     if number["decimal"]:
         value = Fraction(f"{number['decimal'].replace(',', '')}e{exp}")
-    elif int(number["under"]) == 0:
-        return None
     else:
         value = Fraction(int(number["over"]), int(number["under"]))
         if number["whole"] and value >= 1:
@@ -416,45 +410,11 @@ def _value(number):
     return -value if number["sign"] and not BINARY.search(before) else value
 
 
-def _plain(latex):
-    """LaTeX without what does not change its value: dollars, spaces, sizes, units, degrees, a leading x =. No
-    units: i and e, which are numbers, AM and PM."""
-    text = re.sub(r"\\(?:left|right|q?quad)(?![a-zA-Z])|(?<!\\)\\[!,;: ]|\\?[$%]|\^\{?\\circ\}?", " ", latex)
-    text = re.sub("(?<![0-9]) | (?![0-9])", "", " ".join(text.split()))
-    text = UNIT.sub("", re.sub(r"\A[a-zA-Z]=|\.\Z", "", re.sub(r"\\[dt]frac", r"\\frac", text)))
-    text = re.sub(r"\\(?:text|mathrm|mbox|textbf)\{([^{}]*)\}", r"\1", text.replace("{,}", ","))
-    return re.sub(r"\\(frac|sqrt)([0-9])([0-9]?)", r"\\\1{\2}{\3}", text).replace("{}", "")
-
-
 TASKS = {task.__name__: task for task in (multiplication, addition, countdown, gsm8k, math)}
 
-
-# --- checking a file
-def main(paths):
-    """0 if every gold answer in the files scores 1 and one more 0; 1 if not; 2 if one cannot be read."""
-    try:
-        files = {path: read(path, _word_problem) for path in paths}
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    files["total"], good = [problem for problems in files.values() for problem in problems], True
-    for name, problems in files.items():
-        right = sum(gsm8k_reward(p, p["answer"], True) == 1 for p in problems)
-        more = (f"{p['answer']}\n#### {final_answer(p['answer']) + 1}" for p in problems)
-        wrong = sum(gsm8k_reward(p, text, True) == 0 for p, text in zip(problems, more, strict=True))
-        print(f"{name}: {len(problems)} problems, {right} gold answers accepted, {wrong} gold+1 rejected")
-        good &= right == wrong == len(problems) > 0
-    return 0 if good else 1
-
-
-def demo():
-    for task in (multiplication(), addition()):
-        print(f"{len(task.train)} problems, {len(task.held_out)} held out: {task.prompt(task.held_out[0])}")
-    problem = {"question": "A pen costs $3. What do 6 pens cost?", "answer": "6 * 3 = 18\n#### 18"}
-    print(GSM8K.format_map(problem))
-    for text in ("#### 18", r"\boxed{18}", "It is $18.00.", "#### 17, or 18", "-18", "2 * 3**2", "18 or 20"):
-        print(f"    {gsm8k_reward(problem, text, True)}  {text}")
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]) if sys.argv[1:] else demo())
+    example = {"question": "A pen costs $3. What do 6 pens cost?", "answer": "6 * 3 = 18\n#### 18"}
+    print(GSM8K.format_map(example))
+    for text in ("#### 18", r"\boxed{18}", "It is $18.00.", "#### 17, or 18", "-18", "2 * 3**2", "18 or 20"):
+        print(f"    {gsm8k_reward(example, text, True)}  {text}")
+
