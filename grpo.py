@@ -70,8 +70,8 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, normalizer, loss_type=
     carries a gradient. weights: of truncated importance sampling; gspo takes the mean of an answer's. beta ·
     k3 is added against ref_logprobs. What stands outside the mask, NaN included, has no influence.
     """
-    low, high = CLIP[loss_type]
-    low, high = low if clip_low is None else clip_low, high if clip_high is None else clip_high
+    low = CLIP[loss_type][0] if clip_low is None else clip_low
+    high = CLIP[loss_type][1] if clip_high is None else clip_high
     log_ratio = torch.where(mask, logprobs - old_logprobs.detach(), 0)                    # (B, T)
     weights = mask.float() if weights is None else torch.where(mask, weights.detach(), 0)  # (B, T)
     adv = advantages[:, None]                                                             # (B, 1)
@@ -93,24 +93,26 @@ def clipped_surrogate(log_ratio, adv, weights, low, high):
     """−Σ_t w · min(ρA, clip(ρ, 1−ε_low, 1+ε_high)A): PPO's surrogate, the pessimistic one of two (B,)."""
     ratio = log_ratio.exp()
     clip = ratio.clamp(1 - low, 1 + high)
-    return (-(weights * torch.min(ratio * adv, clip * adv)).sum(1),
-            ((clip * adv < ratio * adv) & (weights > 0)).sum())
+    objective = weights * torch.min(ratio * adv, clip * adv)                              # (B, T)
+    clipped = (clip * adv < ratio * adv) & (weights > 0)                                  # (B, T)
+    return -objective.sum(1), clipped.sum()
 
 
 def gspo(log_ratio, adv, weights, lengths, low, high):
     """−min(sA, clip(s, …)A) with one ratio per answer, the geometric mean of its tokens' (B,)."""
     ratio = (log_ratio.sum(1) / lengths).exp()                                            # (B,)
     clip = ratio.clamp(1 - low, 1 + high)
-    weight = weights.sum(1) / lengths
-    return (-weight * torch.min(ratio * adv, clip * adv),
-            ((clip * adv < ratio * adv) * (weights > 0).sum(1)).sum())
+    objective = weights.sum(1) / lengths * torch.min(ratio * adv, clip * adv)             # (B,)
+    clipped = (clip * adv < ratio * adv) * (weights > 0).sum(1)                           # (B,) tokens
+    return -objective, clipped.sum()
 
 
 def cispo(log_ratio, adv, logprobs, weights, cispo_max):
     """−Σ_t w · stopgrad(min(ρ, ρ_max)) A ln π: every token keeps its gradient, with a bounded weight (B,)."""
     ratio = log_ratio.detach().exp()
-    return (-(weights * ratio.clamp(max=cispo_max) * adv * logprobs).sum(1),
-            ((ratio > cispo_max) & (weights > 0)).sum())
+    objective = weights * ratio.clamp(max=cispo_max) * adv * logprobs                     # (B, T)
+    clipped = (ratio > cispo_max) & (weights > 0)                                         # (B, T)
+    return -objective.sum(1), clipped.sum()
 
 
 def importance_weights(old_logprobs, sampled_logprobs, cap=2.0):

@@ -59,7 +59,8 @@ def quantize(w, method="sweep", global_scale=None):
     N, K = w.shape
     packed = torch.empty(N, K // 2, dtype=torch.uint8, device=w.device)
     block_scale = torch.empty(N, K // BLOCK, dtype=torch.float8_e4m3fn, device=w.device)
-    rows = max(1, CHUNK // K) if w.device.type == "cpu" else max(1, 64 * CHUNK // K)
+    at_once = CHUNK if w.device.type == "cpu" else 64 * CHUNK
+    rows = max(1, at_once // K)
     grid = torch.tensor(E2M1, device=w.device)
     for n in range(0, N, rows):
         blocks = w[n:n + rows].float().view(-1, K // BLOCK, BLOCK) / global_scale        # (n, K/16, 16)
@@ -69,7 +70,8 @@ def quantize(w, method="sweep", global_scale=None):
         # divide by the rounded scale, the one dequantize() multiplies by
         rounded = _nearest_e2m1(magnitude / _divisor(scale.float())[..., None])
         code = torch.bucketize(rounded.contiguous(), grid).to(torch.uint8)               # exact: on the grid
-        code = (code | (blocks < 0).to(torch.uint8) << 3).view(-1, K)
+        sign = (blocks < 0).to(torch.uint8) << 3
+        code = (code | sign).view(-1, K)
         packed[n:n + rows] = code[:, 0::2] | code[:, 1::2] << 4
     return NVFP4Tensor(packed, block_scale, torch.tensor(float(global_scale), device=w.device))
 
@@ -84,19 +86,24 @@ def shared_global_scale(*weights):
         bad = sum(int((~w.isfinite()).sum()) for w in weights)
         raise ValueError(f"{bad} weights are NaN or infinite: the checkpoint is damaged, "
                          "it cannot be quantised")
+    if amax == 0:
+        return 1.0
     # 2⁻¹²⁶ is the smallest normal fp32: below it dividing by the scale would lose bits
-    return 2.0 ** max(-126, math.ceil(math.log2(amax / (FP4_MAX * FP8_MAX)))) if amax > 0 else 1.0
+    exponent = math.ceil(math.log2(amax / (FP4_MAX * FP8_MAX)))
+    return 2.0 ** max(-126, exponent)
 
 
 def _choose_scale(magnitude, offsets):
     """(n, K/16, 16) |weights| / global_scale → (n, K/16) e4m3, the best of the codes near amax / 6."""
     nearest = (magnitude.amax(-1) / FP4_MAX).clamp(max=FP8_MAX).to(torch.float8_e4m3fn)
     base = nearest.view(torch.uint8).int()              # e4m3 bytes 0 … 126 are in the order of their values
-    best, least = base, torch.full_like(magnitude[..., 0], math.inf)
+    best = base
+    least = torch.full_like(magnitude[..., 0], math.inf)
     for offset in offsets:
         code = (base + offset).clamp(0, 126)
         scale = code.to(torch.uint8).view(torch.float8_e4m3fn).float()[..., None]
-        error = _nearest_e2m1(magnitude / _divisor(scale)).mul_(scale).sub_(magnitude).square_().sum(-1)
+        rounded = _nearest_e2m1(magnitude / _divisor(scale))
+        error = rounded.mul_(scale).sub_(magnitude).square_().sum(-1)
         better = error < least
         best = torch.where(better, code, best)
         least = torch.where(better, error, least)
@@ -121,7 +128,8 @@ def dequantize(q, dtype=torch.bfloat16):
     signed = torch.tensor(E2M1 + tuple(-v for v in E2M1), device=packed.device)
     code = torch.stack((packed & 15, packed >> 4), -1)                                   # (N, K/2, 2)
     value = signed[code.view(N, K // BLOCK, BLOCK).int()]                                # (N, K/16, 16)
-    return (value * (block_scale.float() * global_scale)[..., None]).view(N, K).to(dtype)
+    scale = block_scale.float() * global_scale                                           # (N, K/16)
+    return (value * scale[..., None]).view(N, K).to(dtype)
 
 
 if __name__ == "__main__":
