@@ -51,7 +51,9 @@ def sample(logits, temperature, seed, step, sequence, position):
     if _fused(logits):
         return _sample(logits, temperature, seed, step, sequence, position)
     scaled = logits / (temperature or 1.0)
-    noisy = scaled + noise(logits.shape[1], seed, step, sequence, position) if temperature > 0 else scaled
+    noisy = scaled
+    if temperature > 0:
+        noisy = scaled + noise(logits.shape[1], seed, step, sequence, position)
     token = noisy.argmax(-1)
     return token, scaled.gather(1, token[:, None])[:, 0] - scaled.logsumexp(-1)
 
@@ -72,10 +74,12 @@ def nucleus(logits, temperature, top_p):
 
 def _sample(logits, temperature, seed, step, sequence, position):
     """Two passes: each tile's maximum, sum of exponentials and winner; then the row's."""
-    (B, V), logits = logits.shape, logits.contiguous()
+    B, V = logits.shape
+    logits = logits.contiguous()
     tiles = triton.cdiv(V, VOCAB_TILE)
     found = logits.new_empty(B, 4, tiles, dtype=torch.float32)
-    winner, token = sequence.new_empty(B, tiles), torch.empty_like(sequence)
+    winner = sequence.new_empty(B, tiles)
+    token = torch.empty_like(sequence)
     logprob = logits.new_empty(B)
     _tile_kernel[tiles, B](logits, temperature or 1.0, seed, step, sequence, position,
                            found, winner, V, GREEDY=temperature == 0, TILE=VOCAB_TILE, **_flags(logits))
@@ -163,11 +167,13 @@ def append(token, logprob, rows, positions, stops, limit, last, rollout):
         return
     going = (positions >= 0).nonzero()[:, 0]
     token, row, at = token[going], rows[going], positions[going] + 1
-    rollout.tokens[row, at], rollout.logprobs[row, at] = token, logprob[going]
+    rollout.tokens[row, at] = token
+    rollout.logprobs[row, at] = logprob[going]
     rollout.lengths[row] += 1
     rollout.finished[row] = torch.isin(token, stops)
     over = rollout.finished[row] | (rollout.lengths[row] >= limit)
-    positions[going], last[going] = torch.where(over, -1, at), token
+    positions[going] = torch.where(over, -1, at)
+    last[going] = token
 
 
 @jit(do_not_specialize=["limit", "width"])
@@ -178,7 +184,8 @@ def _append_kernel(token, logprob, rows, positions, stops, n_stops, limit, last,
     at = tl.load(positions + b) + 1
     if at > 0:
         row, new = tl.load(rows + b), tl.load(token + b)
-        length, stop = tl.load(lengths + row) + 1, 0
+        length = tl.load(lengths + row) + 1
+        stop = 0
         for i in range(n_stops):
             stop |= (tl.load(stops + i) == new).to(tl.int32)
         tl.store(tokens + row * width + at, new)

@@ -74,8 +74,8 @@ class LoRALinear(nn.Module):
         if not self.enabled:
             return self.base(x)
         if getattr(self.base, "fuses_lora", False):
-            lora, learn = (self.copy_A, self.copy_B, self.splits, self.scale), (self.lora_A, self.lora_B)
-            return self.base(x, lora, learn, needed)
+            copies = (self.copy_A, self.copy_B, self.splits, self.scale)
+            return self.base(x, copies, (self.lora_A, self.lora_B), needed)
         low = (x @ self.lora_A.to(x.dtype).T).split(self.rank, -1)                      # S times (…, r)
         parts = zip(low, self.lora_B.to(x.dtype).split(self.splits), strict=True)
         return self.base(x) + self.scale * torch.cat([h @ B.T for h, B in parts], -1)
@@ -154,7 +154,7 @@ def load_adapter(model, folder):
         stored = load_file(folder / "adapter_model.safetensors")
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{folder} holds a damaged adapter: {error}") from error
-    layer, own = next(iter(lora_layers(model).values())), adapter_tensors(model)
+    layer = next(iter(lora_layers(model).values()))
     wanted = {"peft_type": "LORA", "r": layer.rank, "lora_alpha": layer.alpha}
     refused = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save",
                "alora_invocation_tokens")
@@ -167,8 +167,11 @@ def load_adapter(model, folder):
         raise ValueError(f"{folder / 'adapter_config.json'} has init_lora_weights={start!r}, which changes "
                          "the base too: PEFT converts most of these as it saves them, see its "
                          "path_initial_model_for_weight_conversion")
-    has, takes = ({name: tuple(t.shape) for name, t in tensors.items()} for tensors in (stored, own))
-    if odd := sorted({name for name, _ in has.items() ^ takes.items()}):
+    own = adapter_tensors(model)
+    has = {name: tuple(t.shape) for name, t in stored.items()}
+    takes = {name: tuple(t.shape) for name, t in own.items()}
+    odd = sorted({name for name, _ in has.items() ^ takes.items()})
+    if odd:
         raise ValueError(f"{folder}: {len(odd)} tensors do not fit the model's layers; {odd[0]} is "
                          f"{has.get(odd[0], 'missing')}, the model has {takes.get(odd[0], 'no such tensor')}")
     for name, tensor in stored.items():

@@ -70,11 +70,14 @@ class AddNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, y, weight, eps, dtype):
-        x, y = x.contiguous(), y if y is None else y.contiguous()
-        total, out = x if y is None else torch.empty_like(x), torch.empty_like(x, dtype=dtype)
+        x = x.contiguous()
+        y = None if y is None else y.contiguous()
+        total = x if y is None else torch.empty_like(x)
+        out = torch.empty_like(x, dtype=dtype)
         _add_norm_kernel[_rows(x)](x, y, weight, total, out, eps, **_row(x), **_flags(x))
         ctx.save_for_backward(total, weight)
-        ctx.eps, ctx.y_dtype = eps, None if y is None else y.dtype
+        ctx.eps = eps
+        ctx.y_dtype = None if y is None else y.dtype
         return total, out
 
     @staticmethod
@@ -157,7 +160,8 @@ class SwiGLU(torch.autograd.Function):
 
 
 def _swiglu(gate_up, out, d_out):
-    (rows,), F_ = _rows(gate_up), gate_up.shape[-1] // 2
+    rows, = _rows(gate_up)
+    F_ = gate_up.shape[-1] // 2
     tile = 512 if rows <= 16 else 1024                             # few rows are cut finer: all SMs have work
     _swiglu_kernel[rows, triton.cdiv(F_, tile)](gate_up, out, d_out, F_, TILE=tile, num_warps=tile // 256,
                                                 **_flags(gate_up))
@@ -256,8 +260,11 @@ def cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
     Hkv, _, Dh = k_cache.shape[1:]
     q, k, v = qkv.unflatten(-1, (-1, Dh)).tensor_split((-2 * Hkv, -Hkv), 1)             # (B, heads, Dh)
     if head_norms:
-        q, k = rms_norm(q, head_norms[0], head_norms[2]), rms_norm(k, head_norms[1], head_norms[2])
-    q, k = rope(q, cos, sin), rope(k, cos, sin)
+        q_weight, k_weight, eps = head_norms
+        q = rms_norm(q, q_weight, eps)
+        k = rms_norm(k, k_weight, eps)
+    q = rope(q, cos, sin)
+    k = rope(k, cos, sin)
     going = (positions >= 0).nonzero()[:, 0]
     k_cache[slots[going], :, positions[going]] = k[going]
     v_cache[slots[going], :, positions[going]] = v[going]
@@ -272,17 +279,20 @@ def cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
 def _cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
     """cache.pieces: at least position // SPLIT + 1. cache.counters: (≥ B·Hkv,) int32 zeros, also after."""
     k_cache, v_cache, pieces = cache.k[layer], cache.v[layer], cache.pieces
-    (B, width), (_, Hkv, length, Dh) = qkv.shape, k_cache.shape
+    B, width = qkv.shape
+    _, Hkv, length, Dh = k_cache.shape
     H = width // Dh - 2 * Hkv
     q_weight, k_weight, eps = head_norms or (None, None, 0.)
     out = qkv.new_empty(B, H * Dh)
     sums = qkv.new_empty(B, Hkv, pieces, H // Hkv, Dh, dtype=torch.float32)
     maxima = qkv.new_empty(B, Hkv, pieces, 2, H // Hkv, dtype=torch.float32)
     assert cache.counters.numel() >= B * Hkv and pieces * SPLIT < length + SPLIT
-    gpu = torch.cuda.get_device_properties(qkv.device) if qkv.is_cuda else None          # None: interpreter
-    sms, shared = (gpu.multi_processor_count, gpu.shared_memory_per_block_optin) if gpu else (132, 2**20)
+    sms, shared_memory = 132, 2**20                                       # of Triton's interpreter, no GPU
+    if qkv.is_cuda:
+        gpu = torch.cuda.get_device_properties(qkv.device)
+        sms, shared_memory = gpu.multi_processor_count, gpu.shared_memory_per_block_optin
     # few rows: a whole piece is under way at once. Many: small tiles, so that an SM has several pieces
-    few = 4 * B * Hkv <= sms and shared > 200 * 2**10
+    few = 4 * B * Hkv <= sms and shared_memory > 200 * 2**10
     half = max(16, triton.next_power_of_2(Dh) // 2)
     scale = Dh**-0.5 * 1.4426950408889634                # log2(e): the kernel's exponentials are powers of 2
     _attention_kernel[Hkv, pieces, B](
