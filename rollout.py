@@ -33,8 +33,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-import ops
 import gumbel
+import ops
 from model import KVCache, head_dim
 
 SLOTS = 256                        # sequences that run at once, at most
@@ -194,15 +194,16 @@ class _Batch:
         self.state = torch.zeros(7, slots + slots % 2, dtype=torch.long, device=self.model.device)
         self.slots = slots
         self.cuda, self.graphs, self.pool = self.model.device.type == "cuda", {}, None
-        self.wanted = None                             # by the last chunk of steps: (rows, pieces)
+        self.requested = None                          # by the last chunk of steps: (rows, pieces)
 
-    def run(self, waiting, running, wanted, bar):
+    def run(self, waiting, running, enough, bar):
         """Until all are over. waiting: (row, prompt); those that run are in running, each with its slot.
-        wanted: so many free slots are worth a prefill."""
+        enough: so many free slots are worth a prefill."""
         slots = self.slots
-        free, positions = list(range(slots)), []                    # positions: of each running row
+        free = list(range(slots))
+        positions = []                                              # of each running row
         while waiting or running:
-            if waiting and len(free) >= min(wanted, len(waiting)):
+            if waiting and len(free) >= min(enough, len(waiting)):
                 new = [(*waiting.popleft(), free.pop()) for _ in range(min(len(free), len(waiting)))]
                 running += new
                 positions += [len(prompt) - 1 for _, prompt, _ in new]
@@ -291,13 +292,14 @@ class _Batch:
     def choose(self, size, pieces):
         """The graph to replay: of this size, or, until this was wanted twice in a row, a larger one if one is
         there. Capturing takes as long as many steps of a small model, and short answers end within them."""
+        before, self.requested = self.requested, (size, pieces)
         larger = [key for key in self.graphs if key[0] >= size and key[1] >= pieces]
-        wanted, self.wanted = self.wanted, (size, pieces)
-        return min(larger) if larger and wanted != self.wanted else self.wanted
+        return min(larger) if larger and before != self.requested else self.requested
 
     def step(self, size, pieces):
         """One token more for each row that is not over."""
-        cache, (rows, slots, last, positions, number, shared, leaders) = self.cache, self.state[:, :size]
+        rows, slots, last, positions, number, shared, leaders = self.state[:, :size]
+        cache = self.cache
         cache.slots, cache.shared, cache.leaders, cache.pieces = slots, shared, leaders, pieces
         temperature, seed, step, _, top_p = self.draw
         logits = self.model.logits(self.model(last[:, None], positions[:, None], cache)[:, 0])

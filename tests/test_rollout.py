@@ -261,7 +261,7 @@ def test_what_the_host_does_for_a_gpu(m, monkeypatch, slots):
     s = Sampler(m, slots=slots).generate(PROMPTS, 8, 20, 1.0, STOPS, 5, 2)
     assert torch.equal(s.tokens, r.tokens) and torch.equal(s.lengths, r.lengths)
     torch.testing.assert_close(s.logprobs, r.logprobs, atol=1e-4, rtol=0)
-    batch = SimpleNamespace(graphs={(64, 4): None}, wanted=None)
+    batch = SimpleNamespace(graphs={(64, 4): None}, requested=None)
     assert rollout._Batch.choose(batch, 64, 2) == (64, 4) and rollout._Batch.choose(batch, 64, 2) == (64, 2)
 
 
@@ -411,7 +411,7 @@ def gpu_prompts(n):
 
 def test_a_smaller_graph_is_captured_when_it_is_wanted_twice():
     """Until then a larger one serves; one with too few rows or pieces never does."""
-    batch = SimpleNamespace(graphs={}, wanted=None)
+    batch = SimpleNamespace(graphs={}, requested=None)
 
     def chosen(*key):
         found = rollout._Batch.choose(batch, *key)
