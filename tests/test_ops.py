@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import build, compile_with_a_wait, on_all_cores, run_alone
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 import ops
 
 
 def test_norm_rope_and_swiglu_equal_their_references():
     """transformers' RMSNorm and rotation, and the formula of SwiGLU, on odd sizes."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
     x, norm = torch.randn(3, 5, 37), LlamaRMSNorm(37, 1e-3)
     norm.weight.data.normal_()
     torch.testing.assert_close(ops.rms_norm(x, norm.weight, 1e-3), norm(x), atol=2e-6, rtol=0)

@@ -64,7 +64,7 @@ def test_recorded_logprobs_are_the_trainers(m, temperature):
 def test_recorded_logprobs_are_the_trainers_on_smollm2_in_nvfp4(smollm2):
     """The default model with quantised weights and an adapter; 24 layers deeper, the same bound."""
     source, tokenizer = smollm2
-    real = learned(model.load(source, rank=4), 0.02)
+    real = learned(model.load(source, quant="rtn", rank=4), 0.02)
     prompts = [checkpoint.encode(tokenizer, text) for text in ("What is 7 * 8?", "Say hello in French.")]
     r = generate(real, prompts, G=4, new=10, temperature=0.7, stops=source.stop_ids())
     assert gap(real, r, 0.7) < 1e-4
