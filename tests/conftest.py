@@ -103,7 +103,7 @@ def run_alone(function, interpret):
 
 
 # compute capability → bytes of shared memory that a CTA may use
-SHARED = {90: 232448, 100: 232448, 80: 166912, 86: 101376, 89: 101376, 120: 101376}      # slowest compile first
+SHARED = {90: 232448, 100: 232448, 80: 166912, 86: 101376, 89: 101376, 120: 101376}      # the slowest first
 
 
 def build(*args, **options):
