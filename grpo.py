@@ -58,7 +58,7 @@ def overlong_penalty(lengths, max_new_tokens, cache):
 
 
 def normalizer(loss_type, lengths, max_new_tokens):
-    """→ (), the divisor of policy_loss for a whole optimizer batch: sum it over ranks. lengths (B,): trained
+    """→ scalar, policy_loss's divisor for a whole optimizer batch: sum it over ranks. lengths (B,): trained
     tokens of each row; a row with none (a truncated answer that is masked out) is not counted."""
     rows = (lengths > 0).sum()
     return {"dapo": lengths.sum(), "cispo": lengths.sum(), "grpo": rows, "gspo": rows,
@@ -67,7 +67,7 @@ def normalizer(loss_type, lengths, max_new_tokens):
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, normalizer, loss_type="dapo", weights=None,
                 clip_low=None, clip_high=None, cispo_max=5.0, ref_logprobs=None, beta=0.0):
-    """→ (loss, clipped), both (): this micro-batch's share of the loss, and the number of clipped tokens.
+    """→ (loss, clipped), two scalars: this micro-batch's share of the loss, the number of clipped tokens.
 
     logprobs, old_logprobs, ref_logprobs, weights (B, T) f32, advantages (B,), mask (B, T) bool. Gradients
     flow through logprobs alone. weights: of truncated importance sampling; gspo averages them over an answer.

@@ -72,7 +72,7 @@ def _sample(logits, temperature, seed, step, sequence, position):
     B, V = logits.shape
     logits = logits.contiguous()
     tiles = triton.cdiv(V, VOCAB_TILE)
-    found = logits.new_empty(B, 4, tiles, dtype=torch.float32)
+    found = logits.new_empty(B, 4, tiles, dtype=torch.float32)     # max z, Σ exp(z − max), max noisy z, its z
     winner = sequence.new_empty(B, tiles)
     token = torch.empty_like(sequence)
     logprob = logits.new_empty(B)
@@ -96,7 +96,7 @@ def _tile_kernel(logits, temperature, seed, step, sequence, position, found, win
         zero = block * 0                                             # tl.philox takes tensors of one shape
         w0, w1, w2, w3 = tl.philox(seed, block, zero + tl.load(position + b).to(tl.int32),
                                    zero + tl.load(sequence + b).to(tl.int32), zero + step.to(tl.int32))
-        bits = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(TILE)
+        bits = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(TILE)        # w0 w1 w2 w3 of each block
         bits = bits.to(tl.uint32, bitcast=True) >> 9
         uniform = (bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07                # 2^-23, as in noise()
         noisy = z - tl.log(-tl.log(uniform))

@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-PREFIX = "base_model.model.model."             # in PEFT's names: its wrapper around a transformers model
+PREFIX = "base_model.model.model."             # how every tensor name in PEFT's files begins
 
 
 class LoRALinear(nn.Module):

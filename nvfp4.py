@@ -70,7 +70,7 @@ def quantize(w, method="sweep", global_scale=None):
         block_scale[n:n + rows] = scale
         # divide by the scale as rounded to e4m3, because dequantize() multiplies by that one
         rounded = _nearest_e2m1(magnitude / _divisor(scale.float())[..., None])
-        code = torch.bucketize(rounded.contiguous(), grid).to(torch.uint8)               # exact
+        code = torch.bucketize(rounded.contiguous(), grid).to(torch.uint8)               # index in E2M1
         sign = (blocks < 0).to(torch.uint8) << 3
         code = (code | sign).view(-1, K)
         packed[n:n + rows] = code[:, 0::2] | code[:, 1::2] << 4

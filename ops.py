@@ -259,7 +259,7 @@ def cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
     On a GPU older keys and values are loaded before the PDL wait: do not write them in the kernel before."""
     if qkv.is_cuda:
         return _cached_attention(qkv, head_norms, cos, sin, cache, layer, positions)
-    k_cache, v_cache, slots = cache.k[layer], cache.v[layer], cache.slots               # (S, Hkv, L, Dh)
+    k_cache, v_cache, slots = cache.k[layer], cache.v[layer], cache.slots           # (slots, Hkv, length, Dh)
     Hkv, _, Dh = k_cache.shape[1:]
     q, k, v = qkv.unflatten(-1, (-1, Dh)).tensor_split((-2 * Hkv, -Hkv), 1)             # (B, heads, Dh)
     if head_norms:
@@ -280,7 +280,8 @@ def cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
 
 
 def _cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
-    """cache.pieces: at least position // SPLIT + 1. cache.counters: (≥ B·Hkv,) int32, all 0 between calls."""
+    """Launch the kernel. cache.pieces: the pieces of the longest row, or more. cache.counters (≥ B·Hkv,)
+    int32: how many pieces of a row and key head are done; 0 before and after a call."""
     k_cache, v_cache, pieces = cache.k[layer], cache.v[layer], cache.pieces
     B, width = qkv.shape
     _, Hkv, length, Dh = k_cache.shape

@@ -150,7 +150,7 @@ class Sampler:
                         rollout.tokens[row, len(prompt):] = 0
                         rollout.logprobs[row] = 0
                 batch = None
-                torch.cuda.empty_cache()         # or the update's long-lived tensors fragment this memory
+                torch.cuda.empty_cache()  # return KV memory to CUDA, or the update's tensors fragment it
         return rollout.rows(range(B))
 
     def _room(self, length, prefill, top_p):
@@ -211,7 +211,7 @@ class _Batch:
             if self.cuda:                              # one graph for all sizes up to a power of two
                 size = min(slots, 1 << (size - 1).bit_length())
                 most = max(len(p) - at for (_, p, _), at in zip(running, positions, strict=True))
-                steps = min(STEPS, self.limit - 1 + most)
+                steps = min(STEPS, self.limit - 1 + most)      # not more than a row may still draw
             size = slots if self.sampler.deterministic else size
             self.state[3, len(running):] = -1          # the graph's other rows are marked finished
             positions = self.advance(size, max(positions) + steps, steps, bar)[:len(running)]

@@ -113,7 +113,7 @@ def build(*args, **options):
 
 
 def compile_kernel(kernel, cc, constants, names_of, aligned, warps=4, stages=3, registers=255):
-    """→ Triton's compiled kernel. AssertionError: it spills, or needs too many registers or shared bytes.
+    """→ Triton's compiled kernel. AssertionError: it spills, or needs more than `registers` or SHARED[cc].
 
     names_of: type → the arguments of that type; others are i32. aligned: integers that 16 divides.
     """

@@ -114,7 +114,7 @@ def test_the_nucleus_by_hand():
 
 
 def test_a_row_of_nan_has_no_nucleus_and_disturbs_no_other():
-    """A finished row may hold NaN: it stays NaN, other rows do not change, and every drawn token is in V."""
+    """A row of NaN (finished) stays NaN, no other row changes, and a drawn token is in the vocabulary."""
     logits = torch.randn(3, 500)
     alone, logits[1] = gumbel.nucleus(logits, 0.6, 0.9), torch.nan
     cut = gumbel.nucleus(logits, 0.6, 0.9)

@@ -175,7 +175,7 @@ def test_a_shared_global_scale_fits_all_and_changes_nothing_else():
 @pytest.mark.parametrize("method", ["rtn", "sweep"])
 def test_compressed_tensors_reads_and_writes_the_same_bytes(method):
     """compressed-tensors decompresses our tensor to what dequantize gives; it computes our rtn scales and
-    packs our bytes. It stores 1 / global_scale. No block here is all zero: it would store scale 0.125."""
+    packs our bytes. It stores 1 / global_scale. No block here is all zero: it replaces scale 0 by 0.125."""
     from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
     from compressed_tensors.quantization import preset_name_to_scheme
     from compressed_tensors.quantization.utils import calculate_qparams

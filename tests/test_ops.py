@@ -99,7 +99,8 @@ def test_a_decode_step_equals_its_definition(H, Hkv, head_norms):
 
 # --- Triton kernels without a GPU: one process interprets them, another compiles them
 
-EDGES = [0, 1, 127, 128, 254, 255, 256, 511, 512, 599, -1]         # pieces' edges, the last, finished
+# positions at the edges of tiles and pieces, the last one, and −1: a finished row
+EDGES = [0, 1, 127, 128, 254, 255, 256, 511, 512, 599, -1]
 
 
 def same(ours, plain, atol):
@@ -187,7 +188,7 @@ def compiled_for(cc):
                            registers=six if shape is narrow and not few else 255)
             waits = [m.start() for m in re.finditer("griddepcontrol.wait", ptx)]
             assert len(waits) == (2 if cc >= 90 else 0), "one that does not wait lets the next overtake"
-            assert not waits or ptx.count("cp.async.cg", *waits) >= (64 if few else 32)       # of two tiles
+            assert not waits or ptx.count("cp.async.cg", *waits) >= (64 if few else 32)       # two tiles' loads
     compile_with_a_wait(
         cc, [(ops._add_norm_kernel, dict(D=8192, TILE=8192), 8, 128, 1),
              (ops._add_norm_backward_kernel, dict(D=8192, TILE=8192), 8, 255, 1),
