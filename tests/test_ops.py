@@ -188,7 +188,7 @@ def compiled_for(cc):
                            registers=six if shape is narrow and not few else 255)
             waits = [m.start() for m in re.finditer("griddepcontrol.wait", ptx)]
             assert len(waits) == (2 if cc >= 90 else 0), "one that does not wait lets the next overtake"
-            assert not waits or ptx.count("cp.async.cg", *waits) >= (64 if few else 32)       # two tiles' loads
+            assert not waits or ptx.count("cp.async.cg", *waits) >= (64 if few else 32)     # two tiles' loads
     compile_with_a_wait(
         cc, [(ops._add_norm_kernel, dict(D=8192, TILE=8192), 8, 128, 1),
              (ops._add_norm_backward_kernel, dict(D=8192, TILE=8192), 8, 255, 1),
