@@ -68,7 +68,8 @@ def add_norm(x, y, weight, eps, dtype):
 
 
 class AddNorm(torch.autograd.Function):
-    """dx = dy = d_sum + r g − s r³ mean(s g)  with s = x + y, r = 1 / rms(s), g = d_norm · weight."""
+    """add_norm by kernels. Backward, with s = x + y, r = 1 / rms(s) and g = d_norm · weight:
+    dx = dy = d_sum + r g − s r³ mean(s g)."""
 
     @staticmethod
     def forward(ctx, x, y, weight, eps, dtype):
@@ -107,7 +108,7 @@ def _row(x):
 @jit
 def _add_norm_kernel(x, y, weight, total, out, eps, D: constexpr, TILE: constexpr, PDL: constexpr):
     cols = tl.arange(0, TILE)
-    w = tl.load(weight + cols, mask=cols < D, other=0.)            # before the wait: no kernel writes weights
+    w = tl.load(weight + cols, mask=cols < D, other=0.)            # load early: no kernel of a step writes it
     _start(PDL)
     at = tl.program_id(0).to(tl.int64) * D + cols
     wide = tl.load(x + at, mask=cols < D, other=0.)
@@ -143,7 +144,7 @@ def swiglu(gate_up):
 
 
 class SwiGLU(torch.autograd.Function):
-    """d_up = d · silu(gate),  d_gate = d · up · σ(gate) (1 + gate (1 − σ(gate)))."""
+    """Backward: d_up = d · silu(gate), d_gate = d · up · σ(gate) (1 + gate (1 − σ(gate)))."""
 
     @staticmethod
     def forward(ctx, gate_up):
@@ -200,7 +201,7 @@ def rope(x, cos, sin):
 
 
 class Rope(torch.autograd.Function):
-    """Backward rotates the gradient by the opposite angles."""
+    """rope by kernels. Backward rotates the gradient by the opposite angles."""
 
     @staticmethod
     def forward(ctx, x, cos, sin):
@@ -288,8 +289,8 @@ def _cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
     H = width // Dh - 2 * Hkv
     q_weight, k_weight, eps = head_norms or (None, None, 0.)
     out = qkv.new_empty(B, H * Dh)
-    sums = qkv.new_empty(B, Hkv, pieces, H // Hkv, Dh, dtype=torch.float32)
-    maxima = qkv.new_empty(B, Hkv, pieces, 2, H // Hkv, dtype=torch.float32)
+    sums = qkv.new_empty(B, Hkv, pieces, H // Hkv, Dh, dtype=torch.float32)         # each piece's Σ p·v
+    maxima = qkv.new_empty(B, Hkv, pieces, 2, H // Hkv, dtype=torch.float32)        # its largest score, Σ p
     assert cache.counters.numel() >= B * Hkv and pieces * SPLIT < length + SPLIT
     sms, shared_memory = 132, 2**20                                       # for Triton's interpreter
     if qkv.is_cuda:

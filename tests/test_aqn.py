@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_aqn.py"""
+"""AQN: the schedules, which norms take noise, reproducible draws, exact restoration."""
 import itertools
 import math
 

@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_grpo.py"""
+"""Advantages and losses against numbers worked out by hand and the papers' formulas."""
 import math
 
 import pytest

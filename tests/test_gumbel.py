@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_gumbel.py -q"""
+"""Philox against its authors' vectors, samples against the softmax, kernels against plain torch."""
 import pytest
 import torch
 import triton

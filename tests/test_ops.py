@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_ops.py -q"""
+"""A block's operations against transformers and a plain attention; kernels against plain torch."""
 import re
 from types import SimpleNamespace
 
