@@ -1,7 +1,7 @@
-"""GRPO and its relatives: from rewards to a loss.
+"""GRPO and its relatives: from the rewards of a group of answers to a loss.
 
-    A    = (r − mean of its group) / (std of its group + 1e-4)     one number per sampled answer
-    ρ_t  = π_θ(token t) / π_old(token t)                           how far the policy has moved since sampling
+    A    = (r − mean of its group) / (std of its group + 1e-4)     advantage: one number per answer
+    ρ_t  = π_θ(token t) / π_old(token t)                           ratio: how far the policy moved since "old"
 
     dapo      −Σ_i Σ_t min(ρA, clip(ρ, 1−ε_low, 1+ε_high)A)   / Σ lengths           DAPO 2503.14476, eq. 8
     grpo      −Σ_i 1/|o_i| Σ_t min(ρA, clip(ρ, …)A)           / rows                GRPO 2402.03300, eq. 3
@@ -9,12 +9,12 @@
     gspo      −Σ_i min(s_i A, clip(s_i, …)A), s_i = exp(mean_t ln ρ_t)  / rows      GSPO 2507.18071, eq. 5
     cispo     −Σ_i Σ_t stopgrad(min(ρ, ρ_max)) A ln π_θ       / Σ lengths           CISPO 2506.13585, eq. 4
 
-Each loss below returns a sum for each row; policy_loss adds the rows and divides by `normalizer`, one number
-for the whole optimizer batch over all micro-batches and ranks. So the gradient does not depend on how the
-batch is cut. Before the policy moves every ρ is 1: the loss of grpo and gspo is about 0, its gradient is not.
+A loss is a sum over its rows divided by `normalizer`, one number for the whole optimizer batch, over all
+micro-batches and ranks. So the gradient does not depend on how the batch is cut. While the policy has not
+moved, every ρ is 1: the value of a centred grpo or gspo loss is then about 0, but its gradient is not.
 
-Rows are (B, T) with B = P·G, the row of prompt p and sample g is p·G + g. The mask comes from lengths, never
-from token ids, and holds the sampled end token: it is an action like any other.
+Tensors are (B, T) with B = P·G: sample g of prompt p is row p·G + g. Build the mask from lengths, never from
+token ids: padding may have the end token's id. The sampled end token is an action too and is not masked.
 
 Left out: value networks, entropy bonuses, whole-batch reward scaling.
 Needs: torch.
@@ -22,16 +22,16 @@ Needs: torch.
 
 import torch
 
-# ε_low, ε_high of each clipped loss: DAPO's clip-higher, PPO's 0.2, GSPO §5.1; cispo has its own bound
+# (ε_low, ε_high) by default: DAPO's clip-higher, PPO's 0.2, GSPO §5.1; cispo ignores them for cispo_max
 CLIP = {"dapo": (0.2, 0.28), "grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2),
         "gspo": (3e-4, 4e-4), "cispo": (0.0, 0.0)}
 
 
 def advantages(rewards, scale="group"):
-    """(P, G) rewards → (P, G) advantages. A group whose rewards are equal gets exact zeros.
+    """Rewards (P, G) → advantages (P, G) f32. A group whose rewards are all equal gets exact zeros.
 
     scale: "group" divides by the group's unbiased std + 1e-4 (GRPO, DAPO), "none" does not (Dr. GRPO).
-    ValueError: fewer than two samples in a group, unknown scale, a reward that is not finite.
+    ValueError: fewer than two samples in a group, unknown scale, a reward that is NaN or infinite.
     """
     P, G = rewards.shape
     if G < 2:
@@ -41,22 +41,25 @@ def advantages(rewards, scale="group"):
     if not rewards.isfinite().all():
         raise ValueError(f"{int((~rewards.isfinite()).sum())} rewards are NaN or infinite: "
                          "see the task's reward()")
-    rewards = rewards.double()                          # .1 and .1001 stay apart, a constant's std is tiny
+    rewards = rewards.double()                          # float32 would round the mean of close rewards
     centred = rewards - rewards.mean(1, keepdim=True)
     if scale == "group":
         centred = centred / (rewards.std(1, keepdim=True) + 1e-4)
+    # equal rewards give exact zeros: 0.1 minus a rounded mean would be tiny, and AdamW would rescale a tiny
+    # gradient to a full step
     constant = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
     return centred.masked_fill(constant, 0).float()
 
 
 def overlong_penalty(lengths, max_new_tokens, cache):
-    """(B,) lengths → (B,) f64 ≤ 0, added to rewards: DAPO's soft punishment (eq. 13), −1 at full length."""
+    """DAPO's soft overlong punishment (eq. 13): lengths (B,) → (B,) f64 to add to rewards, 0 for an answer
+    that leaves `cache` of max_new_tokens unused, falling linearly to −1 for one that uses them all."""
     return ((max_new_tokens - cache - lengths.double()) / cache).clamp(-1, 0)
 
 
 def normalizer(loss_type, lengths, max_new_tokens):
-    """What policy_loss divides by, for the whole optimizer batch. lengths (B,): trained tokens of each row;
-    a row with none (a masked, truncated answer) counts nowhere. Sum it over ranks before use."""
+    """→ scalar, policy_loss's divisor for a whole optimizer batch: sum it over ranks. lengths (B,): trained
+    tokens of each row; a row with none (a truncated answer that is masked out) is not counted."""
     rows = (lengths > 0).sum()
     return {"dapo": lengths.sum(), "cispo": lengths.sum(), "grpo": rows, "gspo": rows,
             "dr_grpo": rows * max_new_tokens}[loss_type]
@@ -64,14 +67,15 @@ def normalizer(loss_type, lengths, max_new_tokens):
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, normalizer, loss_type="dapo", weights=None,
                 clip_low=None, clip_high=None, cispo_max=5.0, ref_logprobs=None, beta=0.0):
-    """→ (loss, clipped): this micro-batch's share of the loss (), and how many tokens the clip cut off ().
+    """→ (loss, clipped), two scalars: this micro-batch's share of the loss, the number of clipped tokens.
 
-    logprobs, old_logprobs, ref_logprobs, weights (B, T) f32, advantages (B,), mask (B, T) bool. Only logprobs
-    carries a gradient. weights: of truncated importance sampling; gspo takes the mean of an answer's. beta ·
-    k3 is added against ref_logprobs. What stands outside the mask, NaN included, has no influence.
+    logprobs, old_logprobs, ref_logprobs, weights (B, T) f32, advantages (B,), mask (B, T) bool. Gradients
+    flow through logprobs alone. weights: of truncated importance sampling; gspo averages them over an answer.
+    clip_low, clip_high, cispo_max: ε_low, ε_high, ρ_max. beta: coefficient of the KL (k3) to ref_logprobs.
+    Values outside the mask, even NaN, have no influence.
     """
-    low, high = CLIP[loss_type]
-    low, high = low if clip_low is None else clip_low, high if clip_high is None else clip_high
+    low = CLIP[loss_type][0] if clip_low is None else clip_low
+    high = CLIP[loss_type][1] if clip_high is None else clip_high
     log_ratio = torch.where(mask, logprobs - old_logprobs.detach(), 0)                    # (B, T)
     weights = mask.float() if weights is None else torch.where(mask, weights.detach(), 0)  # (B, T)
     adv = advantages[:, None]                                                             # (B, 1)
@@ -90,27 +94,29 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, normalizer, loss_type=
 
 
 def clipped_surrogate(log_ratio, adv, weights, low, high):
-    """−Σ_t w · min(ρA, clip(ρ, 1−ε_low, 1+ε_high)A): PPO's surrogate, the pessimistic one of two (B,)."""
+    """→ −Σ_t w · min(ρA, clip(ρ, 1−ε_low, 1+ε_high)A) (B,), PPO's surrogate; number of clipped tokens ()."""
     ratio = log_ratio.exp()
     clip = ratio.clamp(1 - low, 1 + high)
-    return (-(weights * torch.min(ratio * adv, clip * adv)).sum(1),
-            ((clip * adv < ratio * adv) & (weights > 0)).sum())
+    objective = weights * torch.min(ratio * adv, clip * adv)                              # (B, T)
+    clipped = (clip * adv < ratio * adv) & (weights > 0)                                  # (B, T)
+    return -objective.sum(1), clipped.sum()
 
 
 def gspo(log_ratio, adv, weights, lengths, low, high):
-    """−min(sA, clip(s, …)A) with one ratio per answer, the geometric mean of its tokens' (B,)."""
+    """→ −mean(w) · min(sA, clip(s, …)A) (B,), s: geometric mean of ratios; number of clipped tokens ()."""
     ratio = (log_ratio.sum(1) / lengths).exp()                                            # (B,)
     clip = ratio.clamp(1 - low, 1 + high)
-    weight = weights.sum(1) / lengths
-    return (-weight * torch.min(ratio * adv, clip * adv),
-            ((clip * adv < ratio * adv) * (weights > 0).sum(1)).sum())
+    objective = weights.sum(1) / lengths * torch.min(ratio * adv, clip * adv)             # (B,)
+    clipped = (clip * adv < ratio * adv) * (weights > 0).sum(1)                           # (B,) tokens
+    return -objective, clipped.sum()
 
 
 def cispo(log_ratio, adv, logprobs, weights, cispo_max):
-    """−Σ_t w · stopgrad(min(ρ, ρ_max)) A ln π: every token keeps its gradient, with a bounded weight (B,)."""
+    """→ −Σ_t w · stopgrad(min(ρ, ρ_max)) A ln π (B,): bounded weights; number of tokens at the bound ()."""
     ratio = log_ratio.detach().exp()
-    return (-(weights * ratio.clamp(max=cispo_max) * adv * logprobs).sum(1),
-            ((ratio > cispo_max) & (weights > 0)).sum())
+    objective = weights * ratio.clamp(max=cispo_max) * adv * logprobs                     # (B, T)
+    clipped = (ratio > cispo_max) & (weights > 0)                                         # (B, T)
+    return -objective.sum(1), clipped.sum()
 
 
 def importance_weights(old_logprobs, sampled_logprobs, cap=2.0):
@@ -119,8 +125,8 @@ def importance_weights(old_logprobs, sampled_logprobs, cap=2.0):
 
 
 def kl_k3(log_ratio):
-    """q − 1 − ln q, q = exp(log_ratio) = π_ref/π: unbiased for KL(π‖π_ref) under π and ≥ 0 (Schulman)."""
-    return log_ratio.expm1() - log_ratio                # expm1: where q is near 1, q − 1 would cancel
+    """q − 1 − ln q with q = exp(log_ratio) = π_ref/π: ≥ 0, with mean KL(π‖π_ref) under π (Schulman's k3)."""
+    return log_ratio.expm1() - log_ratio                # expm1 keeps the digits that q − 1 loses near q = 1
 
 
 if __name__ == "__main__":

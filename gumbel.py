@@ -1,12 +1,12 @@
 """Gumbel-max sampling: argmax(logits / T − log(−log(uniform))) is an exact draw from softmax(logits / T).
 
-Random numbers are Philox-4x32-10 (Salmon et al., SC 2011), as in tl.philox: a function of a counter and a key
-with no state. The counter is (vocabulary id / 4, position, sequence number, step), the key is the seed. So a
-sample depends neither on its neighbours in the batch nor on the order in which sequences finish.
+The uniform numbers are counter-based: Philox-4x32-10 (Salmon et al., SC 2011; Triton's tl.philox) maps a
+counter (vocabulary id // 4, position, sequence number, step) and a key, the seed, to random bits, without any
+state. So a draw depends neither on the other rows of its batch nor on the order in which sequences finish.
 
-Every function is plain torch lines: the meaning, on any device. On a GPU without autograd `sample` and
-`append` launch kernels to the same result; each may begin while the one before still runs (programmatic
-dependent launch).
+Plain torch lines define what each function returns. On a GPU, outside autograd, `sample` and `append` launch
+Triton kernels with the same result. Their launch is a PDL (programmatic dependent launch): a kernel may start
+while its predecessor still runs, and waits for it before reading.
 
 Needs: torch; on a GPU also triton.
 """
@@ -18,10 +18,10 @@ try:
     import triton.language as tl
     from triton import jit
     from triton.language import constexpr
-except ImportError:      # plain torch needs no triton
+except ImportError:      # a CPU machine may lack Triton: its kernels are then never launched
     jit, constexpr = (lambda kernel=None, **options: kernel or jit), int
 
-VOCAB_TILE = 2048        # logits that one program of the sampler reads
+VOCAB_TILE = 2048        # logits that one CTA of the sampler reads
 
 
 def _fused(x):
@@ -29,7 +29,7 @@ def _fused(x):
 
 
 def _flags(x):
-    """PDL needs Hopper or newer, and is not known to Triton's interpreter."""
+    """→ a kernel's launch options: PDL on Hopper and newer GPUs, no PDL in Triton's interpreter."""
     pdl = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
     return {"PDL": pdl, "launch_pdl": pdl}
 
@@ -42,40 +42,39 @@ def _start(PDL: constexpr):
 
 
 def sample(logits, temperature, seed, step, sequence, position):
-    """Draw from softmax(logits / temperature): → token (B,) int64, its log-probability (B,) f32.
-
-    Temperature 0 takes the largest logit; the log-probability then is that of temperature 1.
-    logits (B, V) f32; seed, step: ints; sequence, position (B,) int64: the global number of each sequence,
-    and which token of its answer this is.
-    """
+    """Draw from softmax(logits / temperature) → token (B,) int64, its log-probability (B,) f32.
+    Temperature 0 takes the largest logit, with its log-probability at temperature 1. logits (B, V) f32; seed,
+    step: ints; sequence, position (B,) int64: a row's global number, the new token's index in its answer."""
     if _fused(logits):
         return _sample(logits, temperature, seed, step, sequence, position)
     scaled = logits / (temperature or 1.0)
-    noisy = scaled + noise(logits.shape[1], seed, step, sequence, position) if temperature > 0 else scaled
+    noisy = scaled
+    if temperature > 0:
+        noisy = scaled + noise(logits.shape[1], seed, step, sequence, position)
     token = noisy.argmax(-1)
     return token, scaled.gather(1, token[:, None])[:, 0] - scaled.logsumexp(-1)
 
 
 def nucleus(logits, temperature, top_p):
-    """The logits, −inf outside the nucleus: the fewest of the most probable tokens that together reach top_p
-    (Holtzman et al. 2020). The token that crosses top_p is in it, with all that are exactly as probable.
-
-    logits (B, V) f32 → the same; temperature 0 counts as 1; 0 < top_p <= 1. A row of NaN stays as it is.
-    """
+    """Logits (B, V) f32 → the same with −inf outside the nucleus: the fewest most probable tokens whose
+    probabilities sum to top_p or more, 0 < top_p <= 1 (Holtzman et al. 2020), and all that tie with the last
+    of these. Temperature 0 counts as 1. A row of NaN stays NaN."""
     ordered = logits.sort(-1, descending=True).values
     p = (ordered / (temperature or 1.0)).softmax(-1)
-    before = p.cumsum(-1) - p                           # the share of those in front: 0 of the most probable
+    before = p.cumsum(-1) - p                           # sum over the more probable tokens
     least = ordered.masked_fill(before >= top_p, float("inf")).amin(-1, keepdim=True)           # (B, 1)
-    # not scattered back: where PyTorch is told to be deterministic, scatter cannot be captured into a graph
+    # compare with a threshold, do not scatter: deterministic scatter cannot be captured into a CUDA graph
     return logits.masked_fill(logits < least, float("-inf"))
 
 
 def _sample(logits, temperature, seed, step, sequence, position):
-    """Two passes: each tile's maximum, sum of exponentials and winner; then the row's."""
-    (B, V), logits = logits.shape, logits.contiguous()
+    """A kernel finds each tile's maximum, sum of exponentials and winner; another merges a row's tiles."""
+    B, V = logits.shape
+    logits = logits.contiguous()
     tiles = triton.cdiv(V, VOCAB_TILE)
-    found = logits.new_empty(B, 4, tiles, dtype=torch.float32)
-    winner, token = sequence.new_empty(B, tiles), torch.empty_like(sequence)
+    found = logits.new_empty(B, 4, tiles, dtype=torch.float32)     # max z, Σ exp(z − max), max noisy z, its z
+    winner = sequence.new_empty(B, tiles)
+    token = torch.empty_like(sequence)
     logprob = logits.new_empty(B)
     _tile_kernel[tiles, B](logits, temperature or 1.0, seed, step, sequence, position,
                            found, winner, V, GREEDY=temperature == 0, TILE=VOCAB_TILE, **_flags(logits))
@@ -94,18 +93,18 @@ def _tile_kernel(logits, temperature, seed, step, sequence, position, found, win
     z = tl.load(logits + b.to(tl.int64) * V + ids, mask=ids < V, other=float("-inf")) / temperature
     noisy = z
     if not GREEDY:
-        zero = block * 0                                             # tl.philox wants its words of one shape
+        zero = block * 0                                             # tl.philox takes tensors of one shape
         w0, w1, w2, w3 = tl.philox(seed, block, zero + tl.load(position + b).to(tl.int32),
                                    zero + tl.load(sequence + b).to(tl.int32), zero + step.to(tl.int32))
-        bits = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(TILE)
+        bits = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(TILE)        # w0 w1 w2 w3 of each block
         bits = bits.to(tl.uint32, bitcast=True) >> 9
-        uniform = (bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07                # 2^-23: see noise
+        uniform = (bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07                # 2^-23, as in noise()
         noisy = z - tl.log(-tl.log(uniform))
-    best = tl.minimum(tl.argmax(noisy, 0), V - 1 - tile * TILE)        # NaN, of a dead row, is no maximum
+    best = tl.minimum(tl.argmax(noisy, 0), V - 1 - tile * TILE)        # NaN (a finished row) has no argmax
     top = tl.max(z, 0)
     found += b * 4 * tl.num_programs(0) + tile
     tl.store(found, top)
-    # a tile that is −inf all over adds 0, where −inf − −inf would be NaN
+    # -1e30: a tile whose logits are all −inf must add exp(−inf) = 0, but −inf − −inf is NaN
     tl.store(found + tl.num_programs(0), tl.sum(tl.exp(z - tl.maximum(top, -1e30)), 0))
     tl.store(found + 2 * tl.num_programs(0), tl.max(noisy, 0))
     tl.store(found + 3 * tl.num_programs(0), tl.sum(tl.where(ids == tile * TILE + best, z, 0.), 0))
@@ -129,21 +128,21 @@ def _merge_kernel(found, winner, token, logprob, tiles, TILES: constexpr, PDL: c
 
 
 def noise(V, seed, step, sequence, position):
-    """(B, V) f32 standard Gumbel noise, B = len(sequence)."""
+    """→ (B, V) f32 standard Gumbel noise for sequence and position (B,) int64."""
     block = torch.arange((V + 3) // 4, device=sequence.device)[None]                     # (1, V/4)
     words = philox(seed, block, position[:, None], sequence[:, None], step & 0xFFFFFFFF)
     bits = torch.stack(words, -1).flatten(1)[:, :V]                                      # (B, V) 32-bit words
-    # 23 bits and the half fit fp32. With 24 the largest would round to 1, and its noise, infinite, would win
+    # 23 bits + ½ are exact in fp32; 24 could round to uniform = 1, whose noise is infinite and always wins
     uniform = ((bits >> 9).float() + 0.5) * 2.0**-23
     return uniform.log_().neg_().log_().neg_()
 
 
 def philox(seed, c0, c1, c2, c3):
-    """Philox-4x32-10: int64 tensors and ints that broadcast, each one 32-bit word of the counter → four."""
+    """Philox-4x32-10: a counter of four 32-bit words (int64 tensors or ints) → four random 32-bit words."""
     low = 0xFFFFFFFF
     key0, key1 = seed & low, (seed >> 32) & low
     for _ in range(10):
-        # int64 wraps, so that the product's upper word may come out negative: the mask repairs it
+        # int64 overflow may make a >> 32 negative; `& low` keeps the 32 bits that are right
         a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = ((b >> 32) & low) ^ c1 ^ key0, b & low, ((a >> 32) & low) ^ c3 ^ key1, a & low
         key0, key1 = (key0 + 0x9E3779B9) & low, (key1 + 0xBB67AE85) & low
@@ -151,23 +150,23 @@ def philox(seed, c0, c1, c2, c3):
 
 
 def append(token, logprob, rows, positions, stops, limit, last, rollout):
-    """Write each live row's token to the rollout, and end the row at a stop token or at the limit.
-
-    token, logprob: what `sample` gave. rows (B,) int64: whose answers these are. positions (B,) int64: where
-    the model just was; one further afterwards, −1 where the row is over. stops (n,) int64. last (B,) int64:
-    receives the tokens that go in next. rollout: of rollout.py; positions, last and rollout change in place.
-    """
+    """Write each running row's new token to the rollout; end the row at a stop token or at `limit` tokens.
+    token, logprob (B,): from sample. rows (B,) int64: each row's index in the rollout. stops (n,) int64.
+    Changed in place: positions (B,) int64, of the token the model just read, becomes the next one or, when
+    the row ends, −1 (such rows are skipped); last (B,) int64 becomes the new token; rollout, a Rollout."""
     if _fused(logprob):
         _append_kernel[len(token),](token, logprob, rows, positions, stops, len(stops), limit, last,
                                     *rollout[:4], rollout.tokens.shape[1], **_flags(token), num_warps=1)
         return
     going = (positions >= 0).nonzero()[:, 0]
     token, row, at = token[going], rows[going], positions[going] + 1
-    rollout.tokens[row, at], rollout.logprobs[row, at] = token, logprob[going]
+    rollout.tokens[row, at] = token
+    rollout.logprobs[row, at] = logprob[going]
     rollout.lengths[row] += 1
     rollout.finished[row] = torch.isin(token, stops)
     over = rollout.finished[row] | (rollout.lengths[row] >= limit)
-    positions[going], last[going] = torch.where(over, -1, at), token
+    positions[going] = torch.where(over, -1, at)
+    last[going] = token
 
 
 @jit(do_not_specialize=["limit", "width"])
@@ -178,7 +177,8 @@ def _append_kernel(token, logprob, rows, positions, stops, n_stops, limit, last,
     at = tl.load(positions + b) + 1
     if at > 0:
         row, new = tl.load(rows + b), tl.load(token + b)
-        length, stop = tl.load(lengths + row) + 1, 0
+        length = tl.load(lengths + row) + 1
+        stop = 0
         for i in range(n_stops):
             stop |= (tl.load(stops + i) == new).to(tl.int32)
         tl.store(tokens + row * width + at, new)

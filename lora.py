@@ -1,22 +1,21 @@
-"""LoRA: the weights stay frozen, a matrix of low rank beside them learns.
+"""LoRA: the weight matrix stays frozen, and a product of two thin matrices beside it is trained.
 
     y = x @ W.T + (alpha / rank) · (x @ lora_A.T) @ lora_B.T          W (N, K), lora_A (r, K), lora_B (N, r)
 
 LoRA (arXiv 2106.09685, §4.1) as in QeRL (arXiv 2510.11696, §2): on all seven projections of a block, never
-merged, as a sum rounded back to 4 bits would lose it. lora_B starts at 0, so the first policy is the base.
+merged, because rounding W + B·A to 4 bits would lose B·A. lora_B starts at 0: the first policy is the base's.
 
-Projections that read the same input run as one matrix, and so do their adapters:
+Projections with the same input run as one matrix, and so do their adapters:
 
-    W     [ q ]  N        lora_A  [ A_q ]  S·r    lora_B  [ B_q ]  N       row block s of lora_B meets only
-          [ k ]                   [ A_k ]                 [ B_k ]          row block s of lora_A, so that this
-          [ v ]   x K             [ A_v ]   x K           [ B_v ]   x r    equals three separate adapters
+    W     [ q ]  N        lora_A  [ A_q ]  S·r    lora_B  [ B_q ]  N       row block s of lora_B multiplies
+          [ k ]                   [ A_k ]                 [ B_k ]          row block s of lora_A: this equals
+          [ v ]   x K             [ A_v ]   x K           [ B_v ]   x r    three separate adapters
 
-The parameters are fp32. refresh() rounds them, in place, into copies of the compute type, by which a base
-that adds the adapter itself multiplies; beside another base forward() rounds them anew, to the same numbers.
+The parameters are fp32. refresh() rounds them in place into copies of the compute type (bf16 on a GPU). A
+base that fuses LoRA into its GEMM reads the copies; for any other base forward() rounds the parameters anew.
 
-Files are PEFT's: adapter_config.json and adapter_model.safetensors, fused projections split into their parts.
-Left out: dropout, bias, DoRA, rsLoRA, several adapters at once.
-Needs: torch, safetensors.
+Adapter files are PEFT's, with fused projections split into their parts.
+Left out: dropout, bias, DoRA, rsLoRA, several adapters at once. Needs: torch, safetensors.
 """
 
 import json
@@ -31,16 +30,16 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-PREFIX = "base_model.model.model."             # PEFT wraps transformers' ForCausalLM, which holds a `model`
+PREFIX = "base_model.model.model."             # how every tensor name in PEFT's files begins
 
 
 class LoRALinear(nn.Module):
     """A frozen base and its adapter: x (…, K) → (…, N) in the dtype of x.
 
-    base: a module with in_features, out_features and forward(x). One that says `fuses_lora = True` adds the
-    adapter itself: base(x, (copy_A, copy_B, splits, scale), (lora_A, lora_B), needed) multiplies by the
-    copies and gives the parameters their gradients; base.adapt(copy_B, splits) is called when copy_B has
-    changed. splits: rows of each fused part, their sum is N.
+    base: a module with in_features, out_features and forward(x). If base.fuses_lora is True, the base adds
+    the adapter itself: base(x, (copy_A, copy_B, splits, scale), (lora_A, lora_B), needed) multiplies by the
+    copies and passes gradients to the parameters; refresh() tells it of new copies by base.adapt(copy_B,
+    splits). splits: the rows of each fused part, N in all. ValueError: rank < 1.
     """
 
     def __init__(self, base, rank, alpha, splits=None, dtype=torch.float32, device=None, generator=None):
@@ -51,8 +50,7 @@ class LoRALinear(nn.Module):
         self.base, self.rank, self.alpha, self.scale = base, rank, alpha, alpha / rank
         self.splits = tuple(splits or (N,))
         assert sum(self.splits) == N, f"splits {self.splits} do not add up to the {N} rows of the base"
-        # Kaiming-uniform with a = √5, as in torch's Linear and in PEFT: U(−1/√K, 1/√K). Drawn on the CPU,
-        # so that a seed gives the same adapter on every device.
+        # U(−1/√K, 1/√K), as in torch's Linear and in PEFT; a draw on the CPU is the same for every device
         lora_A = torch.empty(len(self.splits) * rank, K).uniform_(-(K**-0.5), K**-0.5, generator=generator)
         self.lora_A = nn.Parameter(lora_A.to(device))
         self.lora_B = nn.Parameter(torch.zeros(N, rank, device=device))
@@ -62,7 +60,7 @@ class LoRALinear(nn.Module):
         self.refresh()
 
     def refresh(self):
-        """Round the parameters into the copies, in place, so that captured graphs see it."""
+        """Round the parameters into the copies, in place: a captured CUDA graph reads the same addresses."""
         with torch.no_grad():
             self.copy_A.copy_(self.lora_A)
             self.copy_B.copy_(self.lora_B)
@@ -70,19 +68,19 @@ class LoRALinear(nn.Module):
                 self.base.adapt(self.copy_B, self.splits)
 
     def forward(self, x, needed=True):
-        """needed=False: nobody reads the result, only its backward runs (as in a recomputation)."""
+        """x (…, K) → (…, N). needed=False: only backward will run, so a fusing base may skip computing y."""
         if not self.enabled:
             return self.base(x)
         if getattr(self.base, "fuses_lora", False):
-            lora, learn = (self.copy_A, self.copy_B, self.splits, self.scale), (self.lora_A, self.lora_B)
-            return self.base(x, lora, learn, needed)
+            copies = (self.copy_A, self.copy_B, self.splits, self.scale)
+            return self.base(x, copies, (self.lora_A, self.lora_B), needed)
         low = (x @ self.lora_A.to(x.dtype).T).split(self.rank, -1)                      # S times (…, r)
         parts = zip(low, self.lora_B.to(x.dtype).split(self.splits), strict=True)
         return self.base(x) + self.scale * torch.cat([h @ B.T for h, B in parts], -1)
 
 
 def lora_layers(model):
-    """name → LoRALinear, in the model's order. An empty model is an error: nothing would learn."""
+    """→ {name: LoRALinear}, in the model's order. ValueError: there is none, so nothing would learn."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
     if not layers:
         raise ValueError("this model has no LoRALinear: nothing would learn")
@@ -90,14 +88,14 @@ def lora_layers(model):
 
 
 def refresh(model):
-    """After an optimizer step or a load: every layer's copies follow its parameters."""
+    """Round every layer's parameters into its copies: call it after an optimizer step or a load."""
     for layer in lora_layers(model).values():
         layer.refresh()
 
 
 @contextmanager
 def disabled(model):
-    """Inside the block the model is its frozen base alone: the reference policy of a KL term."""
+    """In this context the model is its frozen base alone: the reference policy of a KL term."""
     layers = lora_layers(model).values()
     try:
         for layer in layers:
@@ -109,7 +107,7 @@ def disabled(model):
 
 
 def adapter_tensors(model):
-    """PEFT tensor name → view of the parameter (fp32): the rows of one part of one layer."""
+    """→ {PEFT's tensor name: fp32 view of the rows of lora_A or lora_B that belong to one projection}."""
     tensors = {}
     for name, layer in lora_layers(model).items():
         parent, _, own = name.rpartition(".")
@@ -122,7 +120,7 @@ def adapter_tensors(model):
 
 
 def save_adapter(model, folder, base_name=""):
-    """Write adapter_config.json and adapter_model.safetensors as PEFT does, each file whole or not at all."""
+    """Write PEFT's two files into folder, each whole or, if the save is interrupted, not at all."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {k: v.contiguous().cpu() for k, v in adapter_tensors(model).items()}
@@ -139,7 +137,7 @@ def save_adapter(model, folder, base_name=""):
 
 
 def load_adapter(model, folder):
-    """Read an adapter that save_adapter or PEFT wrote into the parameters and their copies.
+    """Copy an adapter that save_adapter or PEFT wrote into the parameters, and refresh the copies.
 
     ValueError: the folder holds no adapter, a damaged one, another kind, rank or alpha, or other tensors.
     """
@@ -154,7 +152,7 @@ def load_adapter(model, folder):
         stored = load_file(folder / "adapter_model.safetensors")
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{folder} holds a damaged adapter: {error}") from error
-    layer, own = next(iter(lora_layers(model).values())), adapter_tensors(model)
+    layer = next(iter(lora_layers(model).values()))
     wanted = {"peft_type": "LORA", "r": layer.rank, "lora_alpha": layer.alpha}
     refused = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save",
                "alora_invocation_tokens")
@@ -167,14 +165,17 @@ def load_adapter(model, folder):
         raise ValueError(f"{folder / 'adapter_config.json'} has init_lora_weights={start!r}, which changes "
                          "the base too: PEFT converts most of these as it saves them, see its "
                          "path_initial_model_for_weight_conversion")
-    has, takes = ({name: tuple(t.shape) for name, t in tensors.items()} for tensors in (stored, own))
-    if odd := sorted({name for name, _ in has.items() ^ takes.items()}):
+    own = adapter_tensors(model)
+    has = {name: tuple(t.shape) for name, t in stored.items()}
+    takes = {name: tuple(t.shape) for name, t in own.items()}
+    odd = sorted({name for name, _ in has.items() ^ takes.items()})
+    if odd:
         raise ValueError(f"{folder}: {len(odd)} tensors do not fit the model's layers; {odd[0]} is "
                          f"{has.get(odd[0], 'missing')}, the model has {takes.get(odd[0], 'no such tensor')}")
     for name, tensor in stored.items():
         if not tensor.isfinite().all():
             raise ValueError(f"{folder}: {name} has NaN or infinite values: take an earlier adapter")
-    for name, tensor in stored.items():                # nothing is copied before everything fits
+    for name, tensor in stored.items():                # after all checks: a refused adapter changes nothing
         own[name].copy_(tensor)
     refresh(model)
 

@@ -1,23 +1,25 @@
 """The operations of a decoder block that are not matrix products: one function each.
 
-Every function has its plain torch lines: the meaning, with autograd. On a GPU add_norm, swiglu, rope and
-cached_attention launch a Triton kernel instead, to the same result; the first three, which the trainer runs
-too, have one for the gradient. Attention over whole rows is torch's.
+Every function has plain torch lines, which define its result and have autograd. On a GPU add_norm, swiglu,
+rope and cached_attention launch a Triton kernel with the same result instead; the first three, which the
+trainer uses too, have another kernel for the gradient. Causal attention over whole rows is torch's.
 
     add_norm → [q k v] → cached_attention → [o] → add_norm → [gate up] → swiglu → [down] → add_norm → …
-    the norm of x + the       rope, cache write,      what stands in brackets is a matrix product
-    branch that just ended    split-KV attention      of fp4_gemm.py, with its LoRA
+    x + the output of the     rope, cache write,      brackets: a matrix product of fp4_gemm.py, with LoRA
+    branch before, its norm   split-KV attention
 
-A decode step has a few hundred kernels of a few microseconds, so the time between two of them counts. Each
-may start before the one in front has ended (PDL, programmatic dependent launch): it loads what that one does
-not write (attention: positions, slots, cos, sin, older keys and values), waits, and lets the next one come.
+A decode step launches a few hundred kernels of a few microseconds each, so the gaps between kernels cost
+time. PDL (programmatic dependent launch) closes the gaps: a kernel starts before its predecessor has ended,
+loads what no recent kernel writes (attention: positions, slots, cos, sin, older keys and values), waits for
+its predecessor, and then allows its successor to start.
 
-Attention reads a row's own length from the GPU: one captured graph serves every length. A program takes 256
-cached positions of one row and one key head, with all the query heads that share it; the last to finish adds
-up the pieces in their order. As in fp4_gemm.py operands are swapped, scores.T = K @ q.T, for a tensor core's
-wide side must not be the few queries. Pieces have a fixed size, so that of the other rows only their number
-(it picks the tiles) can change a result. Rows that have a prompt in common read whole tiles of it in the slot
-of the first of them, which brings them to L2, where the others find them.
+cached_attention splits a row's cached positions into pieces of 256 (split-KV). A CTA (program, in Triton's
+words) computes one piece of one row for one key head and all query heads that share it. The CTA that finishes
+last adds up the pieces in their order, so that a result does not depend on timing. The kernel reads each
+row's length from GPU memory, so one captured CUDA graph serves every length. It computes scores.T = K @ q.T,
+because a tensor core's wide side must not be the few queries. Pieces have a fixed size: of the other rows,
+only their number can change a row's bits, because it chooses the tile. Rows of one group read whole tiles of
+their common prompt from the slot of the group's first row, so that L2 holds these tiles for all of them.
 
 Needs: torch; on a GPU also triton.
 """
@@ -30,14 +32,14 @@ try:
     import triton.language as tl
     from triton import jit
     from triton.language import constexpr
-except ImportError:      # plain torch needs no triton
+except ImportError:      # a CPU machine may lack Triton: its kernels are then never launched
     jit, constexpr = (lambda kernel=None, **options: kernel or jit), int
 
-SPLIT = 256              # cached positions that one program of the attention reads
+SPLIT = 256              # cached positions of one piece: what one CTA of the attention reads
 
 
 def _flags(x):
-    """PDL needs Hopper or newer, and is not known to Triton's interpreter."""
+    """→ a kernel's launch options: PDL on Hopper and newer GPUs, no PDL in Triton's interpreter."""
     pdl = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
     return {"PDL": pdl, "launch_pdl": pdl}
 
@@ -52,13 +54,13 @@ def _start(PDL: constexpr):
 # --- norms and activations
 
 def rms_norm(x, weight, eps, dtype=None):
-    """x / rms(x) · weight over the last axis, in fp32; the result in `dtype`, else x's. weight (D,) f32."""
+    """x (…, D) / rms(x) · weight (D,) f32, computed in fp32 → (…, D) in `dtype`, by default x's."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(dtype or x.dtype)
 
 
 def add_norm(x, y, weight, eps, dtype):
-    """Residual stream x (…, D) f32 and what a branch adds to it, y or None → (x + y, its norm in dtype)."""
+    """Residual stream x (…, D) f32, a branch's output y (…, D) or None → (x + y, its norm in dtype)."""
     if x.is_cuda:
         return AddNorm.apply(x, y, weight, eps, dtype)
     x = x if y is None else x + y
@@ -66,15 +68,19 @@ def add_norm(x, y, weight, eps, dtype):
 
 
 class AddNorm(torch.autograd.Function):
-    """With r = 1 / rms(s), s = x + y and g = d_norm · weight:  dx = dy = d_sum + r g − s r³ mean(s g)."""
+    """add_norm by kernels. Backward, with s = x + y, r = 1 / rms(s) and g = d_norm · weight:
+    dx = dy = d_sum + r g − s r³ mean(s g)."""
 
     @staticmethod
     def forward(ctx, x, y, weight, eps, dtype):
-        x, y = x.contiguous(), y if y is None else y.contiguous()
-        total, out = x if y is None else torch.empty_like(x), torch.empty_like(x, dtype=dtype)
+        x = x.contiguous()
+        y = None if y is None else y.contiguous()
+        total = x if y is None else torch.empty_like(x)
+        out = torch.empty_like(x, dtype=dtype)
         _add_norm_kernel[_rows(x)](x, y, weight, total, out, eps, **_row(x), **_flags(x))
         ctx.save_for_backward(total, weight)
-        ctx.eps, ctx.y_dtype = eps, None if y is None else y.dtype
+        ctx.eps = eps
+        ctx.y_dtype = None if y is None else y.dtype
         return total, out
 
     @staticmethod
@@ -89,12 +95,12 @@ class AddNorm(torch.autograd.Function):
 
 
 def _rows(x):
-    """A grid's first axis: the other two end at 65 535."""
+    """→ a grid of one CTA per row, on the first axis because the other two end at 65 535."""
     return x.numel() // x.shape[-1],
 
 
 def _row(x):
-    """A program has a whole row."""
+    """→ launch options for a CTA that holds a whole row."""
     D = x.shape[-1]
     return {"D": D, "TILE": triton.next_power_of_2(D), "num_warps": 8 if D > 1024 else 2}
 
@@ -102,7 +108,7 @@ def _row(x):
 @jit
 def _add_norm_kernel(x, y, weight, total, out, eps, D: constexpr, TILE: constexpr, PDL: constexpr):
     cols = tl.arange(0, TILE)
-    w = tl.load(weight + cols, mask=cols < D, other=0.)            # no kernel of a step writes it
+    w = tl.load(weight + cols, mask=cols < D, other=0.)            # load early: no kernel of a step writes it
     _start(PDL)
     at = tl.program_id(0).to(tl.int64) * D + cols
     wide = tl.load(x + at, mask=cols < D, other=0.)
@@ -130,7 +136,7 @@ def _add_norm_backward_kernel(total, weight, d_total, d_out, dx, dy, eps, D: con
 
 
 def swiglu(gate_up):
-    """(…, 2F), gate first → silu(gate) · up (…, F)."""
+    """gate_up (…, 2F), gate in the first half → silu(gate) · up (…, F)."""
     if gate_up.is_cuda:
         return SwiGLU.apply(gate_up)
     gate, up = gate_up.chunk(2, -1)
@@ -138,7 +144,7 @@ def swiglu(gate_up):
 
 
 class SwiGLU(torch.autograd.Function):
-    """d_up = d · silu(gate),  d_gate = d · up · σ(gate) (1 + gate (1 − σ(gate)))."""
+    """Backward: d_up = d · silu(gate), d_gate = d · up · σ(gate) (1 + gate (1 − σ(gate)))."""
 
     @staticmethod
     def forward(ctx, gate_up):
@@ -157,21 +163,22 @@ class SwiGLU(torch.autograd.Function):
 
 
 def _swiglu(gate_up, out, d_out):
-    (rows,), F_ = _rows(gate_up), gate_up.shape[-1] // 2
-    tile = 512 if rows <= 16 else 1024                             # few rows are cut finer: all SMs have work
+    rows, = _rows(gate_up)
+    F_ = gate_up.shape[-1] // 2
+    tile = 512 if rows <= 16 else 1024                             # cut few rows finer, to give every SM work
     _swiglu_kernel[rows, triton.cdiv(F_, tile)](gate_up, out, d_out, F_, TILE=tile, num_warps=tile // 256,
                                                 **_flags(gate_up))
 
 
 @jit
 def _swiglu_kernel(gate_up, out, d_out, F_, TILE: constexpr, PDL: constexpr):
-    """Forward without d_out; with it out is the gradient of gate_up."""
+    """d_out None: out = silu(gate) · up. Else backward: out = the gradient of gate_up."""
     _start(PDL)
     row, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     gate = tl.load(gate_up + row * 2 * F_ + cols, mask=cols < F_, other=0.).to(tl.float32)
     up = tl.load(gate_up + row * 2 * F_ + F_ + cols, mask=cols < F_, other=0.).to(tl.float32)
     sigmoid = 1 / (1 + tl.exp(-gate))
-    silu = (gate * sigmoid).to(out.dtype.element_ty).to(tl.float32)         # rounded here, as torch does
+    silu = (gate * sigmoid).to(out.dtype.element_ty).to(tl.float32)         # round where torch rounds
     if d_out is None:
         tl.store(out + row * F_ + cols, (silu * up).to(out.dtype.element_ty), mask=cols < F_)
     else:
@@ -184,8 +191,8 @@ def _swiglu_kernel(gate_up, out, d_out, F_, TILE: constexpr, PDL: constexpr):
 # --- attention
 
 def rope(x, cos, sin):
-    """Rotate the pairs (i, i + Dh/2) of each head by the angles of its position. x (B, T, H, Dh), cos and sin
-    (B, T, Dh/2) f32."""
+    """Rotary position embedding: rotate the pair (i, i + Dh/2) of each head by its position's i-th angle.
+    x (B, T, H, Dh), cos and sin of the angles (B, T, Dh/2) f32 → (B, T, H, Dh) in x's dtype."""
     if x.is_cuda:
         return Rope.apply(x, cos, sin)
     a, b = x.float().chunk(2, -1)
@@ -194,7 +201,7 @@ def rope(x, cos, sin):
 
 
 class Rope(torch.autograd.Function):
-    """Backward turns the other way."""
+    """rope by kernels. Backward rotates the gradient by the opposite angles."""
 
     @staticmethod
     def forward(ctx, x, cos, sin):
@@ -218,7 +225,7 @@ def _rope(x, cos, sin, sign):
 @jit(do_not_specialize=["sign"])
 def _rope_kernel(x, of_row, of_token, of_head, cos, sin, sign, out, H, DH: constexpr, ROWS: constexpr,
                  HALF: constexpr, PDL: constexpr):
-    """All heads of one token."""
+    """Grid (T, B): a CTA rotates all heads of one token."""
     _start(PDL)
     t, b = tl.program_id(0), tl.program_id(1)
     token = b.to(tl.int64) * tl.num_programs(0) + t
@@ -235,56 +242,64 @@ def _rope_kernel(x, of_row, of_token, of_head, cos, sin, sign, out, H, DH: const
 
 
 def causal_attention(q, k, v):
-    """A position attends to itself and those before it. q (B, T, H, Dh), k, v (B, T, Hkv, Dh) → (B, T, H·Dh).
-    Rows are padded on the right, where causality alone keeps the padding out."""
+    """A position attends to itself and earlier ones. q (B, T, H, Dh), k, v (B, T, Hkv, Dh) → (B, T, H·Dh).
+    Rows are padded on the right, so the causal mask also hides the padding from every real token."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))                                    # (B, heads, T, Dh)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2).flatten(2)
 
 
 def cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
-    """One new token a row: norm and rotate its q and k, write k and v to the cache, attend to 0 … position.
+    """Attention of a decode step, for one new token per row: normalise and rotate its q and k, write k and v
+    to the cache, attend to positions 0 … positions[b] → (B, H·Dh).
 
-    qkv (B, (H + 2·Hkv)·Dh) as the projection leaves it. head_norms: (q's weight, k's weight, eps) or None.
-    cos, sin (B, Dh/2) f32. cache: a model.KVCache; row b lives in its slot cache.slots[b]. Its first
-    cache.shared[b] positions are in cache.leaders[b] too; a GPU reads whole tiles of them there. positions
-    (B,) int64, −1 for a row that is over: nothing is written for it, its result is undefined. → (B, H·Dh)
-    What is cached before `positions` must be there when the kernel in front of this one starts."""
+    qkv (B, (H + 2·Hkv)·Dh): the projection's output. head_norms: (q's weight, k's weight, eps) or None. cos,
+    sin (B, Dh/2) f32. positions (B,) int64: −1 marks a finished row, whose result is undefined and whose keys
+    and values are not written. cache: a model.KVCache. Row b is cached in slot cache.slots[b]; its first
+    cache.shared[b] positions are the same in slot cache.leaders[b], where a GPU reads whole tiles of them.
+    On a GPU older keys and values are loaded before the PDL wait: do not write them in the kernel before."""
     if qkv.is_cuda:
         return _cached_attention(qkv, head_norms, cos, sin, cache, layer, positions)
-    k_cache, v_cache, slots = cache.k[layer], cache.v[layer], cache.slots               # (S, Hkv, L, Dh)
+    k_cache, v_cache, slots = cache.k[layer], cache.v[layer], cache.slots           # (slots, Hkv, length, Dh)
     Hkv, _, Dh = k_cache.shape[1:]
     q, k, v = qkv.unflatten(-1, (-1, Dh)).tensor_split((-2 * Hkv, -Hkv), 1)             # (B, heads, Dh)
     if head_norms:
-        q, k = rms_norm(q, head_norms[0], head_norms[2]), rms_norm(k, head_norms[1], head_norms[2])
-    q, k = rope(q, cos, sin), rope(k, cos, sin)
+        q_weight, k_weight, eps = head_norms
+        q = rms_norm(q, q_weight, eps)
+        k = rms_norm(k, k_weight, eps)
+    q = rope(q, cos, sin)
+    k = rope(k, cos, sin)
     going = (positions >= 0).nonzero()[:, 0]
     k_cache[slots[going], :, positions[going]] = k[going]
     v_cache[slots[going], :, positions[going]] = v[going]
     longest = int(positions.max()) + 1
     live = torch.arange(longest, device=q.device) <= positions[:, None]                 # (B, longest)
-    # the heads that share a key head go along the query axis, so that keys and values are read once
+    # query heads that share a key head become queries of one head, so that keys and values are read once
     out = F.scaled_dot_product_attention(q.unflatten(1, (Hkv, -1)), k_cache[slots, :, :longest],
                                          v_cache[slots, :, :longest], attn_mask=live[:, None, None])
     return out.flatten(1)
 
 
 def _cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
-    """cache.pieces: at least position // SPLIT + 1. cache.counters: (≥ B·Hkv,) int32 zeros, also after."""
+    """Launch the kernel. cache.pieces: the pieces of the longest row, or more. cache.counters (≥ B·Hkv,)
+    int32: how many pieces of a row and key head are done; 0 before and after a call."""
     k_cache, v_cache, pieces = cache.k[layer], cache.v[layer], cache.pieces
-    (B, width), (_, Hkv, length, Dh) = qkv.shape, k_cache.shape
+    B, width = qkv.shape
+    _, Hkv, length, Dh = k_cache.shape
     H = width // Dh - 2 * Hkv
     q_weight, k_weight, eps = head_norms or (None, None, 0.)
     out = qkv.new_empty(B, H * Dh)
-    sums = qkv.new_empty(B, Hkv, pieces, H // Hkv, Dh, dtype=torch.float32)
-    maxima = qkv.new_empty(B, Hkv, pieces, 2, H // Hkv, dtype=torch.float32)
+    sums = qkv.new_empty(B, Hkv, pieces, H // Hkv, Dh, dtype=torch.float32)         # each piece's Σ p·v
+    maxima = qkv.new_empty(B, Hkv, pieces, 2, H // Hkv, dtype=torch.float32)        # its largest score, Σ p
     assert cache.counters.numel() >= B * Hkv and pieces * SPLIT < length + SPLIT
-    gpu = torch.cuda.get_device_properties(qkv.device) if qkv.is_cuda else None          # None: interpreter
-    sms, shared = (gpu.multi_processor_count, gpu.shared_memory_per_block_optin) if gpu else (132, 2**20)
-    # few rows: a whole piece is under way at once. Many: small tiles, so that an SM has several pieces
-    few = 4 * B * Hkv <= sms and shared > 200 * 2**10
+    sms, shared_memory = 132, 2**20                                       # for Triton's interpreter
+    if qkv.is_cuda:
+        gpu = torch.cuda.get_device_properties(qkv.device)
+        sms, shared_memory = gpu.multi_processor_count, gpu.shared_memory_per_block_optin
+    # few rows: large tiles, so that a CTA loads its piece at once; many: small ones, so that CTAs share an SM
+    few = 4 * B * Hkv <= sms and shared_memory > 200 * 2**10
     half = max(16, triton.next_power_of_2(Dh) // 2)
-    scale = Dh**-0.5 * 1.4426950408889634                # log2(e): the kernel's exponentials are powers of 2
+    scale = Dh**-0.5 * 1.4426950408889634                # times log2(e), because the kernel uses exp2
     _attention_kernel[Hkv, pieces, B](
         qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, cache.slots, cache.leaders, cache.shared,
         positions, out, sums, maxima, cache.counters, length, scale, H, DH=Dh, REP=H // Hkv, SPLIT=SPLIT,
@@ -295,7 +310,7 @@ def _cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
 
 @jit
 def _rotated(x, at, mask, weight, d, in_d, cos, sin, eps, DH: constexpr):
-    """The two halves of heads (ROWS, HALF), normed and rotated, rounded where the plain lines round."""
+    """→ both halves (ROWS, HALF) of some heads, normalised and rotated, rounded where torch rounds."""
     a = tl.load(x + at, mask=mask, other=0.).to(tl.float32)
     b = tl.load(x + at + DH // 2, mask=mask, other=0.).to(tl.float32)
     if weight is not None:
@@ -310,10 +325,10 @@ def _rotated(x, at, mask, weight, d, in_d, cos, sin, eps, DH: constexpr):
 def _attention_kernel(qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, slots, leaders, shared,
                       positions, out, sums, maxima, counters, length, scale, H, DH: constexpr, REP: constexpr,
                       SPLIT: constexpr, TILE: constexpr, ROWS: constexpr, HALF: constexpr, PDL: constexpr):
-    """Grid (Hkv, pieces, B): the REP query heads of one key head over SPLIT positions of one row."""
+    """Grid (Hkv, pieces, B): one piece of one row, for a key head and the REP query heads that share it."""
     h, piece, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # before the wait only what was there before this layer's norm ran, older keys and values among it: the
-    # kernels in front have waited for that
+    # Before the wait, load only what was written before this layer's norm ran, because the kernels between
+    # (norm, qkv) have waited for that themselves: older keys and values, but not qkv
     position = tl.load(positions + b).to(tl.int32)
     Hkv, last, begin = tl.num_programs(0), position // SPLIT, piece * SPLIT
     head, d, dim = tl.arange(0, ROWS), tl.arange(0, HALF), tl.arange(0, 2 * HALF)
@@ -321,18 +336,20 @@ def _attention_kernel(qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, 
     c = tl.load(cos + b * (DH // 2) + d, mask=in_d, other=0.)[None, :]
     s = tl.load(sin + b * (DH // 2) + d, mask=in_d, other=0.)[None, :]
     slot, in_both = tl.load(slots + b), tl.load(shared + b).to(tl.int32)
-    at = (slot * Hkv + h) * length * DH                                  # this head's first key in the cache
-    to_leader = (tl.load(leaders + b) - slot) * Hkv * length * DH
+    at = (slot * Hkv + h) * length * DH                                  # offset of this head's first key
+    to_leader = (tl.load(leaders + b) - slot) * Hkv * length * DH        # from there to the leader's copy
     k_cache += at
     v_cache += at
     if begin > position:
-        if piece == 0:                     # one a row waits all the same: no kernel ends before that in front
-            _start(PDL)
+        if piece == 0:                     # a finished row waits too: else this kernel could end before
+            _start(PDL)                    # its predecessor, and the next kernel would read too early
         return
     qkv += b.to(tl.int64) * (H + 2 * Hkv) * DH
     q1, q2 = tl.zeros((HALF, ROWS), qkv.dtype.element_ty), tl.zeros((HALF, ROWS), qkv.dtype.element_ty)
     m, total = tl.full((ROWS,), -1e30, tl.float32), tl.zeros((TILE, ROWS), tl.float32)
     acc = tl.zeros((2 * HALF, ROWS), tl.float32)
+    # online softmax: m is the running maximum of the scores, total the sum of 2^(score − m), acc that of
+    # 2^(score − m) · v; when m grows to `new`, total and acc shrink by 2^(m − new)
     for start in range(begin, tl.maximum(begin + 1, tl.minimum(begin + SPLIT, position)), TILE):
         t = tl.arange(0, TILE)
         live = (start + t < position)[:, None]
@@ -342,15 +359,15 @@ def _attention_kernel(qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, 
         k2 = tl.load(k_ptr + DH // 2, mask=live & in_d[None, :], other=0.)
         v = tl.load(v_cache + there + t[None, :] * DH + dim[:, None], other=0.,
                     mask=(start + t < position)[None, :] & (dim < DH)[:, None])          # (2·HALF, TILE)
-        if start == begin:                 # these are on their way while the kernel before still makes qkv
-            if PDL:                        # 0 comes out of the wait: no compiler can load earlier from there
+        if start == begin:                 # only now wait: the loads above overlap with the qkv kernel
+            if PDL:                        # the wait returns 0; adding it keeps loads of qkv below
                 qkv += tl.multiple_of(tl.inline_asm_elementwise(
                     "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [],
                     tl.int32, is_pure=False, pack=1), 16)
             q_at = (h * REP + head)[:, None] * DH + d[None, :]
             q1_rows, q2_rows = _rotated(qkv, q_at, in_q, q_weight, d, in_d, c, s, eps, DH)
             q1, q2 = tl.trans(q1_rows), tl.trans(q2_rows)
-            if piece == last:                             # the new token: its key is here before it is cached
+            if piece == last:                             # use the new token's k, v directly, and cache them
                 new_at = (H + h) * DH + d[None, :]
                 new1, new2 = _rotated(qkv, new_at, in_d[None, :], k_weight, d, in_d, c, s, eps, DH)
                 new_v = tl.load(qkv + (H + Hkv + h) * DH + dim, mask=dim < DH, other=0.)
@@ -371,7 +388,7 @@ def _attention_kernel(qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, 
     total = tl.sum(total, 0)
     in_out = (head < REP)[None, :] & (dim < DH)[:, None]
     done = last == 0
-    if last > 0:
+    if last > 0:                           # several pieces: store this one; the CTA that is last merges all
         tile = b * Hkv + h
         at = (tile * tl.num_programs(1)).to(tl.int64) * REP
         acc_ptr = sums + at * DH + head[None, :] * DH + dim[:, None]
@@ -379,14 +396,14 @@ def _attention_kernel(qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, 
         tl.store(acc_ptr + piece * REP * DH, acc, mask=in_out)
         tl.store(max_ptr + piece * 2 * REP, m, mask=head < REP)
         tl.store(max_ptr + piece * 2 * REP + REP, total, mask=head < REP)
-        tl.debug_barrier()                                # every warp has stored before this program arrives
+        tl.debug_barrier()                                # all warps of this CTA have stored their piece
         done = tl.atomic_add(counters + tile, 1, sem="acq_rel") == last
         if done:
             tl.store(counters + tile, 0)
             m, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
             acc = tl.zeros((2 * HALF, ROWS), tl.float32)
-            for first in range(0, last + 1, 4):           # four loads in flight
-                for j in tl.static_range(4):              # .cg: L1 may hold lines of an older launch
+            for first in range(0, last + 1, 4):           # unrolled: four pieces' loads in flight
+                for j in tl.static_range(4):              # .cg skips L1, which may hold stale lines
                     i = first + j
                     here = head < tl.where(i <= last, REP, 0)
                     m_i = tl.load(max_ptr + 2 * i * REP, here, -1e30, cache_modifier=".cg")

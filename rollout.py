@@ -1,27 +1,26 @@
-"""The sampler: a group of answers to each prompt, with the log-probability of every token as it was drawn.
+"""The sampler: a group of answers to each prompt, and the log-probability of every token as it was drawn.
 
-    prompts wait ──► prefill: a prompt's tokens but the last, once for the rows of its group that run
+    waiting prompts ──► prefill: a prompt's tokens but the last, once for all rows of its group that start
                         ▲                     │
-        free slots wait │                     ▼
-                        └── rows that end ◄── step × 8: the last token of each row through the model, sample,
-                                              write it to the Rollout, stop test: all in one CUDA graph
+             free slots │                     ▼
+                        └── finished rows ◄── step × 8: last token of each row → model → sample → write it to
+                                              the Rollout → stop test, all in one CUDA graph
 
-A step begins with a token that is not in the cache yet, at first the last of the prompt, and ends with the
-next one, so prefill needs no sampling of its own. The host does not see single steps: it replays the graph 8
-times, reads which rows are over, moves the others up and refills. What a row needs (its slot, position and
-last token) is data on the GPU, so the graph depends on two numbers only, rounded up to powers of two: rows in
-the batch and pieces of 256 positions in the longest. Each row of a group has a copy of the prompt's keys and
-values, but all read that of the first which runs, in whole tiles, so that L2 has it for the others. There are
-as many slots as the free memory holds. A graph is captured when it is needed; while a larger one is there,
-only when it was wanted twice. Slots and graphs go when `generate` returns: the update can have the memory,
-and no graph outlives the tensors it reads. On a CPU a step is called, not replayed, and nothing is rounded.
+A step reads each row's newest token, which is not in the cache yet (at first the prompt's last), and draws
+the next one; so prefill draws nothing. The host replays the graph of a step 8 times, then reads which rows
+have finished, moves the other rows up and refills the free slots. A row's slot, position and last token are
+data on the GPU. So a graph depends on two numbers only, each rounded up to a power of two: the rows of the
+batch, and the pieces of 256 positions in the longest row. Every row has a copy of its prompt's keys and
+values, but a group reads whole tiles of its first row's copy, so that L2 serves the other rows. generate
+makes as many slots as free memory holds, captures a graph when it is first needed, and frees both at the end:
+the update needs the memory, and no graph may outlive what it reads. On a CPU steps are called, not replayed.
 
-It runs the model that trains, on the same tensors, so there are no weights to hand over, AQN's noise is in
+The sampler runs the model that trains, on the same tensors. So no weights are handed over, AQN's noise is in
 exactly the modules that sample, and the recorded log-probabilities are those of the policy that sampled.
-Randomness is a function of (seed, step, number of the sequence, position): see gumbel.py.
+Random bits depend on (seed, step, sequence number, position) alone: see gumbel.py.
 
-Training knows no top-k and no top-p: what the sampler cut off the trainer would not, and their ratio would be
-wrong. Evaluation, which has no ratio, may ask for top-p.
+Training takes no top-k and no top-p: the trainer's probabilities would include the tokens that the sampler
+excludes, and their ratio would be wrong. Evaluation computes no ratio and may use top-p.
 Needs: torch, tqdm; ops.py, gumbel.py, model.py.
 """
 
@@ -33,31 +32,31 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-import ops
 import gumbel
+import ops
 from model import KVCache, head_dim
 
-SLOTS = 256                        # sequences that run at once, at most
-STEPS = 8                          # between two looks of the host at which rows are over
-PREFILL_TOKENS = 8192              # prompt tokens that go through the model at a time, or one longer prompt
+SLOTS = 256                        # most sequences that run at once
+STEPS = 8                          # steps between the host's reads of which rows have finished
+PREFILL_TOKENS = 8192              # most prompt tokens in one forward pass; a longer prompt has its own
 
 
 class Rollout(NamedTuple):
-    """B = P·G rows, the row of prompt p and sample g is p·G + g; T is the longest prompt plus answer."""
+    """B = P·G rows: sample g of prompt p is row p·G + g. T: the tokens of the longest prompt plus answer."""
     tokens: torch.Tensor           # (B, T) int64: prompt, answer, then zeros
-    logprobs: torch.Tensor         # (B, T) f32 of each answer token as it was drawn, 0 elsewhere
-    lengths: torch.Tensor          # (B,) int64 answer tokens, the sampled end token included
-    finished: torch.Tensor         # (B,) bool: ended by itself, not cut off by max_new_tokens
+    logprobs: torch.Tensor         # (B, T) f32: of each answer token when it was drawn; else 0
+    lengths: torch.Tensor          # (B,) int64: answer tokens, including the sampled end token
+    finished: torch.Tensor         # (B,) bool: ended by a stop token, not by max_new_tokens
     prompt_lengths: torch.Tensor   # (B,) int64
 
     def answers(self):
-        """Each row's answer as a list of token ids, without the end token that finished it."""
+        """→ each row's answer as a list of token ids, without its end token."""
         ends = (self.prompt_lengths + self.lengths - self.finished.long()).tolist()
         return [row[p:e] for row, p, e in
                 zip(self.tokens.tolist(), self.prompt_lengths.tolist(), ends, strict=True)]
 
     def rows(self, index):
-        """Some rows as a Rollout of their own, cut to the longest of them. index: a range or (n,) int64."""
+        """→ Rollout of the rows in index, a range or (n,) int64, cut to the longest of them."""
         index = torch.as_tensor(index, device=self.tokens.device)
         picked = Rollout(*(field[index] for field in self))
         used = int((picked.prompt_lengths + picked.lengths).max())
@@ -65,14 +64,14 @@ class Rollout(NamedTuple):
 
     @staticmethod
     def join(rollouts):
-        """Rows of several rollouts under each other, padded on the right to the widest."""
+        """→ Rollout of the rows of several rollouts in their order, padded on the right to the widest."""
         widest = max(r.tokens.shape[1] for r in rollouts)
         return Rollout(*(torch.cat([F.pad(f, (0, widest - f.shape[1])) if f.dim() == 2 else f
                                     for f in fields])
                          for fields in zip(*rollouts, strict=True)))
 
     def micro_batches(self, rows, budget):
-        """(n,) row numbers → batches of like length: at most `budget` tokens, padded, or one longer row."""
+        """Row numbers (n,) → [(k,), …], longest first: each at most `budget` padded tokens, or one row."""
         length = (self.prompt_lengths + self.lengths).tolist()
         batches = []
         for row in sorted(rows.tolist(), key=lambda b: (-length[b], b)):
@@ -84,17 +83,18 @@ class Rollout(NamedTuple):
 
 
 class Sampler:
-    """slots: sequences that run at once, at most; fewer where the GPU's memory is short.
+    """slots: most sequences that run at once; if a GPU's memory is short, fewer do.
 
-    deterministic: on a GPU an answer depends on its prompt and number and generate's arguments alone, bit for
-    bit: a step has `slots` rows, however many of them run, and prompts are prefilled one at a time.
+    deterministic: on a GPU, too, an answer's bits depend only on its prompt, its number and the arguments of
+    generate. A kernel's order of summation depends on the shape of its input. So each step computes `slots`
+    rows, running or not, and each prompt is prefilled alone.
     """
 
     def __init__(self, model, slots=SLOTS, deterministic=False):
         self.model, self.slots, self.deterministic = model, slots, deterministic
-        # of the last generate: seconds, steps replayed, slots and their positions, prompt tokens at once
+        # of the last generate: seconds, steps, slots, positions of a slot, prompt tokens of a forward pass
         self.stats = dict(slots=0, length=0, at_once=0)
-        self.loaded = set()            # steps whose kernels are on the GPU: (rows, greedy, cut, stop tokens)
+        self.loaded = set()            # steps whose kernels are loaded: (rows, greedy?, top-p?, stop tokens)
 
     @torch.no_grad()
     def generate(self, prompts, group_size, max_new_tokens, temperature, stop_ids, seed, step, first=0,
@@ -102,11 +102,10 @@ class Sampler:
         """Sample group_size answers to each prompt (a list of token ids) → Rollout.
 
         stop_ids: tokens that end an answer. temperature 0 is greedy. first: the global number of the first
-        sequence: ranks that share a step draw different bits. progress: a progress bar's label, "" for none.
-        top_p: for evaluation only, sample from the nucleus alone (see gumbel.nucleus); the log-probabilities
-        are then those of the distribution that was cut and renormalised, which is not the trainer's.
-        ValueError: an empty prompt, a prompt that leaves no room in the model's context.
-        torch.OutOfMemoryError: not even one sequence fits; deterministic: the slots do not.
+        sequence; give each rank its own, or ranks draw the same bits. progress: a bar's label, "" for none.
+        top_p < 1, for evaluation only: sample from the renormalised nucleus (see gumbel.nucleus).
+        ValueError: an empty prompt, or one that with max_new_tokens exceeds the model's context.
+        torch.OutOfMemoryError: one sequence does not fit, or (deterministic) the slots do not.
         """
         context = self.model.config.max_position_embeddings
         for i, prompt in enumerate(prompts):
@@ -144,26 +143,26 @@ class Sampler:
                         raise
                     slots = self.stats["slots"] = -(-slots // 2)
                     tqdm.write(f"out of memory while sampling: going on with {slots} sequences at a time")
-                    # what ran starts again and draws the same: its random bits come from its number
+                    # restart the running rows: their numbers fix their random bits, so they draw the same
                     for row, prompt, _ in reversed(running):
                         waiting.appendleft((row, prompt))
                         rollout.lengths[row] = 0
                         rollout.tokens[row, len(prompt):] = 0
                         rollout.logprobs[row] = 0
                 batch = None
-                torch.cuda.empty_cache()         # what the update keeps must not settle where slots were
+                torch.cuda.empty_cache()  # return KV memory to CUDA, or the update's tensors fragment it
         return rollout.rows(range(B))
 
     def _room(self, length, prefill, top_p):
-        """How many slots of `length` positions the free memory holds beside a prefill of so many tokens."""
+        """→ how many slots of `length` positions fit into free memory beside a prefill of so many tokens."""
         model, c = self.model, self.model.config
         if model.device.type == "cpu":
             return self.slots
-        # beside the slots: a layer's largest weight in bf16, the activations of a prefill, and half a GB in
-        # which the allocator may leave gaps. A slot has its keys and values, and its logits twice; to
-        # cut them takes 48 bytes a token of the vocabulary: as they came, sorted, their ids, and sort()'s 32
+        # beside the slots: a layer's largest weight in bf16, a prefill's activations, half a GB for gaps that
+        # the allocator leaves. A slot needs its keys and values, and its logits twice in fp32. Top-p takes 48
+        # bytes a logit: the logits, the sorted ones, their ids, and 32 that sort() allocates
         beside = 4 * c.hidden_size * c.intermediate_size + prefill_bytes(c, prefill) + 5e8
-        torch.cuda.empty_cache()             # what it still keeps after this is in pieces that hold no slots
+        torch.cuda.empty_cache()             # what the allocator still holds is too fragmented to count
         free, total = torch.cuda.mem_get_info()
         allowed = total * torch.cuda.get_per_process_memory_fraction()
         free = min(free, allowed - torch.cuda.memory_reserved())
@@ -172,48 +171,49 @@ class Sampler:
 
 
 def cached_bytes(config):
-    """Of one token's keys and values, in bf16."""
+    """→ bytes of one token's keys and values in all layers, in bf16."""
     return 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config)
 
 
 def prefill_bytes(config, tokens):
-    """Of the activations of so many prompt tokens, in bf16 and with a residual stream in fp32."""
+    """→ bytes of the activations of so many prompt tokens, in bf16 with a residual stream in fp32."""
     return tokens * (12 * config.hidden_size + 6 * config.intermediate_size)
 
 
 class _Batch:
-    """The rows that run: on the GPU what a step reads and writes, on the host which rows they are."""
+    """The KV cache of all slots, the state of the rows that run in them, and the graphs of their steps."""
 
     def __init__(self, sampler, slots, rollout, group, stops, limit, draw):
         self.sampler, self.model, self.stats = sampler, sampler.model, sampler.stats
         self.rollout, self.group, self.stops, self.limit, self.draw = rollout, group, stops, limit, draw
         self.cache = KVCache(self.model, slots, rollout.tokens.shape[1])
-        # row i of the batch: its row in the rollout, its slot, the token that goes in next, its position, the
-        # number that its random bits come from, how many positions its group shares, the slot to read them in
-        # (an even number of columns: each row begins at a multiple of 16 bytes, so that one kernel fits all)
+        # column i is row i of the batch: its row in the rollout, its slot, the token the model reads next,
+        # its position (−1: finished), its sequence number, the length of its group's shared prompt, the
+        # slot to read that in. An even width aligns all 7 vectors to 16 bytes: one kernel fits all sizes
         self.state = torch.zeros(7, slots + slots % 2, dtype=torch.long, device=self.model.device)
         self.slots = slots
         self.cuda, self.graphs, self.pool = self.model.device.type == "cuda", {}, None
-        self.wanted = None                             # by the last chunk of steps: (rows, pieces)
+        self.requested = None                          # (rows, pieces) at the last call of choose()
 
-    def run(self, waiting, running, wanted, bar):
-        """Until all are over. waiting: (row, prompt); those that run are in running, each with its slot.
-        wanted: so many free slots are worth a prefill."""
+    def run(self, waiting, running, enough, bar):
+        """Sample until every row has finished. waiting: deque of (row, prompt). running: a list, kept up to
+        date, of the (row, prompt, slot)s that run. enough: prefill when so many slots are free."""
         slots = self.slots
-        free, positions = list(range(slots)), []                    # positions: of each running row
+        free = list(range(slots))
+        positions = []                                              # of each running row
         while waiting or running:
-            if waiting and len(free) >= min(wanted, len(waiting)):
+            if waiting and len(free) >= min(enough, len(waiting)):
                 new = [(*waiting.popleft(), free.pop()) for _ in range(min(len(free), len(waiting)))]
                 running += new
                 positions += [len(prompt) - 1 for _, prompt, _ in new]
                 self.admit(new, running)
             size, steps = len(running), 1
-            if self.cuda:                              # one graph for all up to the next power of two
+            if self.cuda:                              # one graph for all sizes up to a power of two
                 size = min(slots, 1 << (size - 1).bit_length())
                 most = max(len(p) - at for (_, p, _), at in zip(running, positions, strict=True))
-                steps = min(STEPS, self.limit - 1 + most)
+                steps = min(STEPS, self.limit - 1 + most)      # not more than a row may still draw
             size = slots if self.sampler.deterministic else size
-            self.state[3, len(running):] = -1          # the rest of them is over
+            self.state[3, len(running):] = -1          # the graph's other rows are marked finished
             positions = self.advance(size, max(positions) + steps, steps, bar)[:len(running)]
             going = [i for i, at in enumerate(positions) if at >= 0]
             if len(going) < len(running):
@@ -227,8 +227,8 @@ class _Batch:
                 bar.set_postfix_str(f"{len(running)} running, {rate:.0f} tok/s", refresh=False)
 
     def admit(self, new, running):
-        """Make new (row, prompt, slot)s, the last of those that run, ready to: prefill their prompts, or copy
-        that of a row of their group which runs already."""
+        """Prepare the new (row, prompt, slot)s, the last of those running: prefill their prompts, or copy the
+        keys and values of a row of their group that runs already."""
         began, device = time.perf_counter(), self.state.device
         first, older = self.draw[3], len(running) - len(new)
         state = [(row, slot, prompt[-1], len(prompt) - 1, first + row, len(prompt) - 1)
@@ -236,7 +236,7 @@ class _Batch:
         self.state[:6, older:len(running)] = torch.tensor(state, device=device).T
         self.lead(len(running))
         cached = {row // self.group: slot for row, _, slot in running[:older]}
-        slots_of = {}                                  # prompt → its rows' slots
+        slots_of = {}                                  # prompt to prefill → the slots that receive it
         for row, prompt, slot in new:
             if row // self.group in cached:
                 for x in (self.cache.k, self.cache.v):
@@ -247,8 +247,8 @@ class _Batch:
         while prompts:
             fit = 1 if self.sampler.deterministic else max(1, PREFILL_TOKENS // len(prompts[-1]))
             group, prompts = prompts[-fit:], prompts[:-fit]
-            # two columns at least: one would be a decode step. What padding leaves in the cache is not read:
-            # a row reads only positions that it has passed, and writes them in passing
+            # at least two columns: the model takes one column for a decode step. The cached padding is
+            # never read: a row overwrites each position before it reads that position
             width = max(2, len(group[-1]))
             ids = torch.tensor([p + (0,) * (width - len(p)) for p in group], device=device)
             self.cache.slots = torch.tensor([s for p in group for s in slots_of[p]], device=device)
@@ -257,19 +257,19 @@ class _Batch:
         self.clock("prefill_s", began)
 
     def lead(self, size):
-        """The first row of each group reads its prompt in its own slot, the others read it there too."""
-        rows = self.state[0, :size]                          # ascending: they wait, and run, in their order
+        """Let all rows of a group read their prompt in the slot of the group's first running row."""
+        rows = self.state[0, :size]                          # ascending, because rows start in their order
         self.state[6, :size] = self.state[1, torch.searchsorted(rows, rows // self.group * self.group)]
 
     def advance(self, size, longest, steps, bar):
-        """Some steps of the first `size` rows, none of which comes beyond `longest` positions → positions."""
+        """Do steps of the first `size` rows, all staying below position `longest` → each row's position."""
         most = -(-self.rollout.tokens.shape[1] // ops.SPLIT)
         key = self.choose(size, min(most, 1 << (longest // ops.SPLIT).bit_length()))
         began = time.perf_counter()
         if self.cuda and key not in self.graphs:
             kernels = key[0], self.draw[0] == 0, self.draw[-1] < 1, len(self.stops)
             if kernels not in self.sampler.loaded:
-                # a step as it is called: it compiles and loads them, which cannot be done while capturing
+                # call the step once, outside capture: CUDA cannot load its kernels while capturing
                 self.step(*key)
                 self.sampler.loaded.add(kernels)
                 called, steps = self.clock("capture_s", began), steps - 1
@@ -289,15 +289,16 @@ class _Batch:
         return positions
 
     def choose(self, size, pieces):
-        """The graph to replay: of this size, or, until this was wanted twice in a row, a larger one if one is
-        there. Capturing takes as long as many steps of a small model, and short answers end within them."""
+        """→ (rows, pieces) of the graph to replay: this size, or a larger one that is captured already, until
+        this size is requested twice in a row: a capture costs many steps, and short answers end sooner."""
+        before, self.requested = self.requested, (size, pieces)
         larger = [key for key in self.graphs if key[0] >= size and key[1] >= pieces]
-        wanted, self.wanted = self.wanted, (size, pieces)
-        return min(larger) if larger and wanted != self.wanted else self.wanted
+        return min(larger) if larger and before != self.requested else self.requested
 
     def step(self, size, pieces):
-        """One token more for each row that is not over."""
-        cache, (rows, slots, last, positions, number, shared, leaders) = self.cache, self.state[:, :size]
+        """Draw one more token for each running row: what a graph captures."""
+        rows, slots, last, positions, number, shared, leaders = self.state[:, :size]
+        cache = self.cache
         cache.slots, cache.shared, cache.leaders, cache.pieces = slots, shared, leaders, pieces
         temperature, seed, step, _, top_p = self.draw
         logits = self.model.logits(self.model(last[:, None], positions[:, None], cache)[:, 0])

@@ -1,4 +1,4 @@
-"""Shared: seeds, memory that shows when it is read unwritten, tiny checkpoints, kernels run alone."""
+"""What the tests share: seeds, poisoned memory, tiny checkpoints, Triton kernels without a GPU."""
 
 import os
 import re
@@ -13,8 +13,8 @@ import pytest
 import torch
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
-signal.signal(signal.SIGINT, signal.default_int_handler)      # a shell ignores it for what runs behind it
-signal.signal(signal.SIGHUP, signal.SIG_DFL)                  # nohup ignores this one
+signal.signal(signal.SIGINT, signal.default_int_handler)      # a shell starts background jobs with it ignored
+signal.signal(signal.SIGHUP, signal.SIG_DFL)                  # nohup starts its command with it ignored
 
 
 def pytest_collection_modifyitems(items):
@@ -30,8 +30,8 @@ def seeded():
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """torch.empty is full of NaN, so that whoever reads what nothing wrote fails."""
-    torch.use_deterministic_algorithms(True, warn_only=True)       # this fills what empty() returns
+    """Fill what torch.empty returns with NaN, so that code that reads unwritten memory fails."""
+    torch.use_deterministic_algorithms(True, warn_only=True)       # makes empty() fill its result
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -42,14 +42,14 @@ TINY = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_laye
 
 
 def tiny_checkpoint(folder, family="llama", **changes):
-    """Save a random transformers model of a family into `folder` → that model, in fp32, as the oracle."""
+    """Save a random transformers model of a family into `folder` → that model in fp32, as the oracle."""
     import transformers
     name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
     config = getattr(transformers, f"{name}Config")(**(TINY | changes))
     torch.manual_seed(1)
     oracle = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():
-        for parameter_name, p in oracle.named_parameters():        # norms and biases start at 1 and 0
+        for parameter_name, p in oracle.named_parameters():        # norms of 1 would hide errors
             p.normal_(1.0 if "norm" in parameter_name else 0.0, 0.2)
     oracle.save_pretrained(folder)
     return oracle
@@ -57,7 +57,7 @@ def tiny_checkpoint(folder, family="llama", **changes):
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """The folder of a tiny random Llama."""
+    """→ the folder of a tiny random Llama."""
     folder = tmp_path_factory.mktemp("tiny")
     tiny_checkpoint(folder)
     return folder
@@ -65,7 +65,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def smollm2():
-    """The default model's checkpoint and its tokenizer: parsing its vocabulary takes seconds."""
+    """→ the default model's checkpoint and tokenizer, once a session: parsing it takes seconds."""
     import checkpoint
     source = checkpoint.open("smollm2")
     return source, source.tokenizer()
@@ -73,8 +73,8 @@ def smollm2():
 
 @pytest.fixture(scope="session")
 def tiny_chat(tmp_path_factory):
-    """The folder of a tiny random Llama that can be trained: with a tokenizer of one token per character, a
-    chat template (start, message, "=") and an end token that is the padding too."""
+    """→ the folder of a tiny random Llama that train.py can train: it has a tokenizer of one token per
+    character, a chat template (start, message, "=") and an end token that is also the padding."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     folder = tmp_path_factory.mktemp("tiny_chat")
@@ -91,10 +91,10 @@ def tiny_chat(tmp_path_factory):
     return folder
 
 
-# --- the Triton kernels without a GPU: interpreted in one process, compiled in another; one cannot do both
+# --- Triton kernels without a GPU: one process interprets them, another compiles them; none can do both
 
 def run_alone(function, interpret):
-    """A test module's function, in a process of its own."""
+    """Call a function of a test module in another process, with Triton's interpreter or its compiler."""
     tests = Path(__file__).resolve().parent
     env = os.environ | {"TRITON_INTERPRET": str(int(interpret)), "PYTHONPATH": f"{tests.parent}:{tests}"}
     code = f"import {function.__module__} as t; t.{function.__name__}(); print('done')"
@@ -102,20 +102,21 @@ def run_alone(function, interpret):
     assert run.returncode == 0 and run.stdout.endswith("done\n"), run.stderr[-3000:]
 
 
-# compute capability → the most shared memory that a CTA may have
-SHARED = {90: 232448, 100: 232448, 80: 166912, 86: 101376, 89: 101376, 120: 101376}      # the longest first
+# compute capability → bytes of shared memory that a CTA may use
+SHARED = {90: 232448, 100: 232448, 80: 166912, 86: 101376, 89: 101376, 120: 101376}      # the slowest first
 
 
 def build(*args, **options):
-    """→ the PTX and the cubin of compile_kernel's."""
+    """→ the PTX and the cubin of the kernel that compile_kernel compiles."""
     asm = compile_kernel(*args, **options).asm
     return asm["ptx"], asm["cubin"]
 
 
 def compile_kernel(kernel, cc, constants, names_of, aligned, warps=4, stages=3, registers=255, stack=0):
-    """→ Triton's compiled kernel; no spills, no more registers or shared memory than there may be.
+    """→ Triton's compiled kernel. AssertionError: it spills more than `stack` bytes, or needs more than
+    `registers` or SHARED[cc].
 
-    names_of: a type → the arguments that have it; others are i32. aligned: integers that are multiples of 16.
+    names_of: type → the arguments of that type; others are i32. aligned: integers that 16 divides.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -131,7 +132,7 @@ def compile_kernel(kernel, cc, constants, names_of, aligned, warps=4, stages=3, 
     used = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     fits = used["STACK"] <= stack and used["LOCAL"] == 0 and used["REG"] <= registers
     used["SHARED"] = made.metadata.shared
-    assert fits and used["SHARED"] <= SHARED[cc], f"{cc} {kernel} {constants} {used}"   # text: it is pickled
+    assert fits and used["SHARED"] <= SHARED[cc], f"{cc} {kernel} {constants} {used}"   # a str can be pickled
     return made
 
 
@@ -145,14 +146,14 @@ def cuobjdump(flag, cubin):
 
 
 def on_all_cores(check, generations=(90, 100, 80, 120)):
-    """Call check with each compute capability, in processes side by side: Triton's compiler is one thread."""
+    """Call check with each compute capability, each in a process: Triton's compiler uses one thread."""
     with ProcessPoolExecutor() as pool:
-        list(pool.map(check, generations))                            # raises what one of them raised
+        list(pool.map(check, generations))                            # list() raises a process's exception
 
 
 def compile_with_a_wait(cc, jobs, names_of, aligned):
-    """jobs: (kernel, constants, warps, most registers: 65536 / 32 / warps / programs on an SM, stages) each;
-    the rest as above."""
+    """Compile kernels and check that each waits once for its predecessor (PDL). jobs: (kernel, constants,
+    warps, most registers = 65536 / 32 / warps / CTAs on an SM, stages); the rest as in compile_kernel."""
     for kernel, constants, warps, registers, stages in jobs:
         ptx, _ = build(kernel, cc, constants | dict(PDL=cc >= 90), names_of, aligned, warps, stages,
                        registers)

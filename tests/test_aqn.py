@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_aqn.py"""
+"""AQN: the schedules, which norms take noise, reproducible draws, exact restoration."""
 import itertools
 import math
 
@@ -10,7 +10,7 @@ import aqn
 import lora
 import model as decoder
 
-# the released code's list for K = 10, 1e-2 → 1e-4, to three digits
+# σ of each stage in the released code, for 10 stages from 1e-2 to 1e-4, to three digits
 TABLE = [0, 1e-2, 5.62e-3, 3.16e-3, 1.78e-3, 1e-3, 5.62e-4, 3.16e-4, 1.78e-4, 1e-4]
 
 
@@ -22,7 +22,7 @@ def model(request, tmp_path):
 
 
 def state(model):
-    """Every parameter, buffer and frozen weight, as bytes."""
+    """→ {name: bytes} of every parameter, buffer and frozen weight."""
     frozen = [(name, layer.base.W.wide) for name, layer in lora.lora_layers(model).items()]
     return {n: t.detach().contiguous().view(torch.uint8).clone() for n, t in
             [*model.named_parameters(), *model.named_buffers(), *frozen]}
@@ -38,7 +38,7 @@ def logits(model):
 
 
 def vector(n=64):
-    """A model that is one norm of n zeros: what is in it is the noise."""
+    """→ a model of one norm with n zero weights: inside noisy_norms its weight is the noise."""
     block = torch.nn.Module()
     block.input_layernorm = torch.nn.Module()
     block.input_layernorm.register_buffer("weight", torch.zeros(n))
@@ -52,7 +52,7 @@ def draw(seed, step, sigma=1.0, n=64):
 
 
 def test_sigma_follows_the_table_and_hits_both_ends():
-    """Ten stages of equal length: none, then 1e-2 down to 1e-4; half a unit of the third digit is .3 %."""
+    """Ten stages of equal length: 0, then 1e-2 down to 1e-4. rel: half a unit of the table's third digit."""
     for steps in (10, 50):
         got = [aqn.sigma(step, steps) for step in range(steps)]
         assert got == pytest.approx([s for s in TABLE for _ in range(steps // 10)], rel=3e-3)
@@ -60,7 +60,7 @@ def test_sigma_follows_the_table_and_hits_both_ends():
 
 
 def test_stages_begin_at_the_first_step_past_their_tenth():
-    """25 steps in 10 stages: stage k begins at step ceil(2.5 k), and the last one reaches the end."""
+    """25 steps in 10 stages: stage k begins at step ceil(2.5 k), and the last stage reaches `end`."""
     sigmas = [aqn.sigma(step, 25) for step in range(25)]
     assert [s for s in range(1, 25) if sigmas[s] != sigmas[s - 1]] == [3, 5, 8, 10, 13, 15, 18, 20, 23]
     assert sigmas[2] == 0 and sigmas[24] == pytest.approx(1e-4, rel=1e-12)
@@ -84,24 +84,24 @@ def test_what_sigma_refuses_it_names(change, words):
 
 
 def test_exactly_two_norms_of_each_layer_are_shaken_and_the_logits_feel_it(model):
-    """Not the final norm, not the norms of q and k, nothing else; afterwards every bit is back."""
+    """Noise changes two norms a layer and nothing else; the logits change; on exit every bit is restored."""
     before, clean = state(model), logits(model)
     with aqn.noisy_norms(model, 1e-2, seed=0, step=1) as changed:
         assert changed == 6 and aqn.is_noisy(model)
         assert moved(before, model) == {f"layers.{i}.{norm}.weight" for i in range(3) for norm in aqn.NORMS}
-        # noise of 1e-2 on weights about 1 moves logits by about a percent of their spread
+        # noise of 1e-2 on weights near 1 changes logits by about 1e-2 of their spread
         assert (logits(model) - clean).std() > 1e-3 * clean.std()
     assert not aqn.is_noisy(model) and not moved(before, model) and torch.equal(logits(model), clean)
 
 
 def test_a_hundred_steps_and_an_exception_leave_every_bit_as_it_was(model):
-    """Noise never accumulates: each step draws anew from the clean weights."""
+    """Noise never accumulates: each step adds its draw to the clean weights, even after an interrupt."""
     before, seen = state(model), set()
     for step in range(100):
         try:
             with aqn.noisy_norms(model, aqn.sigma(99, 100, end=1e-2), seed=3, step=step):
                 seen.add(model.layers[0].input_layernorm.weight[0].item())
-                # |z| of 300 normals stays below 6 (2e-9 each), of an accumulated sum of 100 it would not
+                # 300 normals stay below 6 σ (2e-9 each); noise accumulated over 100 steps would not
                 difference = model.layers[1].post_attention_layernorm.weight[:3] - \
                     before["layers.1.post_attention_layernorm.weight"].view(torch.float32)[:3]
                 assert difference.abs().max() < 6e-2
@@ -114,7 +114,7 @@ def test_a_hundred_steps_and_an_exception_leave_every_bit_as_it_was(model):
 
 
 def test_a_draw_is_a_function_of_seed_step_and_layer():
-    """The same on every rank and in every replay; another where any one of the three differs."""
+    """Equal (seed, step, layer) give the same draw, whatever torch's generator did; unequal ones another."""
     z = draw(seed=5, step=7)
     torch.randn(3)
     assert torch.equal(draw(seed=5, step=7), z)
@@ -122,14 +122,14 @@ def test_a_draw_is_a_function_of_seed_step_and_layer():
     with aqn.noisy_norms(two, 1.0, seed=5, step=7):
         first, second = (block.input_layernorm.weight.clone() for block in two)
     assert torch.equal(first, z)
-    # 64 independent normals: a correlation has a std of 1/8; .6 is 4.8 of them
+    # the correlation of 64 independent normals has a std of 1/8; .6 is 4.8 of these
     others = second, draw(seed=6, step=7), draw(seed=5, step=8), draw(seed=7, step=5), z
     for one, other in itertools.combinations(others, 2):
         assert torch.corrcoef(torch.stack((one, other)))[0, 1].abs() < .6
 
 
 def test_the_noise_has_mean_zero_and_the_std_asked_for():
-    """In σ, the mean of n draws scatters by 1/√n, the std by 1/√(2n), the kurtosis by √(96/n): 5 of each."""
+    """Within 5 standard errors of n draws, in units of σ: 1/√n (mean), 1/√(2n) (std), √(96/n) (kurtosis)."""
     n, sigma = 200_000, 3e-3
     z = draw(seed=1, step=2, sigma=sigma, n=n).double() / sigma
     assert z.mean().abs() < 5 / math.sqrt(n) and (z.std() - 1).abs() < 5 / math.sqrt(2 * n)
@@ -137,7 +137,7 @@ def test_the_noise_has_mean_zero_and_the_std_asked_for():
 
 
 def test_small_noise_survives_because_the_decoders_norms_are_fp32(model):
-    """At σ = 1e-4 weights near 1 move by σ; bf16 would round them by 1e-3. 64 of them: ± 5/√128."""
+    """σ = 1e-4 changes weights near 1 by σ, where bf16 would round them by 1e-3. 64 weights: ± 5/√128."""
     norm = model.layers[2].input_layernorm
     clean = norm.weight.clone()
     with aqn.noisy_norms(model, 1e-4, seed=0, step=0):
@@ -145,7 +145,7 @@ def test_small_noise_survives_because_the_decoders_norms_are_fp32(model):
 
 
 def test_noise_on_noise_is_refused_and_sigma_zero_changes_nothing(model):
-    """The inner block raises and leaves the outer one's noise, which is then taken out as usual."""
+    """The inner context raises and leaves the outer one's noise alone; the outer one still restores w."""
     before = state(model)
     with aqn.noisy_norms(model, 0.0, seed=0, step=0) as changed:
         assert changed == 0 and not aqn.is_noisy(model) and not moved(before, model)
@@ -159,6 +159,6 @@ def test_noise_on_noise_is_refused_and_sigma_zero_changes_nothing(model):
 
 
 def test_a_model_without_such_norms_is_an_error():
-    """The released code matched nothing and went on without noise."""
+    """The released code found no norm and trained on without noise."""
     with pytest.raises(ValueError, match="input_layernorm"):
         aqn.noisy_norms(torch.nn.Linear(2, 2), 1e-2, seed=0, step=0).__enter__()

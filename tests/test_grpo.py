@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_grpo.py"""
+"""Advantages and losses against numbers worked out by hand and the papers' formulas."""
 import math
 
 import pytest
@@ -9,12 +9,12 @@ import grpo
 import model as decoder
 
 LOSSES = ["dapo", "grpo", "dr_grpo", "gspo", "cispo"]
-LENGTHS = torch.tensor([4, 1, 6, 0, 3, 6])                # one answer that is masked out
+LENGTHS = torch.tensor([4, 1, 6, 0, 3, 6])                # one answer is masked out
 MAX = 6
 
 
 def batch(spread=.5):
-    """Off-policy rows in float64, of unequal lengths, NaN outside the mask: (new, old, ref, weights)."""
+    """→ ([new, old, ref, weights], advantages, mask): off-policy, float64, NaN outside the mask."""
     mask = torch.arange(MAX) < LENGTHS[:, None]
     new, old, ref = (torch.randn(6, MAX, dtype=torch.float64) * spread - 2 for _ in range(3))
     weights = torch.rand(6, MAX, dtype=torch.float64) * 2
@@ -29,7 +29,7 @@ def gradient(logprobs, old, adv, mask, normalizer, kind, **options):
 
 
 def papers_loss(kind, new, old, ref, weights, adv, low, high, cispo_max, beta):
-    """The papers' objectives, row by row and token by token, negated and divided by what each paper says."""
+    """The papers' objectives, row by row and token by token, negated, divided by each paper's own divisor."""
     total, tokens, rows = 0, int(LENGTHS.sum()), int((LENGTHS > 0).sum())
     divisor = {"dapo": tokens, "cispo": tokens, "grpo": rows, "gspo": rows, "dr_grpo": rows * MAX}[kind]
     for i, n in enumerate(LENGTHS.tolist()):
@@ -52,7 +52,7 @@ def papers_loss(kind, new, old, ref, weights, adv, low, high, cispo_max, beta):
 @pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize("beta", [0.0, .04])
 def test_each_loss_equals_its_papers_formula(kind, beta):
-    """Value and gradient, off-policy, with weights and KL, float64: 1e-12. NaN outside is not seen."""
+    """Value and gradient, off-policy, with weights and KL, agree to 1e-12; NaN in padding is ignored."""
     (new, old, ref, weights), adv, mask = batch()
     bounds = dict(clip_low=.1, clip_high=.3, cispo_max=1.5)
     loss, _ = grpo.policy_loss(new, old, adv, mask, grpo.normalizer(kind, LENGTHS, MAX), kind, weights,
@@ -64,19 +64,19 @@ def test_each_loss_equals_its_papers_formula(kind, beta):
 
 
 def test_advantages_worked_out_by_hand():
-    """(1, 0, 0, 0): mean ¼, unbiased std ½. Rewards .1 and .1001, equal in bf16, stay apart."""
+    """(1, 0, 0, 0) has mean ¼ and unbiased std ½. Rewards .1 and .1001 get different advantages."""
     rewards = torch.tensor([[1.0, 0, 0, 0], [3, 1, 1, 3]])
     a, b = .75 / .5001, 1 / (math.sqrt(4 / 3) + 1e-4)
     want = torch.tensor([[a, -a / 3, -a / 3, -a / 3], [b, -b, -b, b]])
-    assert (grpo.advantages(rewards) - want).abs().max() < 1e-6              # fp32 has 1.2e-7 near 1.5
+    assert (grpo.advantages(rewards) - want).abs().max() < 1e-6              # fp32 rounds by 1.2e-7 near 1.5
     assert grpo.advantages(rewards, scale="none").tolist() == [[.75, -.25, -.25, -.25], [1, -1, -1, 1]]
-    # std of (.1, .1001) is 7.07e-5: ± 5e-5 / 1.707e-4; fp32 holds the rewards to 4e-9, 4e-5 of that
+    # the std of (.1, .1001) is 7.07e-5: ± 5e-5 / 1.707e-4; fp32 rounds the rewards by 4e-5 of that
     near = grpo.advantages(torch.tensor([[.1, .1001]]))[0]
     assert near.tolist() == pytest.approx([-.2929, .2929], rel=1e-3)
 
 
 def test_a_group_of_equal_rewards_gets_exact_zeros():
-    """Also prompts that differ among each other, and .1, of which three do not add up to .3."""
+    """Even for .1, which floating-point means do not reproduce, and if groups differ from each other."""
     for value in (0.0, 1.0, .1, 1e4, -2.3):
         for G in (2, 3, 7):
             for dtype in (torch.float32, torch.float64):
@@ -85,7 +85,7 @@ def test_a_group_of_equal_rewards_gets_exact_zeros():
 
 
 def test_a_group_is_normalised_by_itself_and_rows_keep_their_order():
-    """Shifting one prompt's rewards changes nothing; flattened, row p·G + g belongs to prompt p, sample g."""
+    """A shift of one prompt's rewards changes nothing; flattened, row p·G + g is sample g of prompt p."""
     rewards = torch.randn(3, 4, dtype=torch.float64)
     a = grpo.advantages(rewards)
     assert (grpo.advantages(rewards + torch.tensor([[0.0], [5.0], [-9.0]])) - a).abs().max() < 1e-6
@@ -103,10 +103,8 @@ def test_what_advantages_refuses_it_names(rewards, scale, words):
 
 
 def test_on_policy_gradients_are_reinforce():
-    """ρ = 1: dapo and cispo are −A/Σm on each token, gspo and grpo −A/(|o|·rows); lengths equal, all agree.
-
-    The loss says nothing of it: where advantages sum to 0 its value is 0, the gradient is not.
-    """
+    """At ρ = 1 a token's gradient is −A / Σ lengths (dapo, cispo), −A / (|o| · rows) (grpo, gspo) or
+    −A / (rows · max length) (dr_grpo). With equal lengths all agree; centred advantages make the loss 0."""
     (new, *_), adv, mask = batch()
     row_mean = LENGTHS.clamp(min=1)[:, None] * 5
     for kind, divisor in dict(dapo=20, cispo=20, dr_grpo=5 * MAX, grpo=row_mean, gspo=row_mean).items():
@@ -120,7 +118,7 @@ def test_on_policy_gradients_are_reinforce():
         n = grpo.normalizer(kind, same, MAX)
         grad = gradient(logprobs, logprobs, centred, full, n, kind)
         assert (grad + centred[:, None] / 36).abs().max() < 1e-15
-        if kind != "cispo":                               # whose value is A ln π
+        if kind != "cispo":                               # its value is Σ A ln π
             assert grpo.policy_loss(logprobs, logprobs, centred, full, n, kind)[0].abs() < 1e-15
 
 
@@ -128,7 +126,7 @@ def test_on_policy_gradients_are_reinforce():
 @pytest.mark.parametrize("adv, ratio, stopped", [(1, 1.35, True), (1, .5, False), (1, 1.25, None),
                                                  (-1, .5, True), (-1, 1.35, False)])
 def test_the_clip_stops_the_gradient_on_the_gaining_side_only(kind, adv, ratio, stopped):
-    """Good and likelier already, or bad and rarer: left alone, and counted. 1.25 is within ε = .28 only."""
+    """Clipped: a good answer that is likelier already, a bad one that is rarer. 1.25 is within .28 only."""
     if stopped is None:
         stopped = kind != "dapo"
     new = torch.full((1, 3), math.log(ratio), dtype=torch.float64, requires_grad=True)
@@ -140,20 +138,20 @@ def test_the_clip_stops_the_gradient_on_the_gaining_side_only(kind, adv, ratio, 
 
 
 def test_gspos_bounds_are_tiny_and_cispo_never_loses_a_token():
-    """gspo clips at 1 + 4e-4 and 1 − 3e-4; cispo bounds a token's weight and keeps its gradient."""
+    """gspo clips at 1 + 4e-4 and 1 − 3e-4. cispo bounds a token's weight at 5 but keeps its gradient."""
     ones, adv = torch.ones(1, 2).bool(), torch.tensor([1.0])
     for log_ratio, sign, stopped in ((3.8e-4, 1, 0), (4.2e-4, 1, 2), (-2.8e-4, -1, 0), (-3.2e-4, -1, 2)):
         new = torch.full((1, 2), log_ratio, dtype=torch.float64)
         assert grpo.policy_loss(new, torch.zeros(1, 2), sign * adv, ones, 1, "gspo")[1] == stopped
     new = torch.tensor([[2.0, .5]], requires_grad=True)
     loss, clipped = grpo.policy_loss(new, torch.zeros(1, 2), adv, ones, 1, "cispo")
-    assert clipped == 1                                   # e² = 7.4 > 5 > e^.5; fp32 rounds at 6e-8
+    assert clipped == 1                                   # e² = 7.4 > 5 > e^.5
     assert torch.autograd.grad(loss, new)[0][0].tolist() == pytest.approx([-5, -math.exp(.5)], rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", LOSSES)
 def test_the_gradient_does_not_depend_on_how_the_batch_is_cut_or_ordered(kind):
-    """Micro-batches of 1, 2 or 6 rows, in any order, with more padding: one gradient, one value (float64)."""
+    """Micro-batches of 1, 2 or 6 rows, in any order, with more padding, give one gradient and one value."""
     (new, old, ref, weights), adv, mask = batch()
     n = grpo.normalizer(kind, LENGTHS, MAX)
 
@@ -177,7 +175,7 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut_or_ordered(kind):
 
 @pytest.mark.parametrize("kind", LOSSES)
 def test_a_masked_row_counts_neither_above_nor_below(kind):
-    """Loss and gradient are those of the batch without it; of such rows alone the normalizer is 0."""
+    """The gradient is that of the batch without the row; the normalizer of masked rows alone is 0."""
     (new, old, _, _), adv, mask = batch()
     keep = LENGTHS > 0
     with_row = gradient(new, old, adv, mask, grpo.normalizer(kind, LENGTHS, MAX), kind)
@@ -188,7 +186,7 @@ def test_a_masked_row_counts_neither_above_nor_below(kind):
 
 
 def test_importance_weights_are_capped_and_carry_no_gradient():
-    """min(π_old / π_sampler, 2): ½, 1, 1.9, 5 → ½, 1, 1.9, 2; in the loss weights are constants."""
+    """Ratios ½, 1, 1.9, 5 → ½, 1, 1.9, 2. No gradient flows through the weights of a loss."""
     old = torch.tensor([.5, 1, 1.9, 5], dtype=torch.float64).log().requires_grad_()
     weights = grpo.importance_weights(old, torch.zeros(4))
     assert weights.tolist() == pytest.approx([.5, 1, 1.9, 2], rel=1e-12) and not weights.requires_grad
@@ -200,7 +198,7 @@ def test_importance_weights_are_capped_and_carry_no_gradient():
 
 
 def test_k3_is_an_unbiased_kl_that_is_never_negative():
-    """Σ p · k3(ln ref/p) = Σ p ln p/ref on a distribution of 7 (float64, 1e-15); 0 where they agree."""
+    """Σ p · k3(ln ref/p) = Σ p ln p/ref for random distributions over 7 tokens; 0 where both agree."""
     p, ref = torch.randn(2, 7, dtype=torch.float64).softmax(-1)
     assert ((p * grpo.kl_k3((ref / p).log())).sum() - (p * (p / ref).log()).sum()).abs() < 1e-15
     q = torch.linspace(-5, 5, 101, dtype=torch.float64)
@@ -208,14 +206,14 @@ def test_k3_is_an_unbiased_kl_that_is_never_negative():
 
 
 def test_the_soft_overlong_penalty_of_dapo():
-    """Eq. 13, L_max 20, cache 4: 0 up to 16, then (16 − n)/4, −1 from 20 on."""
+    """DAPO, eq. 13 with L_max = 20, L_cache = 4: 0 up to 16 tokens, then (16 − n)/4, −1 from 20 on."""
     got = grpo.overlong_penalty(torch.tensor([0, 15, 16, 17, 18, 19, 20, 25]), max_new_tokens=20, cache=4)
     assert got.tolist() == [0, 0, 0, -.25, -.5, -.75, -1, -1]
 
 
 def test_the_end_token_is_trained(tmp_path):
-    """An answer of 3 tokens and the end token, which is also the padding: 4 in the mask, 4 gradients. Nothing
-    has moved, so the loss is 0; the gradient is not."""
+    """An answer of 3 tokens and the end token, whose id is also the padding's, has 4 tokens in the mask and 4
+    gradients. On-policy the loss is 0 but its gradient is not."""
     tiny_checkpoint(tmp_path)
     model = decoder.load(str(tmp_path), quant="bf16", rank=2, alpha=2)
     end = 2                                          # conftest's eos_token_id and pad_token_id

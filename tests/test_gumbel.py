@@ -1,13 +1,11 @@
-"""python -m pytest tests/test_gumbel.py -q"""
+"""Philox against its authors' vectors, samples against the softmax, kernels against plain torch."""
 import pytest
 import torch
 import triton
 import triton.language as tl
 from conftest import compile_with_a_wait, on_all_cores, run_alone
-from transformers import TopPLogitsWarper
 
 import gumbel
-from rollout import Rollout
 
 
 def words(*values):
@@ -20,7 +18,7 @@ def words(*values):
     ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
      (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1))])
 def test_philox_gives_its_authors_vectors(counter, key, expected):
-    """The known answers of Random123's kat_vectors, philox4x32 with 10 rounds."""
+    """The known-answer vectors of Random123, its authors' library, for philox4x32 with 10 rounds."""
     result = gumbel.philox(key[0] | key[1] << 32, *words(*counter))
     assert tuple(int(w) for w in result) == expected
 
@@ -36,7 +34,7 @@ def philox_kernel(out, seed, counter):
     tl.store(out + 48 + i, c3)
 
 
-def philox_interpreted():
+def check_philox():
     for seed, counter in [(0, (0, 0, 0)), (7, (1, 2, 3)), (0x299F31D0A4093822, (0x85A308D3, 0xFFFFFFFF, 9))]:
         out = torch.zeros(4, 16, dtype=torch.int64)
         philox_kernel[(1,)](out, seed, torch.tensor(counter).to(torch.uint32))
@@ -44,42 +42,36 @@ def philox_interpreted():
         assert torch.equal(torch.stack(ours), out & 0xFFFFFFFF), (seed, counter)
 
 
-def test_philox_equals_tritons():
-    """A kernel that calls tl.philox draws the same bits."""
-    run_alone(philox_interpreted, interpret=True)
-
-
-@pytest.mark.parametrize("axis", ["sequence", "position", "step", "seed"])
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
-def test_samples_follow_the_softmax(temperature, axis):
-    """Chi-square over 7 tokens, rare ones included (no top-k, no top-p), along each axis of the counter."""
+@pytest.mark.parametrize("axis, temperature", [("sequence", 0.7), ("sequence", 1.0), ("sequence", 2.0),
+                                               ("position", 0.7), ("step", 1.0), ("seed", 2.0)])
+def test_samples_follow_the_softmax(axis, temperature):
+    """Chi-square over 7 tokens, rare ones too, while only one part of the counter or the key varies."""
     logits = torch.tensor([[2.0, -1.0, 0.5, 0.0, -3.0, 1.5, -2.0]])
-    n = 100_000 if axis == "sequence" else 3_000
-    if axis == "sequence":
-        tokens, logprobs = gumbel.sample(logits.expand(n, 7), temperature, 5, 1, torch.arange(n),
-                                         torch.full((n,), 2))
+    n = 100_000 if axis in ("sequence", "position") else 3_000
+    if axis in ("sequence", "position"):
+        where = dict(position=torch.full((n,), 2), sequence=torch.full((n,), 9)) | {axis: torch.arange(n)}
+        tokens, logprobs = gumbel.sample(logits.expand(n, 7), temperature, seed=5, step=1, **where)
     else:
         where = dict(seed=5, step=1, position=torch.tensor([2]), sequence=torch.tensor([9]))
-        counts = [torch.tensor([i]) if axis == "position" else i for i in range(n)]
-        draws = [gumbel.sample(logits, temperature, **(where | {axis: i})) for i in counts]
+        draws = [gumbel.sample(logits, temperature, **(where | {axis: i})) for i in range(n)]
         tokens, logprobs = (torch.cat(x) for x in zip(*draws, strict=True))
     log_p = (logits[0].double() / temperature).log_softmax(0)
     expected = n * log_p.exp()
     chi2 = ((torch.bincount(tokens, minlength=7) - expected) ** 2 / expected).sum()
     # 6 degrees of freedom: P(chi2 > 40) = e⁻²⁰ (1 + 20 + 200) = 5e-7
     assert chi2 < 40
-    assert (logprobs - log_p[tokens]).abs().max() < 1e-6          # |logits / T| < 4: a few roundings of 2⁻²³
+    assert (logprobs - log_p[tokens]).abs().max() < 1e-6          # |logits / T| < 5: a few fp32 roundings
 
 
 def test_no_random_word_decides_alone(monkeypatch):
-    """The noise is finite for every word: infinite noise would draw a token whatever its logit."""
+    """Every random word gives finite noise: infinite noise would draw a token whatever its logit."""
     for word in (0, 1, 255, 256, 0x7FFFFFFF, 0x80000000, 0xFFFFFE00, 0xFFFFFF00, 0xFFFFFFFF):
         monkeypatch.setattr(gumbel, "philox", lambda *_, word=word: (torch.full((1, 2), word),) * 4)
         assert gumbel.noise(7, 0, 0, *torch.zeros(2, 1).long()).isfinite().all(), hex(word)
 
 
 def test_a_draw_is_its_own():
-    """It depends on no other row, nor on the vocabulary's size; each part of counter and key changes it."""
+    """A row's noise depends on no other row and not on V, but on each part of the counter and on the key."""
     sequence, position = torch.tensor([3, 1 << 20, 0, 77]), torch.tensor([8, 0, 8, 5])
     noise = gumbel.noise(11, 1 << 40, 6, sequence, position)
     for b in range(4):
@@ -93,7 +85,7 @@ def test_a_draw_is_its_own():
 
 
 def test_temperature_0_takes_the_largest_logit():
-    """And records its log-probability at temperature 1."""
+    """sample also returns that token's log-probability at temperature 1."""
     logits = torch.randn(5, 97) * 4
     token, logprob = gumbel.sample(logits, 0.0, 0, 0, torch.arange(5), torch.arange(5))
     assert torch.equal(token, logits.argmax(1))
@@ -103,7 +95,8 @@ def test_temperature_0_takes_the_largest_logit():
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 2.0])
 @pytest.mark.parametrize("top_p", [0.01, 0.3, 0.95, 0.999])
 def test_the_nucleus_is_that_of_transformers(temperature, top_p):
-    """The same tokens stay, with their logits; in fp64, so that no rounding decides which one crosses."""
+    """nucleus keeps the logits of the same tokens; in fp64, so that rounding decides about no token."""
+    from transformers import TopPLogitsWarper
     logits = (torch.randn(50, 1000) * 3).double()
     cut = gumbel.nucleus(logits, temperature, top_p)
     theirs = TopPLogitsWarper(top_p)(None, logits / temperature) > -torch.inf
@@ -112,16 +105,16 @@ def test_the_nucleus_is_that_of_transformers(temperature, top_p):
 
 
 def test_the_nucleus_by_hand():
-    """Shares of .5, .25, .125, .125: what crosses stays, what comes after it has been reached does not."""
+    """Probabilities .5, .25, .125, .125: the token that reaches top_p is kept, less probable ones are not."""
     logits = torch.tensor([0.125, 0.5, 0.25, 0.125]).log()[None]
     for top_p, kept in ((1e-9, [1]), (0.5, [1]), (0.51, [1, 2]), (0.75, [1, 2]), (0.99, [0, 1, 2, 3])):
         assert gumbel.nucleus(logits, 1.0, top_p).isfinite().nonzero()[:, 1].tolist() == kept
-    assert gumbel.nucleus(logits, 0.0, 0.75).isfinite().sum() == 2            # greedy: as at temperature 1
-    assert gumbel.nucleus(logits, 1.0, 0.8).isfinite().all()                  # two are as probable
+    assert gumbel.nucleus(logits, 0.0, 0.75).isfinite().sum() == 2            # 0 counts as temperature 1
+    assert gumbel.nucleus(logits, 1.0, 0.8).isfinite().all()                  # the last two tie
 
 
 def test_a_row_of_nan_has_no_nucleus_and_disturbs_no_other():
-    """Rows that are over may hold anything."""
+    """A row of NaN (finished) stays NaN, no other row changes, and a drawn token is in the vocabulary."""
     logits = torch.randn(3, 500)
     alone, logits[1] = gumbel.nucleus(logits, 0.6, 0.9), torch.nan
     cut = gumbel.nucleus(logits, 0.6, 0.9)
@@ -131,7 +124,7 @@ def test_a_row_of_nan_has_no_nucleus_and_disturbs_no_other():
 
 
 def test_samples_of_the_nucleus_follow_its_renormalised_softmax():
-    """Chi-square over the 4 of 7 tokens that reach .95 at temperature .8; none of the others, ever."""
+    """Chi-square over the 4 of 7 tokens that reach .95 at temperature .8; the other 3 are never drawn."""
     logits, n = torch.tensor([[2.0, -1.0, 0.5, 0.0, -3.0, 1.5, -2.0]]), 100_000
     cut = gumbel.nucleus(logits, 0.8, 0.95)
     kept = cut[0].isfinite()
@@ -147,11 +140,12 @@ def test_samples_of_the_nucleus_follow_its_renormalised_softmax():
 
 
 def test_append_ends_rows_at_stops_and_at_the_limit():
-    """By hand: a stop token, a row that was over before, one below the limit, one that reaches it."""
+    """By hand, four rows: drew a stop token, finished before, below the limit, reaches the limit."""
     check_append(gumbel.append, "cpu")
 
 
 def check_append(append, device):
+    from rollout import Rollout
     fields = torch.zeros(6, 20).long(), torch.zeros(6, 20), torch.tensor([0, 3, 3, 4, 0, 2]), \
         torch.zeros(6).bool(), torch.ones(6).long()
     rollout = Rollout(*(field.to(device) for field in fields))
@@ -167,10 +161,11 @@ def check_append(append, device):
         assert field.nonzero().tolist() == [[2, 8], [3, 9], [5, 5]] and field[field != 0].tolist() == values
 
 
-# --- the Triton kernels without a GPU
+# --- Triton kernels without a GPU
 
 def interpreted():
-    """Each kernel against its plain lines, on sizes that are no multiple of anything."""
+    """Each kernel against its plain torch lines, on sizes that no tile divides, and tl.philox."""
+    check_philox()
     torch.manual_seed(0)
     logits, sequence, position = torch.randn(4, 9001) * 3, torch.arange(4) + 9, torch.tensor([3, 0, 7, 2**20])
     for temperature in (0.7, 1.0, 0.0):
@@ -178,16 +173,16 @@ def interpreted():
             ours = gumbel._sample(logits, temperature, seed, step, sequence, position)
             plain = gumbel.sample(logits, temperature, seed, step, sequence, position)
             assert torch.equal(ours[0], plain[0])
-            # sums of 9001 exponentials
+            # fp32 sums of 9001 exponentials
             torch.testing.assert_close(ours[1], plain[1], atol=1e-5, rtol=0)
         far = [draw(logits - 200, temperature, 0, 0, sequence, position)
                for draw in (gumbel._sample, gumbel.sample)]
-        assert torch.equal(far[0][0], far[1][0])                     # what fills a tile up does not win
-        torch.testing.assert_close(far[0][1], far[1][1], atol=5e-5, rtol=0)              # 2⁻²⁴ of 200 is 1e-5
-    one = logits[:1].expand(4, -1)                                   # rows of one memory
+        assert torch.equal(far[0][0], far[1][0])                     # the padding of the last tile never wins
+        torch.testing.assert_close(far[0][1], far[1][1], atol=5e-5, rtol=0)              # 200 · 2⁻²⁴ = 1e-5
+    one = logits[:1].expand(4, -1)                                   # all rows share memory
     ours, plain = (draw(one, 0.7, 5, 1, sequence, position) for draw in (gumbel._sample, gumbel.sample))
     assert torch.equal(ours[0], plain[0])
-    # whole tiles that are cut off: in the middle, all but the last, all but the first
+    # whole tiles of −inf: one in the middle, all but the last, all but the first two
     for low, high in ((4096, 8192), (0, 8192), (4096, 9001)):
         cut = logits.clone()
         cut[:, low:high] = -torch.inf
@@ -224,7 +219,7 @@ def test_kernels_compile_for_four_generations():
 
 @pytest.mark.gpu
 def test_gpu_samples_and_append():
-    """Against a CPU, bit for bit in the tokens."""
+    """The GPU's kernels draw the CPU's tokens bit for bit."""
     logits, number = torch.randn(64, 152064, device="cuda") * 3, torch.arange(64, device="cuda")
     with torch.no_grad():
         token, logprob = gumbel.sample(logits, 0.8, 5, 3, number, number * 7)
@@ -237,8 +232,8 @@ def test_gpu_samples_and_append():
 @pytest.mark.gpu
 @pytest.mark.parametrize("B", [1, 2, 64, 256])
 def test_gpu_nucleus(B):
-    """PyTorch has three sorts for these B: the tokens are a CPU's, in fp64; in fp32, where nothing asks for
-    determinism, it takes the 48 bytes a logit that rollout.py counts, at most."""
+    """For these B PyTorch sorts in three ways. In fp64 the nucleus is a CPU's. In fp32, without deterministic
+    algorithms, nucleus allocates at most the 48 bytes a logit that rollout.py plans for."""
     torch.use_deterministic_algorithms(False)
     logits = torch.randn(B, 152064, device="cuda") * 3
     if B < 100:
@@ -259,7 +254,7 @@ def test_gpu_nucleus(B):
 @pytest.mark.gpu
 @pytest.mark.parametrize("V", [1000, 49152, 152064])
 def test_gpu_a_row_that_is_not_a_number_draws_a_token_all_the_same(V):
-    """As of a row that is over: nothing compares as larger, yet no token lies behind the vocabulary."""
+    """A finished row may be NaN, which compares with nothing; its token must still be in the vocabulary."""
     logits, number = torch.randn(3, V, device="cuda"), torch.arange(3, device="cuda")
     logits[1:] = float("nan")
     for temperature in (0, 1.0):
@@ -269,7 +264,7 @@ def test_gpu_a_row_that_is_not_a_number_draws_a_token_all_the_same(V):
 
 @pytest.mark.gpu
 def test_gpu_a_million_tokens_follow_the_softmax():
-    """Chi-square over a vocabulary of 1000, whose rarest tokens are expected 5 times or more."""
+    """Chi-square over a vocabulary of 1000 whose rarest tokens are expected at least 5 times."""
     logits = (torch.randn(1000, device="cuda") * 1.5).clamp(-4, 4)
     counts = torch.zeros(1000, dtype=torch.long, device="cuda")
     with torch.no_grad():
@@ -280,5 +275,5 @@ def test_gpu_a_million_tokens_follow_the_softmax():
             counts += torch.bincount(token, minlength=1000)
     expected = counts.sum() * logits.double().softmax(0)
     chi2 = ((counts - expected) ** 2 / expected).sum()
-    # 999 degrees of freedom: mean 999, standard deviation √1998 = 44.7; five of them
+    # 999 degrees of freedom: mean 999, plus five standard deviations of √1998 = 44.7
     assert counts.sum() == 1_000_000 and expected.min() > 5 and chi2 < 999 + 5 * 44.7

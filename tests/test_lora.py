@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_lora.py"""
+"""LoRA against numbers worked out by hand, merged matrices, and PEFT in both directions."""
 import json
 import os
 
@@ -25,7 +25,7 @@ def logits(model):
 
 
 def randomise(model):
-    """A B ≠ 0 of the size at which the adapter moves the logits by about as much as they are."""
+    """Give lora_B values large enough that the adapter changes the logits by about their own size."""
     for layer in lora.lora_layers(model).values():
         layer.lora_B.data.normal_(0, .2)
     lora.refresh(model)
@@ -49,13 +49,13 @@ def test_an_adapter_worked_out_by_hand():
 
 
 def test_a_fresh_adapter_is_the_identity_and_alone_is_trained(tmp_path):
-    """lora_B = 0 gives the oracle's logits (fp32, 1e-4); seed decides lora_A, within ±1/√K; rank 64 works."""
+    """lora_B = 0 gives the oracle's logits (fp32, 1e-4); the seed decides lora_A, uniform in ±1/√K."""
     oracle = tiny_checkpoint(tmp_path)
     model = load(tmp_path, rank=64, alpha=64)
     assert (logits(model) - oracle(IDS).logits).abs().max() < 1e-4
     with lora.disabled(model):
         base = logits(model)
-    # fp32 sums of fewer than 600 terms, in another order with zeros among them
+    # the adapter adds exact zeros but may change the order of fp32 sums (fewer than 600 terms)
     assert (logits(model) - base).abs().max() < 2**-18 * base.abs().max()
     assert {n.rpartition(".")[2] for n, p in model.named_parameters()} == {"lora_A", "lora_B"}
     assert all(p.requires_grad and p.dtype == torch.float32 for p in model.parameters())
@@ -63,13 +63,13 @@ def test_a_fresh_adapter_is_the_identity_and_alone_is_trained(tmp_path):
     assert len(layers) == 4 * 3
     for name, layer in layers.items():
         bound = layer.base.in_features ** -.5
-        # the largest of 4 096 uniform numbers or more stays below .99 of the bound with probability e⁻²⁰
+        # P(the largest of 4 096 or more uniform numbers is below .99 of the bound) = e⁻²⁰
         assert .99 * bound < min(layer.lora_A.max(), -layer.lora_A.min()) <= layer.lora_A.abs().max() <= bound
         assert not torch.equal(layer.lora_A, other[name].lora_A) and layer.lora_B.abs().max() == 0
 
 
 def test_a_fused_adapter_equals_separate_ones_and_the_merged_matrix():
-    """Forward and every gradient, in float64: nothing but the order of sums of 20 may differ (1e-12)."""
+    """Forward and every gradient agree in float64 up to the order of sums of 20 terms (1e-12)."""
     layer, x = fused_layer(), torch.randn(5, 7, 20, dtype=torch.float64, requires_grad=True)
     W, A, B = layer.base.weight, layer.lora_A.detach().split(3), layer.lora_B.detach().split((16, 8, 4))
     parts = []
@@ -88,7 +88,7 @@ def test_a_fused_adapter_equals_separate_ones_and_the_merged_matrix():
 
 
 class Told(nn.Linear):
-    """A base that adds the adapter itself."""
+    """A base that fuses LoRA, and remembers what it was given."""
 
     fuses_lora = True
 
@@ -102,13 +102,13 @@ class Told(nn.Linear):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_base_that_fuses_gets_copies_that_refresh_rewrites_in_place(dtype):
-    """Stale before refresh; after it the parameters, rounded, at the same address, and the base is told."""
+    """Only refresh() rounds the parameters into the copies: at the same addresses, and the base is told."""
     base = Told(20, 28, bias=False).to(dtype)
     layer, x = lora.LoRALinear(base, 3, 6, (16, 8, 4), dtype), torch.randn(5, 20).to(dtype)
     addresses = layer.copy_A.data_ptr(), layer.copy_B.data_ptr()
     layer.lora_A.data.normal_()
     layer.lora_B.data.normal_()
-    assert torch.equal(layer(x), F.linear(x, base.weight))             # stale: lora_B was 0
+    assert torch.equal(layer(x), F.linear(x, base.weight))             # the copies still hold lora_B = 0
     layer.refresh()
     layer(x)
     A, B, splits, scale = base.lora
@@ -119,22 +119,22 @@ def test_a_base_that_fuses_gets_copies_that_refresh_rewrites_in_place(dtype):
 
 
 def test_the_reference_policy_is_the_frozen_base_whatever_was_learnt(tmp_path):
-    """With the adapter off: the policy before step 1, and still that one after three optimizer steps.
+    """In `disabled` the model is the policy before step 1, before and after three optimizer steps.
 
-    The sampler's logits follow the trainer's after refresh; an exception in `disabled` turns it back on.
+    Logits follow the parameters only after refresh. An exception inside `disabled` enables the adapter again.
     """
     tiny_checkpoint(tmp_path)
     model = load(tmp_path)
     with lora.disabled(model):
         reference = logits(model).detach()
-    assert (logits(model) - reference).abs().max() < 2**-18 * reference.abs().max()       # other sums of fp32
+    assert (logits(model) - reference).abs().max() < 2**-18 * reference.abs().max()       # fp32 rounding
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(3):
         optimizer.zero_grad()
         before = logits(model)
         before.square().mean().backward()
         optimizer.step()
-        assert torch.equal(logits(model), before)                      # stale
+        assert torch.equal(logits(model), before)                      # not refreshed yet
         lora.refresh(model)
     trained = logits(model).detach()
     assert not torch.equal(trained, before)
@@ -147,7 +147,7 @@ def test_the_reference_policy_is_the_frozen_base_whatever_was_learnt(tmp_path):
 
 
 def test_tied_embeddings_are_neither_adapted_nor_quantised(tmp_path):
-    """lm_head is the embedding's storage with the checkpoint's numbers; only the projections are adapted."""
+    """lm_head shares the embedding's storage and the checkpoint's numbers; only projections have adapters."""
     oracle = tiny_checkpoint(tmp_path, "qwen2", tie_word_embeddings=True)
     model = decoder.load(str(tmp_path), quant="nvfp4", rank=4, alpha=4)
     assert model.lm_head.data_ptr() == model.embed_tokens.data_ptr()
@@ -158,7 +158,7 @@ def test_tied_embeddings_are_neither_adapted_nor_quantised(tmp_path):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_peft_reads_our_adapter_and_we_read_its(family, tmp_path):
-    """Both ways logits agree within 1e-4 with transformers' fp32 model under PEFT, with B ≠ 0 everywhere."""
+    """Both ways, with B ≠ 0 everywhere, logits agree within 1e-4 with transformers' fp32 model under PEFT."""
     import peft
     base, ours, theirs = tmp_path / "base", tmp_path / "ours", tmp_path / "theirs"
     oracle = tiny_checkpoint(base, family)
@@ -218,7 +218,7 @@ LAST = "base_model.model.model.layers.2.self_attn.v_proj.lora_B.weight"
     (edit_tensors(lambda t: t[LAST].view(-1)[3:4].fill_(torch.nan)), f"{LAST} has NaN or infinite values"),
     (edit_tensors(lambda t: t.update({LAST: torch.zeros(5, 4)})), rf"{LAST} is \(5, 4\), .*\(32, 4\)")])
 def test_an_adapter_that_does_not_fit_is_refused_and_leaves_the_model_alone(damage, words, tiny, tmp_path):
-    """One sentence names what is wrong, and not one tensor has been read in by then."""
+    """One sentence names the file and what is wrong, and no parameter has changed by then."""
     lora.save_adapter(randomise(load(tiny)), tmp_path)
     damage(tmp_path)
     model = randomise(load(tiny))

@@ -1,21 +1,21 @@
-"""python -m pytest tests/test_ops.py -q"""
+"""A block's operations against transformers and a plain attention; kernels against plain torch."""
 import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import build, compile_with_a_wait, on_all_cores, run_alone
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 import ops
 
 
 def test_norm_rope_and_swiglu_equal_their_references():
     """transformers' RMSNorm and rotation, and the formula of SwiGLU, on odd sizes."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
     x, norm = torch.randn(3, 5, 37), LlamaRMSNorm(37, 1e-3)
     norm.weight.data.normal_()
     torch.testing.assert_close(ops.rms_norm(x, norm.weight, 1e-3), norm(x), atol=2e-6, rtol=0)
-    low = ops.rms_norm(x.bfloat16(), norm.weight, 1e-3)       # one rounding at the end, none on the way
+    low = ops.rms_norm(x.bfloat16(), norm.weight, 1e-3)       # bf16 is rounded once, at the end
     assert torch.equal(low, ops.rms_norm(x.bfloat16().float(), norm.weight, 1e-3).bfloat16())
     q, angle = torch.randn(3, 5, 7, 6), torch.randn(3, 5, 3)
     twice = angle.repeat(1, 1, 2)
@@ -27,7 +27,7 @@ def test_norm_rope_and_swiglu_equal_their_references():
 
 
 def attention_by_hand(q, k, v):
-    """One query (H, Dh) over keys and values (n, Hkv, Dh), head by head in float64 → (H·Dh,)."""
+    """One query (H, Dh), keys and values (n, Hkv, Dh) → (H·Dh,) f64, attention head by head."""
     H, Dh = q.shape
     heads = []
     for h in range(H):
@@ -38,18 +38,18 @@ def attention_by_hand(q, k, v):
 
 @pytest.mark.parametrize("H, Hkv", [(6, 6), (6, 2), (5, 1)])
 def test_causal_attention_equals_its_definition(H, Hkv):
-    """With shared key heads."""
+    """Also where query heads share a key head."""
     q, k, v = torch.randn(3, 9, H, 7), torch.randn(3, 9, Hkv, 7), torch.randn(3, 9, Hkv, 7)
     full = ops.causal_attention(q, k, v)
     for b in range(3):
-        for t in range(9):                              # fp32 sums of 9 products of size 3: 1e-6
+        for t in range(9):                              # fp32 sums of 9 products of about 3
             by_hand = attention_by_hand(q[b, t], k[b, :t + 1], v[b, :t + 1])
             assert (full[b, t] - by_hand).abs().max() < 2e-6
 
 
 def decode_step(H, Hkv, Dh, positions, length, head_norms, device="cpu", dtype=torch.float32):
-    """The arguments of cached_attention: rows in slots of another order, two slots of nobody. Of two rows the
-    second begins as the first does, as far as both have come."""
+    """→ random arguments of cached_attention. Slots are shuffled, two belong to no row. Rows 2i and 2i + 1
+    share a prompt: the positions that both have passed are equal, and row 2i is the leader."""
     B = len(positions)
     positions = torch.tensor(positions, device=device)
     slots = torch.randperm(B + 2).to(device)[:B]
@@ -70,7 +70,7 @@ def decode_step(H, Hkv, Dh, positions, length, head_norms, device="cpu", dtype=t
 
 
 def spoil(cache):
-    """What nobody should read: copies of what a leader has, as far as they fill a tile of any size."""
+    """Overwrite the copies of shared positions that fill a tile of any size: only a leader's may be read."""
     for slot, leader, n in zip(cache.slots, cache.leaders, cache.shared // 256 * 256, strict=True):
         if slot != leader:
             cache.k[:, slot, :, :n] = cache.v[:, slot, :, :n] = 100.
@@ -78,8 +78,8 @@ def spoil(cache):
 
 @pytest.mark.parametrize("H, Hkv, head_norms", [(6, 6, False), (6, 2, True), (5, 1, False)])
 def test_a_decode_step_equals_its_definition(H, Hkv, head_norms):
-    """q and k normed and rotated, k and v at their position of their slot, attention over 0 … position; of a
-    row that is over, and of other slots, nothing is written."""
+    """q and k are normalised and rotated, k and v are written at the row's position in its slot,
+    attention reads 0 … position. Nothing is written for a finished row or in other slots."""
     positions = [0, 12, -1, 7]
     qkv, norms, cos, sin, cache, layer, at = decode_step(H, Hkv, 8, positions, 13, head_norms)
     expected_k, expected_v = before = cache.k.clone(), cache.v.clone()
@@ -97,9 +97,10 @@ def test_a_decode_step_equals_its_definition(H, Hkv, head_norms):
     assert torch.equal(cache.v, expected_v)
 
 
-# --- the Triton kernels without a GPU: interpreted in one process, compiled in another; one cannot do both
+# --- Triton kernels without a GPU: one process interprets them, another compiles them
 
-EDGES = [0, 1, 127, 128, 254, 255, 256, 511, 512, 599, -1]         # lengths 1, 255, 256, 257, the most, none
+# positions at the edges of tiles and pieces, the last one, and −1: a finished row
+EDGES = [0, 1, 127, 128, 254, 255, 256, 511, 512, 599, -1]
 
 
 def same(ours, plain, atol):
@@ -107,8 +108,8 @@ def same(ours, plain, atol):
 
 
 def alike(ours, plain, inputs, atol, used=(0,)):
-    """Results and gradients of the kernels against those of autograd through the plain lines; inputs and
-    gradients as they come, and with the last two dimensions turned in memory."""
+    """Results and gradients of the kernels equal those of autograd through the plain torch lines, for
+    contiguous inputs and gradients, and for ones whose last two dimensions are transposed in memory."""
     for turned in (False, True):
         found = []
         for function in (ours, plain):
@@ -126,25 +127,25 @@ def alike(ours, plain, inputs, atol, used=(0,)):
 
 
 def interpreted():
-    """Each kernel against its plain lines, in fp32, on sizes that are no multiple of anything."""
+    """Each kernel against its plain torch lines, in fp32, on sizes that no tile divides."""
     torch.manual_seed(0)
     spoiled = 0
     for D in (64, 97, 576):
         x, y, w = torch.randn(5, D), torch.randn(5, D), torch.randn(D)
-        for inputs in ([x, y], [x, None]):                             # sums of 576: a few roundings of 2⁻²³
-            for used in ((0, 1), (1,), (0,)):                          # the last norm's sum is read by nobody
+        for inputs in ([x, y], [x, None]):                             # sums of 576: a few fp32 roundings
+            for used in ((0, 1), (1,), (0,)):                          # nothing may use one of the results
                 alike(lambda *i, w=w: ops.AddNorm.apply(*i, w, 1e-5, torch.float32),
                       lambda *i, w=w: ops.add_norm(*i, w, 1e-5, torch.float32), inputs, 4e-6, used)
     for rows in (3, 17):
         alike(ops.SwiGLU.apply, ops.swiglu, [torch.randn(rows, 2 * 1501)], 4e-6)
     for H, Dh in ((4, 16), (7, 40)):
-        part = torch.randn(2, 5, H + 3, Dh)[:, :, 1:H + 1]             # as q is a part of qkv
+        part = torch.randn(2, 5, H + 3, Dh)[:, :, 1:H + 1]             # a strided part, like q in qkv
         angle = torch.rand(2, 5, Dh // 2) * 7
         alike(lambda x, at=angle: ops.Rope.apply(x, at.cos(), at.sin()),
               lambda x, at=angle: ops.rope(x, at.cos(), at.sin()), [part], 4e-6)
     for H, Hkv, Dh, head_norms, positions in ((8, 4, 16, False, EDGES), (7, 1, 64, True, [5, 300, -1, 599]),
                                               (9, 3, 40, True, [5, 300, 256]),
-                                              (2, 1, 128, False, [1023, 1024, 1300])):      # a fifth piece
+                                              (2, 1, 128, False, [1023, 1024, 1300])):      # 6 pieces
         length = max(positions) + 1
         qkv, norms, cos, sin, cache, _, at = decode_step(H, Hkv, Dh, positions, length, head_norms)
         twin, live = SimpleNamespace(**vars(cache) | dict(k=cache.k.clone(), v=cache.v.clone())), at >= 0
@@ -160,12 +161,12 @@ def interpreted():
     assert spoiled > 0
     qkv, norms, cos, sin, cache, _, at = decode_step(4, 2, 16, [5, 300, 599], 600, False)
     cos.fill_(1), sin.fill_(0)
-    qkv[:, :64] -= 12                                                 # every score far below 0: -16 · 12² / 4
+    qkv[:, :64] -= 12                                                 # all scores near −16 · 12² / 4
     qkv[:, 64:96] += 12
     cache.k += 12
     twin = SimpleNamespace(**vars(cache) | dict(k=cache.k.clone(), v=cache.v.clone()))
     plain = ops.cached_attention(qkv, norms, cos, sin, cache, 1, at)
-    same(ops._cached_attention(qkv, norms, cos, sin, twin, 1, at), plain, 1e-3)    # 2⁻²⁴ of scores of 600
+    same(ops._cached_attention(qkv, norms, cos, sin, twin, 1, at), plain, 1e-3)    # fp32 rounds scores of 600
 
 
 def test_kernels_in_the_interpreter():
@@ -173,13 +174,13 @@ def test_kernels_in_the_interpreter():
 
 
 def compiled_for(cc):
-    """For the widest heads; of attention also that keys and values are on their way before it waits."""
+    """Compile for the widest heads; the attention's PTX loads keys and values before its PDL wait."""
     names_of = {"*bf16": "qkv k_cache v_cache gate_up y out d_out dy", "*i32": "counters",
                 "*i64": "slots leaders shared positions", "fp32": "eps scale sign",
                 "*fp32": "sums maxima cos sin x weight q_weight k_weight total d_total dx"}
     wide, narrow = ([dict(SPLIT=ops.SPLIT, ROWS=8, PDL=cc >= 90) | more for more in (
         dict(DH=128, REP=7, HALF=64), dict(DH=64, REP=3, HALF=32, q_weight=None, k_weight=None))])
-    six = 65536 // 64 // 6 // 8 * 8                       # registers for six programs on an SM
+    six = 65536 // 64 // 6 // 8 * 8                       # registers a thread, for six CTAs on an SM
     for few in (False, True) if cc in (90, 100) else (False,):
         for shape in (wide, narrow):
             tile = dict(TILE=(8192 if few else 2048) // shape["HALF"])
@@ -187,7 +188,7 @@ def compiled_for(cc):
                            registers=six if shape is narrow and not few else 255)
             waits = [m.start() for m in re.finditer("griddepcontrol.wait", ptx)]
             assert len(waits) == (2 if cc >= 90 else 0), "one that does not wait lets the next overtake"
-            assert not waits or ptx.count("cp.async.cg", *waits) >= (64 if few else 32)       # two tiles
+            assert not waits or ptx.count("cp.async.cg", *waits) >= (64 if few else 32)     # two tiles' loads
     compile_with_a_wait(
         cc, [(ops._add_norm_kernel, dict(D=8192, TILE=8192), 8, 128, 1),
              (ops._add_norm_backward_kernel, dict(D=8192, TILE=8192), 8, 255, 1),
@@ -213,7 +214,7 @@ def test_kernels_compile_for_four_generations():
                                                     (16, 8, 128, True), (5, 1, 80, True)])
 @pytest.mark.parametrize("positions", [EDGES * 6 + [1023, 1024, 1300, 2450], [1300, 2450, 0, -1]])
 def test_gpu_attention(H, Hkv, Dh, head_norms, positions):
-    """bf16 against the plain lines in fp32, and the same bits 50 times; of many rows and of few."""
+    """bf16 against the plain torch lines in fp32; 50 calls give the same bits; many rows, and few."""
     arguments = decode_step(H, Hkv, Dh, positions, 2451, head_norms, "cuda", torch.bfloat16)
     qkv, norms, cos, sin, cache, layer, at = arguments
     wide = SimpleNamespace(k=cache.k.float().cpu(), v=cache.v.float().cpu(), slots=cache.slots.cpu(),
@@ -227,7 +228,7 @@ def test_gpu_attention(H, Hkv, Dh, head_norms, positions):
         ours = [ops.cached_attention(*arguments) for _ in range(50)]
     live = at >= 0
     assert all(torch.equal(o[live], ours[0][live]) for o in ours) and not cache.counters.any()
-    # q, k (twice where they are normed), p and the result are rounded to bf16, each by up to 2⁻⁹ of itself
+    # the kernel rounds q, k (twice if normalised), p and the result to bf16, by up to 2⁻⁹ of the value each
     for got, expected in ((ours[0][live], plain[live.cpu()]), (cache.k, wide.k), (cache.v, wide.v)):
         error = (got.float().cpu() - expected).norm(dim=-1) / expected.norm(dim=-1)
         assert error.max() < 2**-7
@@ -235,7 +236,7 @@ def test_gpu_attention(H, Hkv, Dh, head_norms, positions):
 
 @pytest.mark.gpu
 def test_gpu_an_update_may_have_more_rows_than_a_grid_is_high():
-    """70 000 tokens: only a grid's first axis goes beyond 65 535."""
+    """70 000 tokens work, although only the first axis of a CUDA grid may exceed 65 535."""
     x, y = torch.randn(2, 70_000, 32, device="cuda")
     assert ops.swiglu(x.bfloat16())[-1].abs().sum() > 0
     assert ops.add_norm(x, y, torch.ones(32, device="cuda"), 1e-5, torch.bfloat16)[1][-1].abs().sum() > 0
@@ -245,7 +246,7 @@ def test_gpu_an_update_may_have_more_rows_than_a_grid_is_high():
 
 @pytest.mark.gpu
 def test_gpu_norm_swiglu_and_rope():
-    """bf16, forward and backward, against the plain lines in fp32 of the same numbers on a CPU."""
+    """bf16 forward and backward against the plain torch lines in fp32 of the same numbers on a CPU."""
     x, y, w = torch.randn(3, 37, 3584)
     gate_up, part = torch.randn(37, 2 * 18944), torch.randn(2, 9, 36, 128)[:, :, :28]
     cos, sin = torch.rand(2, 2, 9, 64)
@@ -263,5 +264,5 @@ def test_gpu_norm_swiglu_and_rope():
             weights = [torch.arange(o.numel(), device=device).view(o.shape).mul(.37).cos() for o in out]
             total = sum((o.float() * v).sum() for o, v in zip(out, weights, strict=True))
             found.append(out + list(torch.autograd.grad(total, leaves)))
-        for ours, plain in zip(*found, strict=True):      # a few roundings to bf16, of 2⁻⁹ each
+        for ours, plain in zip(*found, strict=True):      # a few bf16 roundings of 2⁻⁹ each
             assert (ours.float().cpu() - plain).norm() / plain.norm() < 2**-7

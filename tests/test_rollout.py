@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_rollout.py -q"""
+"""The sampler against the trainer's log-probabilities; slots, graphs and memory change no token."""
 import time
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -17,12 +17,12 @@ import rollout
 from rollout import Rollout, Sampler
 
 PROMPTS = [[(7 * i + 3 * t) % 90 + 5 for t in range(n)] for i, n in enumerate((3, 11, 1, 6, 17, 8, 2, 5))]
-STOPS = [2, 11, 23, 37, 41, 59, 73]                      # 7 of 97 tokens: an answer has about a dozen
+STOPS = [2, 11, 23, 37, 41, 59, 73]                      # 7 of 97 tokens: answers of about a dozen tokens
 
 
 @pytest.fixture(scope="module")
 def m(tiny):
-    """A model whose adapter is not zero."""
+    """→ a tiny model whose lora_B is not zero."""
     return learned(model.load(str(tiny), quant="bf16", rank=4, alpha=8), 0.05)
 
 
@@ -39,19 +39,19 @@ def generate(m, prompts=PROMPTS, G=8, new=20, temperature=1.0, stops=STOPS, seed
 
 
 def rescored(m, r, temperature=1.0):
-    """With gradients on, as the trainer computes them: from the parameters, not from the sampler's copies."""
+    """→ (B, T) log-probabilities with gradients on, as the trainer computes them."""
     return m.logprobs(r.tokens, r.prompt_lengths, r.lengths, temperature)[0]
 
 
 def gap(m, r, temperature=1.0):
-    """The largest difference at any token between what was recorded and what the trainer computes."""
+    """→ the largest difference at any token between the recorded log-probability and the trainer's."""
     return (r.logprobs - rescored(m, r, temperature).detach()).abs().max().item()
 
 
-# fp32 on both sides, sums in another order: 1e-5. 1e-4 is the issue's; temperature on one side only gives 1.
+# both compute in fp32 and differ by 1e-5, the order of sums; temperature on one side only would give 1
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_recorded_logprobs_are_the_trainers(m, temperature):
-    """Every token of 64 answers of different lengths, and exactly 0 outside them."""
+    """They agree at every token of 64 answers of different lengths, and are exactly 0 elsewhere."""
     r = generate(m, temperature=temperature)
     assert len(r.tokens) == 64 and len(set(r.lengths.tolist())) > 10 and 0 < r.finished.sum() < 64
     assert gap(m, r, temperature) < 1e-4
@@ -62,28 +62,28 @@ def test_recorded_logprobs_are_the_trainers(m, temperature):
 
 
 def test_recorded_logprobs_are_the_trainers_on_smollm2_in_nvfp4(smollm2):
-    """The default model with quantised weights and an adapter; 24 layers deeper, the same bound."""
+    """The same bound holds for the default model with quantised weights (by rtn, which loads fast)."""
     source, tokenizer = smollm2
-    real = learned(model.load(source, rank=4), 0.02)
+    real = learned(model.load(source, quant="rtn", rank=4), 0.02)
     prompts = [checkpoint.encode(tokenizer, text) for text in ("What is 7 * 8?", "Say hello in French.")]
     r = generate(real, prompts, G=4, new=10, temperature=0.7, stops=source.stop_ids())
     assert gap(real, r, 0.7) < 1e-4
 
 
 def test_noise_is_in_the_sampler_and_its_logprobs(m):
-    """Under AQN recorded = trainer's with the same noise; without it, and with another draw, they differ."""
+    """Under AQN they are the trainer's with the same noise, and differ without noise or with another draw."""
     with aqn.noisy_norms(m, 0.05, 1, 7):
         r = generate(m)
         assert gap(m, r) < 1e-4
     d = (rescored(m, r).detach() - r.logprobs)[model.answer_mask(r.tokens, r.prompt_lengths, r.lengths)]
-    # k3, as kl_noise: rounding of 1e-5 gives 1e-10, this noise 1e-2
+    # k3, as in the metric kl_noise: rounding would give 1e-10, this noise gives 1e-2
     assert (d.exp() - 1 - d).mean() > 1e-3
     with aqn.noisy_norms(m, 0.05, 1, 8):
         assert gap(m, r) > 1e-2
 
 
 def test_an_optimizer_step_reaches_the_sampler_through_refresh(tiny):
-    """Both read the copies: they are equal before and after, nothing moves between step and refresh."""
+    """Sampler and trainer both read the copies: they agree at any time and change at refresh only."""
     m = learned(model.load(str(tiny), quant="bf16", rank=4, alpha=8), 0.05)
     r = generate(m)
     rescored(m, r).sum().backward()
@@ -97,7 +97,7 @@ def test_an_optimizer_step_reaches_the_sampler_through_refresh(tiny):
 
 
 def test_a_sample_depends_on_its_number_alone(m):
-    """Not on batch, neighbours, their order, group size, max_new_tokens; and on seed and step."""
+    """Not on the batch, its order, the group size or max_new_tokens; but on the seed and the step."""
     r = generate(m)
     rows = r.answers()
     assert generate(m, PROMPTS[5:6], first=40).answers() == rows[40:48]
@@ -110,11 +110,11 @@ def test_a_sample_depends_on_its_number_alone(m):
 
 
 def test_each_prompt_is_prefilled_once_and_finished_rows_leave(m, monkeypatch):
-    """The model sees all of a prompt but its last token once for its group, then one token of each row that
-    goes on, and no more."""
+    """The model reads a prompt's tokens but the last once for its group, then one token per step of each
+    running row, and nothing else."""
     calls, forward, rows = [], m.forward, generate(m).answers()
     monkeypatch.setattr(m, "forward", lambda ids, *rest: calls.append(ids.clone()) or forward(ids, *rest))
-    monkeypatch.setattr(m, "gradient_checkpointing", True)          # must not disable the cache
+    monkeypatch.setattr(m, "gradient_checkpointing", True)          # must not bypass the cache
     r = generate(m)
     assert r.answers() == rows and len(r.lengths.unique()) > 10
     prompts = sorted((p[:-1] for p in PROMPTS if len(p) > 1), key=len)
@@ -125,7 +125,7 @@ def test_each_prompt_is_prefilled_once_and_finished_rows_leave(m, monkeypatch):
 
 
 def test_a_token_is_drawn_by_its_place_in_the_answer(m, monkeypatch):
-    """Not by its position in the row, which the prompt's length moves."""
+    """Not by its position in the row, which depends on the length of the prompt."""
     places, sample = [], gumbel.sample
     monkeypatch.setattr(gumbel, "sample", lambda *all: places.append(set(all[-1].tolist())) or sample(*all))
     assert generate(m).lengths.max() == len(places) > 10
@@ -134,18 +134,18 @@ def test_a_token_is_drawn_by_its_place_in_the_answer(m, monkeypatch):
 
 @pytest.mark.parametrize("slots", [1, 5, 13, 35, 63, 300])
 def test_slots_change_nothing(m, slots):
-    """With fewer slots than rows, rows wait for free ones; what is sampled does not depend on it."""
+    """With fewer slots than rows, rows wait for free slots, but every row draws the same tokens."""
     r, sampler, began = generate(m), Sampler(m, slots=slots), time.perf_counter()
     s = sampler.generate(PROMPTS, 8, 20, 1.0, STOPS, 5, 2)
     took = time.perf_counter() - began
     parts = [sampler.stats[name] for name in ("prefill_s", "decode_s")]
-    assert min(parts) > 0 and sum(parts) < took
+    assert min(parts) > 0 and sum(parts) < took                        # at any speed: the timers are disjoint
     assert torch.equal(s.tokens, r.tokens) and torch.equal(s.finished, r.finished)
     torch.testing.assert_close(s.logprobs, r.logprobs, atol=1e-4, rtol=0)
-    slots = min(slots, 64)                                             # no more than there are rows
+    slots = min(slots, 64)                                             # never more slots than rows
     assert sampler.stats["slots"] == slots
     assert sampler.stats["length"] == r.prompt_lengths.max() + 20 and sampler.stats["at_once"] == 8 * 17
-    # rows come when 8 slots, a quarter of all, or what the last need are free, and leave as they end
+    # rows start when 8 slots, a quarter of all, or enough for all waiting rows are free
     waiting, running, steps = r.lengths.tolist(), [], 0
     while waiting or running:
         if (free := slots - len(running)) >= min(8, -(-slots // 4), len(waiting)):
@@ -156,7 +156,7 @@ def test_slots_change_nothing(m, slots):
 
 @pytest.mark.parametrize("slots", [5, 13, 64])
 def test_rows_read_their_prompt_in_the_slot_of_the_first_of_their_group(m, monkeypatch, slots):
-    """Where it is what they have themselves, whoever has ended and come since."""
+    """The leader is the group's first running row, and what it has cached is what the others have cached."""
     seen, attention = [], ops.cached_attention
 
     def spy(qkv, norms, cos, sin, cache, layer, positions):
@@ -180,7 +180,7 @@ def test_rows_read_their_prompt_in_the_slot_of_the_first_of_their_group(m, monke
 
 
 def test_a_prompt_is_prefilled_again_only_if_none_of_its_group_runs(m, monkeypatch):
-    """Otherwise its keys and values are copied: slots_change_nothing says that they are the right ones."""
+    """Otherwise keys and values are copied from a running row; test_slots_change_nothing checks them."""
     prefills, copied, forward, admit = [], 0, m.forward, rollout._Batch.admit
 
     def spy(batch, new, running):
@@ -200,7 +200,7 @@ def test_a_prompt_is_prefilled_again_only_if_none_of_its_group_runs(m, monkeypat
 
 
 def test_prefill_in_pieces_changes_nothing(m, monkeypatch):
-    """Prompts that do not go through the model together."""
+    """Prompts of more than PREFILL_TOKENS tokens are prefilled in several forward passes."""
     r = generate(m)
     monkeypatch.setattr(rollout, "PREFILL_TOKENS", 20)
     shapes, forward = [], m.forward
@@ -212,7 +212,7 @@ def test_prefill_in_pieces_changes_nothing(m, monkeypatch):
 
 
 def test_deterministic_steps_have_as_many_rows_as_slots(m, monkeypatch):
-    """Whether they run or not, and each prompt is prefilled alone: the shapes do not depend on others."""
+    """A step computes finished rows too, and prompts are prefilled alone: no shape depends on other rows."""
     r, shapes, forward = generate(m), [], m.forward
     monkeypatch.setattr(m, "forward", lambda ids, *rest: shapes.append(ids.shape) or forward(ids, *rest))
     s = Sampler(m, slots=70, deterministic=True).generate(PROMPTS, 8, 20, 1.0, STOPS, 5, 2)
@@ -220,7 +220,7 @@ def test_deterministic_steps_have_as_many_rows_as_slots(m, monkeypatch):
     prefills = [shape for shape in shapes if shape[1] > 1]
     assert sorted(prefills) == sorted((1, max(2, len(p) - 1)) for p in PROMPTS if len(p) > 1)
     assert {shape[0] for shape in shapes if shape[1] == 1} == {70}
-    monkeypatch.setattr(Sampler, "_room", lambda *args: 2)           # memory for two: no other batch then
+    monkeypatch.setattr(Sampler, "_room", lambda *args: 2)           # as if memory held two slots
     for deterministic, slots in ((True, 70), (False, 2)):
         sampler = Sampler(m, slots=70, deterministic=deterministic)
         sampler.generate(PROMPTS[:1], 4, 2, 1.0, STOPS, 5, 2)
@@ -229,7 +229,7 @@ def test_deterministic_steps_have_as_many_rows_as_slots(m, monkeypatch):
 
 @pytest.mark.parametrize("slots", [1, 5, 13, 64])
 def test_what_the_host_does_for_a_gpu(m, monkeypatch, slots):
-    """With graphs that call instead of replaying: size and pieces hold all that runs, nothing changes."""
+    """With fake CUDA graphs that call the step: each graph is large enough, and no token changes."""
     r, begin, step, capturing = generate(m), rollout._Batch.__init__, rollout._Batch.step, []
 
     class Graph:
@@ -261,18 +261,18 @@ def test_what_the_host_does_for_a_gpu(m, monkeypatch, slots):
     s = Sampler(m, slots=slots).generate(PROMPTS, 8, 20, 1.0, STOPS, 5, 2)
     assert torch.equal(s.tokens, r.tokens) and torch.equal(s.lengths, r.lengths)
     torch.testing.assert_close(s.logprobs, r.logprobs, atol=1e-4, rtol=0)
-    batch = SimpleNamespace(graphs={(64, 4): None}, wanted=None)
+    batch = SimpleNamespace(graphs={(64, 4): None}, requested=None)
     assert rollout._Batch.choose(batch, 64, 2) == (64, 4) and rollout._Batch.choose(batch, 64, 2) == (64, 2)
 
 
 def test_out_of_memory_halves_the_slots_and_loses_nothing(m, monkeypatch, capsys):
-    """Memory runs out in the middle, twice: what was running starts again and draws the same, what was over
-    stays; with one slot there is nothing left to halve."""
+    """Memory runs out twice while sampling: running rows restart and draw the same tokens, finished rows are
+    kept. With one slot, or deterministic, the error is raised."""
     r, step, calls = generate(m), rollout._Batch.step, []
 
     def short(batch, size, pieces):
         calls.append(size)
-        if len(calls) in (6, 11):       # on a GPU an answer drawn again may end sooner, so nothing may stay
+        if len(calls) in (6, 11):       # poison the running rows: the restart must clear them
             rows = batch.state[0, :size][batch.state[3, :size] >= 0]
             batch.rollout.tokens[rows, 17:] = 99
             batch.rollout.logprobs[rows] = 99.
@@ -294,7 +294,7 @@ def test_out_of_memory_halves_the_slots_and_loses_nothing(m, monkeypatch, capsys
 
 
 def test_rows_are_prompt_major_and_hold_the_sampled_ids(m, monkeypatch):
-    """Row p·G + g begins with prompt p; what follows is what gumbel.sample returned, in order."""
+    """Row p·G + g is prompt p and then the tokens that gumbel.sample returned, in order."""
     drawn, sample = {}, gumbel.sample
 
     def spy(logits, temperature, seed, step, sequence, position):
@@ -315,7 +315,7 @@ def test_rows_are_prompt_major_and_hold_the_sampled_ids(m, monkeypatch):
 
 
 def test_top_p_draws_from_the_nucleus_of_the_trainers_logits(m):
-    """Every token of 64 answers is in it; the log-probability is that of what was cut and renormalised."""
+    """Every token of 64 answers is in the nucleus, with its log-probability in the renormalised nucleus."""
     r, whole = generate(m, temperature=0.7, top_p=0.5), generate(m, temperature=0.7)
     assert r.lengths.sum() > 200
     mask = model.answer_mask(r.tokens, r.prompt_lengths, r.lengths)
@@ -330,7 +330,7 @@ def test_top_p_draws_from_the_nucleus_of_the_trainers_logits(m):
 
 
 def test_without_top_p_nothing_is_sorted_and_nothing_changes(m, monkeypatch):
-    """1, the default, is what the sampler did before it knew of a nucleus, bit for bit."""
+    """top_p = 1, the default, never calls gumbel.nucleus."""
     monkeypatch.setattr(gumbel, "nucleus", None)
     assert all(map(torch.equal, generate(m), generate(m, top_p=1.0)))
     with pytest.raises(TypeError, match="not callable"):
@@ -338,7 +338,7 @@ def test_without_top_p_nothing_is_sorted_and_nothing_changes(m, monkeypatch):
 
 
 def test_every_stop_token_ends_an_answer(m):
-    """At the first token, in the middle, on the very last; at the limit without one it is not finished."""
+    """As the first, a middle or the last token. A row that reaches the limit without one is not finished."""
     r = generate(m, stops=[])
     assert (r.lengths == 20).all() and not r.finished.any()
     row = r.tokens[9, 11:31].tolist()
@@ -356,7 +356,7 @@ def test_every_stop_token_ends_an_answer(m):
 
 
 def test_temperature_0_is_greedy(m):
-    """The argmax of the trainer's logits, whatever seed, step and number; log-probs at temperature 1."""
+    """It draws the argmax of the trainer's logits for any seed, step and number."""
     r = generate(m, G=2, temperature=0.0)
     assert torch.equal(r.tokens[::2], r.tokens[1::2]) and gap(m, r, 0.0) < 1e-4
     assert torch.equal(r.tokens, generate(m, G=2, temperature=0.0, seed=77, step=5, first=9).tokens)
@@ -367,7 +367,7 @@ def test_temperature_0_is_greedy(m):
 
 
 def test_a_prompt_that_does_not_fit_is_refused_by_number(m):
-    """The context holds 128: 108 + 20 fit, 109 + 20 do not; an empty prompt has nothing to continue."""
+    """A context of 128 tokens holds 108 + 20, not 109 + 20; an empty prompt has no token to read."""
     generate(m, [[5] * 108], G=1)
     for prompts, words in (([[5], [5] * 109], "prompt 1 has 109 tokens.* 20 .*context of 128"),
                            ([[5], [6], []], "prompt 2 is empty")):
@@ -376,7 +376,7 @@ def test_a_prompt_that_does_not_fit_is_refused_by_number(m):
 
 
 def test_rows_join_and_micro_batches_lose_nothing(m):
-    """join(rows(·)) is the identity; micro-batches hold each row once, keep the budget, sort by length."""
+    """join undoes rows; micro-batches hold each row once, stay in the budget and are sorted by length."""
     r = generate(m)
     order = torch.randperm(64)
     parts = [r.rows(order[:20]), r.rows(order[20:21]), r.rows(order[21:])]
@@ -398,20 +398,20 @@ def test_rows_join_and_micro_batches_lose_nothing(m):
 
 @pytest.fixture(scope="module")
 def real(smollm2):
-    """SmolLM2 in NVFP4 on a GPU with an adapter that is not zero, and its tokenizer."""
+    """→ SmolLM2 in NVFP4 on a GPU with lora_B ≠ 0, and its tokenizer."""
     source, tokenizer = smollm2
     return learned(model.load(source, device="cuda"), 0.02), tokenizer
 
 
 def gpu_prompts(n):
-    """Lengths at the edges of the attention's pieces, so that answers cross them."""
+    """→ n prompts with lengths near the attention's pieces of 256, so that answers cross their edges."""
     return [[(7 * i + 3 * t) % 40_000 + 50 for t in range(length)]
             for i, length in enumerate((1, 2, 250, 254, 255, 256, 257, 40, 130, 300)[:n])]
 
 
 def test_a_smaller_graph_is_captured_when_it_is_wanted_twice():
-    """Until then a larger one serves; one with too few rows or pieces never does."""
-    batch = SimpleNamespace(graphs={}, wanted=None)
+    """Until then a larger graph is replayed, but never one with too few rows or pieces."""
+    batch = SimpleNamespace(graphs={}, requested=None)
 
     def chosen(*key):
         found = rollout._Batch.choose(batch, *key)
@@ -427,8 +427,8 @@ def test_a_smaller_graph_is_captured_when_it_is_wanted_twice():
 @pytest.mark.gpu
 @pytest.mark.parametrize("top_p", [1.0, 0.95])
 def test_gpu_graph_equals_eager(real, monkeypatch, top_p):
-    """A captured step replayed is the step called: the same bits in tokens and log-probabilities; with top_p
-    too, in a sampler that knows the kernels without it. Always as many rows: fewer split K otherwise."""
+    """A replayed graph gives the same bits as calling the step; also with top_p, where the sampler has
+    loaded the kernels without top_p. deterministic: fewer rows would choose another split of K."""
     m, _ = real
     draw = gpu_prompts(10), 4, 30, 1.0, list(range(0, 49152, 60)), 3, 1
     sampler = Sampler(m, 40, deterministic=True)
@@ -445,8 +445,8 @@ def test_gpu_graph_equals_eager(real, monkeypatch, top_p):
 
 @pytest.mark.gpu
 def test_gpu_recorded_logprobs_are_the_trainers_when_the_adapter_is_small(smollm2):
-    """256 rows, B = ±5e-4 as a step of AdamW leaves it. Roundings alone give a KL of 5e-4 nats a token (made
-    by hand on a CPU; an H200 3e-4 where B = 0); the runs of results/ablation had 2e-3 to 8e-3 on NVFP4."""
+    """256 rows, lora_B = ±5e-4 as after one step of AdamW: sampler and trainer differ by a KL that bf16
+    rounding explains, below 1e-3 nats a token."""
     source, tokenizer = smollm2
     m = learned(model.load(source, device="cuda"), 1.)
     for layer in lora.lora_layers(m).values():
@@ -461,7 +461,7 @@ def test_gpu_recorded_logprobs_are_the_trainers_when_the_adapter_is_small(smollm
 
 @pytest.mark.gpu
 def test_gpu_deterministic_tokens_depend_on_nothing_else(real):
-    """Not on slots of others, order of prompts or refill: bit for bit, log-probabilities too."""
+    """Tokens and log-probabilities keep every bit without other prompts, in another order, after refill."""
     m, _ = real
     prompts, stops = gpu_prompts(10), list(range(0, 49152, 60))
     sampler = Sampler(m, slots=16, deterministic=True)
@@ -477,7 +477,7 @@ def test_gpu_deterministic_tokens_depend_on_nothing_else(real):
 
 @pytest.mark.gpu
 def test_gpu_stops_limits_and_the_longest_context(real):
-    """A stop at the first token and at the last; the limit exactly; a row that fills the model's context."""
+    """Stops at the first and the last token, the exact limit, and a row that fills the model's context."""
     m, _ = real
     sampler = Sampler(m)
     r = sampler.generate(gpu_prompts(4), 2, 19, 1.0, [], 3, 1)
@@ -493,7 +493,7 @@ def test_gpu_stops_limits_and_the_longest_context(real):
 
 @pytest.mark.gpu
 def test_gpu_sees_the_adapter_and_the_noise(real):
-    """refresh() and AQN write in place: the next call samples from them, and returns when they return."""
+    """refresh() and AQN write in place: the next generate samples from them, and undoing them restores it."""
     m, _ = real
 
     def logprobs():
@@ -514,7 +514,7 @@ def test_gpu_sees_the_adapter_and_the_noise(real):
 
 @pytest.mark.gpu
 def test_gpu_memory_does_not_grow_and_waves_finish(real):
-    """50 calls leave as much allocated and reserved as one; a request beyond memory goes in waves."""
+    """50 calls leave as much memory allocated as one; a request larger than memory is sampled in waves."""
     m, _ = real
     draw, used = (gpu_prompts(9), 4, 12, 1.0, [], 3, 1), set()
     for call in range(51):
