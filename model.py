@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint as recompute
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import checkpoint
-import ops
 import fp4_gemm
 import nvfp4
+import ops
 from lora import LoRALinear
 
 # what tells the families apart: (bias on q, k, v; bias on o; a norm on each head's q and k)
@@ -107,8 +107,7 @@ class Attention(nn.Module):
         qkv = self.qkv_proj(h)
         norms = self.q_norm and (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         if cache is not None and h.shape[1] == 1:
-            out = ops.cached_attention(qkv[:, 0], norms, cos[:, 0], sin[:, 0], cache, layer,
-                                          positions[:, 0])
+            out = ops.cached_attention(qkv[:, 0], norms, cos[:, 0], sin[:, 0], cache, layer, positions[:, 0])
             return self.o_proj(out[:, None])
         H, Hkv = self.heads
         qk, v = qkv.unflatten(-1, (-1, self.head_dim)).split((H + Hkv, Hkv), 2)               # (B, T, …, Dh)
@@ -298,7 +297,7 @@ class KVCache:
         # (B,) of a decode step: how many first positions a group shares, and the slot where it reads them
         self.shared, self.leaders = torch.zeros_like(self.slots), self.slots
         self.of = self.slots                                        # (n,) row of `fill`'s k, v for each slot
-        self.pieces = -(-length // ops.SPLIT)                    # of the longest row of a decode step
+        self.pieces = -(-length // ops.SPLIT)                       # of the longest row of a decode step
 
     def fill(self, layer, k, v):
         """Keep k, v (B, T, Hkv, Dh) as positions 0 … T−1: slots[i] gets row of[i]."""
