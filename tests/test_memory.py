@@ -2,12 +2,12 @@
 import json
 from pathlib import Path
 
+import bench
 import pytest
 import torch
 import transformers
 from conftest import tiny_checkpoint
 
-import bench
 import lora
 import memory
 import model

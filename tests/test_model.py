@@ -35,13 +35,14 @@ def load(folder, quant="bf16", learned=True):
 
 
 @torch.no_grad()
-def check_against(oracle, m, ids, tolerance=1e-4):
-    """Logits and 50 greedy tokens. fp32 sums in another order differ by 1e-5, a wrong pair in RoPE by 0.1."""
+def check_against(oracle, m, ids, new=50):
+    """Logits and `new` greedy tokens. fp32 sums in another order differ by 1e-5, a wrong RoPE pair by 0.1."""
     ours = m.logits(m(ids, torch.arange(ids.shape[1]).expand_as(ids)).flatten(0, 1)).view(*ids.shape, -1)
-    assert (ours - oracle(ids).logits).abs().max() < tolerance
+    assert (ours - oracle(ids).logits).abs().max() < 1e-4
     oracle.generation_config.eos_token_id = None
-    theirs = oracle.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=50, do_sample=False)
-    assert Sampler(m).generate(ids.tolist(), 1, 50, 0.0, [], 0, 0).tokens.tolist() == theirs.tolist()
+    theirs = oracle.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
+    assert Sampler(m).generate(ids.tolist(), 1, new, 0.0, [], 0, 0).tokens.tolist() == theirs.tolist()
+    return theirs[:, ids.shape[1]:]
 
 
 def answers(m):
@@ -83,7 +84,8 @@ def test_smollm2_equals_transformers(smollm2):
     prompts = [checkpoint.encode(tokenizer, text) for text in ("What is 7 * 8?", "Name a colour, in a word!")]
     n = min(map(len, prompts))
     m = model.load(source, quant="bf16", rank=2)
-    check_against(oracle, m, torch.tensor([p[-n:] for p in prompts]))
+    answers = check_against(oracle, m, torch.tensor([p[-n:] for p in prompts]), new=16)
+    assert source.stop_ids()[0] in answers[:, :-1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
