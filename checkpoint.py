@@ -4,9 +4,9 @@
     source.config                                            transformers' config
     source.tensor("model.layers.0.mlp.down_proj.weight", (1536, 8960))
 
-A tensor is read when it is asked for, by the name that transformers gives it, so that a model can be
-quantised while it streams in and no second copy of the weights ever exists. What is missing, misshapen or
-left over is an error. A projection that is stored in NVFP4 comes as it is, never quantised a second time:
+The model asks for one tensor at a time, by transformers' name, and quantises it before it asks for the next:
+no second copy of the weights ever exists. A tensor that is missing, misshapen or left over is an error. A
+projection that is stored in NVFP4 is loaded as its codes and scales, never quantised a second time:
 
                          codes u8 (N, K/2)   block scales e4m3 (N, K/16)   global scale f32
     compressed-tensors   weight_packed       weight_scale                  weight_global_scale, divides
@@ -35,9 +35,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 import lora
 import nvfp4
 
-# what configs call NVFP4 weights, and the ends of their tensors' names; A16: activations are not quantised
+# what configs call NVFP4 weights; A16: activations stay in 16 bits
 CT, MODELOPT = ("compressed-tensors", "nvfp4-pack-quantized"), ("modelopt", "W4A16_NVFP4")
-UNUSED = (".input_global_scale", ".input_scale", ".k_scale", ".v_scale")
+UNUSED = (".input_global_scale", ".input_scale", ".k_scale", ".v_scale")     # of activations and kv-caches
 
 
 def open(name):                                                  # checkpoint.open(...), like gzip.open
@@ -80,12 +80,12 @@ def config_of(name):
 
 
 class Source:
-    """Tensors by transformers' names, and what goes with them. `config`, `path`; subclasses find and read."""
+    """Tensors by transformers' names, config and tokenizer. A subclass finds the tensors and reads one."""
 
-    gguf, parsed = {}, nullcontext                      # of a GGUF: what transformers needs to read its file
+    gguf, parsed = {}, nullcontext                # GGUF sets both, because transformers reads that file too
 
     def tensor(self, name, shape):
-        """The tensor on the CPU in its stored floating type, or the NVFP4Tensor that it is stored as.
+        """→ the tensor on the CPU in its stored dtype, or an NVFP4Tensor if it is stored in NVFP4.
         ValueError: missing, damaged, not finite, or of another shape."""
         if f"{name}_packed" in self.names:
             return self._nvfp4(name, *shape)
@@ -114,7 +114,7 @@ class Source:
         return q._replace(global_scale=q.global_scale.reshape(()))
 
     def finish(self):
-        """Call when the model is built. ValueError: tensors are left that nothing asked for."""
+        """Call after building the model. ValueError: the checkpoint has tensors that the model never read."""
         if left := sorted(name for name in self.unread if not name.endswith("rotary_emb.inv_freq")):
             raise ValueError(f"{self.path} holds {len(left)} tensors that a {self.config.architectures[0]} "
                              f"has no place for, the first is {left[0]}")
@@ -124,7 +124,7 @@ class Source:
             return AutoTokenizer.from_pretrained(self.folder, **self.gguf)
 
     def stop_ids(self):
-        """The tokens that end an answer, sorted: those of config.json and of generation_config.json."""
+        """Ids of the tokens that end an answer, sorted, from config.json and generation_config.json."""
         ids = [self.config.eos_token_id]
         if (path := self.folder / "generation_config.json").is_file():
             with readable(path):
@@ -137,15 +137,15 @@ class Source:
 
 
 class Safetensors(Source):
-    """A folder as save_pretrained writes it: config.json and one or many .safetensors files. In `names` NVFP4
-    has compressed-tensors' names, and what is stored fused (qkv_proj, gate_up_proj) its parts'."""
+    """A folder written by save_pretrained: config.json and .safetensors files. `names` has NVFP4 tensors by
+    compressed-tensors' names, and each part of a fused qkv_proj or gate_up_proj by its own."""
 
     def __init__(self, folder):
         self.path = self.folder = folder
         self.config = config_of(folder)
         files = self._files()
         self._check_quantisation()
-        self.names = {}                          # name → file, name in the file, fused, which part of fused
+        self.names = {}           # name → file, name in the file, fused matrix or "", index of the part
         for stored, file in files.items():
             name = f"{stored}_packed" if f"{stored}_scale" in files else stored          # ModelOpt's codes
             name = name.replace("weight_scale_2", "weight_global_scale")
@@ -160,7 +160,7 @@ class Safetensors(Source):
     def _files(self):
         """Stored tensor name → name of its file. ValueError: no list of them, or a file is missing."""
         index, only = self.folder / "model.safetensors.index.json", self.folder / "model.safetensors"
-        if only.is_file():                           # before an index, which an older save may have left
+        if only.is_file():                           # an older save's index may remain
             with readable(only), safe_open(only, "pt") as f:
                 return dict.fromkeys(f.keys(), only.name)
         if not index.is_file():
@@ -194,12 +194,12 @@ class Safetensors(Source):
         if fused and tensor.numel() > 1:
             heads = [c.num_attention_heads, *[c.num_key_value_heads] * 2] if "qkv" in fused else [1, 1]
             rows = len(tensor) // sum(heads)
-            return tensor[rows * sum(heads[:part]):rows * sum(heads[:part + 1])].clone()      # frees the rest
+            return tensor[rows * sum(heads[:part]):rows * sum(heads[:part + 1])].clone()    # frees the rest
         return 1 / tensor if stored.endswith("weight_global_scale") else tensor
 
 
 class GGUF(Source):
-    """A .gguf file of a Llama or Qwen model, dequantised to fp32 when read, as far as gguf can."""
+    """A .gguf file of a Llama or Qwen model; read() dequantises to fp32 whatever type gguf knows."""
 
     def __init__(self, path):
         from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
@@ -226,11 +226,11 @@ class GGUF(Source):
         return found.contents() if found else default
 
     def _scale_rope(self, factors, key):
-        """transformers reads no scaling of RoPE from a GGUF. Llama 3's is there as what each frequency is
-        divided by; of its formula only the factor differs from model to model. ValueError: another one."""
+        """transformers ignores a GGUF's RoPE scaling. Llama 3's is stored as one divisor per frequency; the
+        largest is `factor`, which alone differs between its models. ValueError: any other scaling."""
         kind = self._field(f"{key}scaling.type", "none")
         if {self._field(f"{key}scaling.factor", 1), self._field(f"{key}scale_linear", 1)} - {0, 1}:
-            kind = "a factor" if kind == "none" else kind                # llama.cpp takes it as linear
+            kind = "a factor" if kind == "none" else kind                # llama.cpp scales linearly
         if factors is not None:
             rope, factors = self.config.rope_parameters, torch.from_numpy(factors.data.copy())
             rope |= dict(rope_type="llama3", factor=factors.max().item(), low_freq_factor=1.0,
@@ -256,7 +256,7 @@ class GGUF(Source):
         return tensor
 
     def parsed(self):
-        """Inside it transformers uses our reader, because each parse of a vocabulary takes seconds."""
+        """A context in which transformers uses our reader, as parsing a vocabulary takes seconds."""
         return patch("gguf.GGUFReader", return_value=self.reader)
 
 
@@ -265,14 +265,14 @@ def readable(path, what="cannot be read"):
     """Inside the block any error becomes a ValueError of one sentence that begins with `path`."""
     try:
         yield
-    except Exception as error:                                   # each library has its own kinds
+    except Exception as error:                                   # each library raises its own types
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"{path} {what}: {reason}") from error
 
 
 def encode(tokenizer, text):
-    """A user message → token ids, through the chat template up to where the assistant begins to speak;
-    without one the text's own, but for an end token that the tokenizer appends."""
+    """A user message → the prompt's token ids: the chat template up to the start of the assistant's answer.
+    Without a template, the ids of the text; an end token that the tokenizer appends is removed."""
     if tokenizer.chat_template is None:
         ids = tokenizer(text)["input_ids"]
         return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
@@ -281,7 +281,7 @@ def encode(tokenizer, text):
 
 
 def tensor_names(config):
-    """Every tensor name that a dense decoder of this depth may have."""
+    """The name of every tensor that a dense decoder of this depth can have."""
     yield from ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
     for at in (f"model.layers.{i}." for i in range(config.num_hidden_layers)):
         yield from (f"{at}self_attn.{x}_proj.{kind}" for x in "qkvo" for kind in ("weight", "bias"))

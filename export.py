@@ -71,7 +71,7 @@ def export(source, destination, format, adapter="", quant="", merge=False):
     if format == "bf16":
         _merge(ours, None)
     place.parent.mkdir(parents=True, exist_ok=True)
-    # everything is written in a scratch folder beside the place: an accident leaves nothing at the place
+    # Write into a scratch folder beside the place, so that an accident leaves nothing at the place.
     with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent) as scratch:
         new, wrong = Path(scratch) / "new", place.with_name(f"{place.name}.wrong")
         beside = adapter and not merge and {"adapter": new, "bf16": None}.get(format, new / "adapter")
@@ -121,7 +121,7 @@ def _merge(decoder, method):
 
 
 def _copy_tokenizer(source, folder):
-    """The tokenizer with its chat template, and the generation config."""
+    """Put the tokenizer with its chat template and the generation config into `folder`."""
     if isinstance(source, checkpoint.GGUF):
         source.tokenizer().save_pretrained(folder)
         GenerationConfig.from_model_config(source.config).save_pretrained(folder)
@@ -132,7 +132,7 @@ def _copy_tokenizer(source, folder):
 
 
 def _write(decoder, source, folder, layout):
-    """config.json and the weights, in `layout` or in bf16. Takes the model apart: nothing is held twice."""
+    """config.json and the weights, in `layout` or in bf16. Drops each layer's base once it is converted."""
     config, tensors = source.config, {}
     config.dtype = torch.bfloat16
     config.__dict__.pop("quantization_config", None)
@@ -144,7 +144,7 @@ def _write(decoder, source, folder, layout):
             "group_0": dict(targets=["Linear"], weights=weights)})
     if layout == MODELOPT:
         (folder / "hf_quant_config.json").write_text(json.dumps(dict(
-            producer=dict(name="modelopt", version="0.44.0"),            # whose layout it is: readers ask
+            producer=dict(name="modelopt", version="0.44.0"),            # readers check whose layout it is
             quantization=dict(algo, kv_cache_quant_algo=None, group_size=16, exclude_modules=["lm_head"]))))
     config.save_pretrained(folder)
     for name in checkpoint.tensor_names(config):
@@ -155,7 +155,7 @@ def _write(decoder, source, folder, layout):
         W, layer.base = layer.base.W, None
         parts = fp4_gemm.unpack(W) if layout else zip(W.weight.split(layer.splits))
         for proj, part in zip(lora.FUSED.get(own, (own,)), parts, strict=True):
-            if layout == CT:                                     # it stores the inverse of the global scale
+            if layout == CT:                                     # the format stores the inverse
                 part = *part[:2], 1 / part[2].view(1)
             for end, tensor in zip(ENDS.get(layout, [""]), part, strict=True):
                 tensors[f"model.{parent}.{proj}.weight{end}"] = tensor.clone()
@@ -173,7 +173,7 @@ if __name__ == "__main__":
     flags = parser.parse_args()
     try:
         off = export(**vars(flags))
-    except (ValueError, OSError, SafetensorError) as error:     # the last: a full disk, unnamed
+    except (ValueError, OSError, SafetensorError) as error:     # the last names no file on a full disk
         where = f"{flags.destination}: " * isinstance(error, SafetensorError)
         print(f"export.py: {where}{error}", file=sys.stderr)
         sys.exit(2)

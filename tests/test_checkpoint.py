@@ -42,7 +42,7 @@ def projections(m):
 
 
 def refuses(name, *words):
-    """model.load says no in one line of one sentence that holds these words."""
+    """model.load refuses `name` in one sentence on one line that contains these words."""
     with pytest.raises(ValueError) as error:
         model.load(str(name), quant="bf16", rank=2)
     message = str(error.value)
@@ -56,7 +56,7 @@ def edit_config(folder, **changes):
 
 
 def test_a_name_that_leads_nowhere_is_refused(tmp_path, monkeypatch):
-    """No folder, no file, no hub id, no hub, no wheel: each says which name and what to do."""
+    """No folder, no file, no hub id, no network, no wheel: the message has the name and the remedy."""
     refuses("no such model", "no such model", "owner/model")
     refuses(tmp_path / "a.gguf", tmp_path / "a.gguf")
     refuses(tmp_path, tmp_path, "config.json")
@@ -73,7 +73,7 @@ def test_a_name_that_leads_nowhere_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_gguf_of_another_family_or_one_part_of_several_is_refused(tmp_path):
-    """GPT-2's config has no RoPE at all."""
+    """GPT-2's config has no rope_parameters: it must reach the sentence about its architecture first."""
     for i, (family, parts, words) in enumerate((("gpt2", 1, "GPT2ForCausalLM is not supported"),
                                                 ("llama", 3, "one part of 3: join them"))):
         path = tmp_path / f"{i}.gguf"
@@ -105,7 +105,7 @@ def test_a_model_that_is_not_ours_is_refused(tmp_path):
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path):
-    """A tensor missing, misshapen, not finite or left over, no file: the message names it."""
+    """A tensor that is missing, misshapen, not finite or left over, or no file: the message names it."""
     tiny_checkpoint(tmp_path)
     file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
     tensors = load_file(file)
@@ -123,7 +123,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
         refuses(tmp_path, f"{name} is {kind}: of quantised safetensors only NVFP4 loads")
     save_file(tensors | {"model.layers.3.extra": torch.zeros(1), "model.extra": torch.zeros(1)}, file)
     refuses(tmp_path, "2 tensors", "model.extra")
-    save_file(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}, file)  # old exports
+    save_file(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}, file)  # old export
     model.load(str(tmp_path), quant="bf16", rank=2)
     file.unlink()
     refuses(tmp_path, "model.safetensors")
@@ -136,7 +136,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
 
 
 def test_a_tied_head_that_is_stored_twice_is_no_surplus(tmp_path):
-    """Some exports write lm_head beside the embeddings it equals."""
+    """Some exports store lm_head though the config ties it to the embeddings; an unequal copy is refused."""
     tiny_checkpoint(tmp_path, "qwen2", tie_word_embeddings=True)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -149,7 +149,7 @@ def test_a_tied_head_that_is_stored_twice_is_no_surplus(tmp_path):
 
 
 def test_a_whole_file_goes_before_an_index_that_an_older_save_left(tmp_path):
-    """As in transformers. An index without its map is one sentence."""
+    """transformers prefers it too. Without the whole file, an index without a weight_map is refused."""
     tiny_checkpoint(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}')
@@ -171,8 +171,8 @@ def test_a_tokenizer_that_cannot_be_read_is_named(tiny_chat, tmp_path, text):
 
 @pytest.mark.parametrize("quant", ["bf16", "nvfp4"])
 def test_loading_holds_one_layer_beyond_the_model(tmp_path, quant):
-    """Of the tensors that were read never more than one matrix product's are alive, nor any at the end."""
-    tiny_checkpoint(tmp_path).bfloat16().save_pretrained(tmp_path)    # not fp32: the model keeps none of them
+    """While loading, only the weights of one GEMM are alive beside the model; afterwards none of them is."""
+    tiny_checkpoint(tmp_path).bfloat16().save_pretrained(tmp_path)    # a stored fp32 tensor would be kept
     source = checkpoint.open(str(tmp_path))
     alive, peak, read = {}, [], source.read
 
@@ -186,11 +186,11 @@ def test_loading_holds_one_layer_beyond_the_model(tmp_path, quant):
     source.read = counting
     m = model.load(source, quant=quant, rank=2)
     assert len(peak) == 3 + 3 * 9 and not alive
-    assert max(peak) == 2 * 96 * 64 > m.embed_tokens.numel()      # gate and up: the most that one GEMM reads
+    assert max(peak) == 2 * 96 * 64 > m.embed_tokens.numel()      # gate and up, the largest GEMM
 
 
 def test_stop_ids_gather_every_list(tmp_path):
-    """config.json's end tokens and generation_config.json's, be they a number, a list or absent."""
+    """The end tokens of config.json and of generation_config.json: a number, a list, or absent."""
     tiny_checkpoint(tmp_path)
     assert checkpoint.open(str(tmp_path)).stop_ids() == [2]
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2, 5]}')
@@ -208,7 +208,7 @@ def test_stop_ids_gather_every_list(tmp_path):
 
 
 def test_without_a_chat_template_a_prompt_is_the_text_and_does_not_end_an_answer(tiny_chat):
-    """Some tokenizers put an end token behind each text."""
+    """Some tokenizers append an end token to each text: encode removes it."""
     from tokenizers.processors import TemplateProcessing
     tokenizer = checkpoint.open(str(tiny_chat)).tokenizer()
     assert tokenizer.convert_ids_to_tokens(checkpoint.encode(tokenizer, "1+1")) == ["<s>", *"1+1", "="]
@@ -220,7 +220,7 @@ def test_without_a_chat_template_a_prompt_is_the_text_and_does_not_end_an_answer
 
 
 def test_the_default_models_prompt_ends_with_the_assistants_header(smollm2):
-    """And holds the question once; its stop token is the one that closes a turn."""
+    """The prompt has the question once, and the stop token is the token that closes a turn."""
     source, tokenizer = smollm2
     text = tokenizer.decode(checkpoint.encode(tokenizer, "What is 7 * 8?"))
     assert text.startswith("<|im_start|>system") and text.count("What is 7 * 8?") == 1
@@ -229,7 +229,7 @@ def test_the_default_models_prompt_ends_with_the_assistants_header(smollm2):
 
 
 def test_a_prompt_begins_with_one_bos():
-    """With a template that writes it, where the tokenizer would too, and without a template."""
+    """With a template that writes it although the tokenizer adds one too, and without a template."""
     words = Tokenizer(models.WordLevel({"<s>": 0, "user": 1, "hi": 2, "assistant": 3}, unk_token="<s>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
@@ -242,7 +242,7 @@ def test_a_prompt_begins_with_one_bos():
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_a_gguf_file_gives_the_checkpoint_back(tmp_path, family):
-    """Written as llama.cpp does: its names and keys, q and k of a Llama permuted. A surplus is refused."""
+    """The file has llama.cpp's names and keys, and a Llama's q and k permuted. A surplus is refused."""
     tiny_checkpoint(tmp_path, family)
     tensors = load_file(tmp_path / "model.safetensors")
     arch = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}[family]
@@ -281,7 +281,7 @@ def test_a_gguf_file_gives_the_checkpoint_back(tmp_path, family):
     ids = torch.randint(97, (1, 9))
     assert torch.equal(ours(ids, torch.arange(9)[None]), theirs(ids, torch.arange(9)[None]))
     refuses(write(tmp_path / "more.gguf", {"blk.0.surplus": torch.zeros(4)}), "1 tensors", "blk.0.surplus")
-    # Llama 3 scales RoPE: config.json says how, a GGUF has only what each frequency is divided by
+    # Llama 3 scales RoPE: config.json has the formula's numbers, a GGUF only the divisor of each frequency
     rope = dict(rope_type="llama3", rope_theta=1e4, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
                 original_max_position_embeddings=8192)
     edit_config(tmp_path, rope_parameters=rope)
@@ -297,10 +297,10 @@ def test_a_gguf_file_gives_the_checkpoint_back(tmp_path, family):
 
 
 def foreign(folder, layout, family="qwen2", fused=False):
-    """A checkpoint as others write it → the oracle with the weights that it means, in fp32.
+    """Write a checkpoint as other quantisers do → the oracle, with the dequantised weights in fp32.
 
-    Global scales are no powers of two and differ between q, k, v; layer 1's down_proj is not quantised; input
-    scales and, in ModelOpt's layout, scales of the kv-cache are there.
+    Its global scales are no powers of two and differ between q, k, v. Layer 1's down_proj is not quantised.
+    It has scales of activations and, in ModelOpt's layout, of the kv-cache.
     """
     oracle = tiny_checkpoint(folder, family)
     tensors, weights = load_file(folder / "model.safetensors"), {}
@@ -341,9 +341,9 @@ def foreign(folder, layout, family="qwen2", fused=False):
 @pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_foreign_4_bit_checkpoint_loads_as_it_is(tmp_path, capsys, layout, fused):
-    """Its logits are the oracle's (fp32, 1e-4), in 4 bits and dequantised; its codes and scales are kept.
+    """Its logits equal the oracle's (fp32, 1e-4), in 4 bits and dequantised; codes and scales are kept.
 
-    Without quant="bf16" what it left in 16 bits is quantised like any weight. Other scales get one note.
+    Unless quant="bf16", a projection that it has in 16 bits is quantised. One note tells of unused scales.
     """
     oracle = foreign(tmp_path, layout, fused=fused)
     for quant in ("bf16", "rtn", "nvfp4"):
@@ -387,7 +387,7 @@ Q = "model.layers.0.self_attn.q_proj.weight"
         packed=torch.zeros(97, 32, dtype=torch.uint8), scale=torch.ones(97, 4).to(torch.float8_e4m3fn),
         global_scale=torch.ones(1)).items()}), ["lm_head.weight is quantised", "another checkpoint"])])
 def test_a_damaged_4_bit_checkpoint_is_refused(tmp_path, change, words):
-    """What is missing, left over, misshapen or no scale, a head in 4 bits: one sentence names the tensor."""
+    """A part missing, left over, misshapen or no scale, an lm_head in 4 bits: the message names it."""
     foreign(tmp_path, "compressed-tensors", "llama")
     edit_tensors(tmp_path, change)
     refuses(tmp_path, tmp_path, *words)
@@ -403,7 +403,7 @@ def test_a_damaged_4_bit_checkpoint_is_refused(tmp_path, change, words):
     ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, ["modelopt NVFP4_AWQ"]),
     ({"quant_method": "modelopt", "quant_algo": "FP8"}, ["modelopt FP8"])])
 def test_other_quantisations_are_refused(tmp_path, said, words):
-    """In config.json and, for ModelOpt, in its own file: the sentence names the file, and what it says."""
+    """In config.json and in ModelOpt's own file: the message has the file and the method that it names."""
     tiny_checkpoint(tmp_path)
     if said.get("quant_method") == "modelopt":
         (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))

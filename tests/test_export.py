@@ -26,7 +26,7 @@ FAMILIES = ["llama", "qwen2", "qwen3"]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """family, quant → (a run's folder as train.py leaves it, its model with an adapter that matters)."""
+    """family, quant → (a run's folder as train.py leaves it, its model). The adapter changes the logits."""
     made, top = {}, tmp_path_factory.mktemp("runs")
 
     def run(family="llama", quant="nvfp4"):
@@ -50,7 +50,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def exported(runs, tmp_path_factory):
-    """family, format → the folder that a run with a 4-bit base was exported to."""
+    """family, format → the folder with the export of a run on a 4-bit base."""
     made, top = {}, tmp_path_factory.mktemp("exported")
 
     def folder(family, format):
@@ -64,7 +64,7 @@ def exported(runs, tmp_path_factory):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compressed_tensors_decompresses_our_export_to_our_weights(runs, exported, family):
-    """Its own decompressor gives nvfp4.dequantize in bf16, bit for bit; all else is as in the original."""
+    """Its decompressor returns nvfp4.dequantize's bf16, bit for bit; other tensors are unchanged."""
     from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
     from compressed_tensors.quantization import QuantizationConfig
     folder, (_, m) = exported(family, "nvfp4"), runs(family)
@@ -78,7 +78,7 @@ def test_compressed_tensors_decompresses_our_export_to_our_weights(runs, exporte
         assert weight.dtype == torch.bfloat16 and torch.equal(weight, nvfp4.dequantize(q)), name
         del original[f"{name}.weight"]
     assert stored.keys() == original.keys() and all(torch.equal(stored[n], original[n]) for n in stored)
-    # vLLM wants one global scale for what it fuses
+    # vLLM requires one global scale for the projections that it fuses
     q, k, v = (projections(m)[f"model.layers.1.self_attn.{x}_proj"].global_scale for x in "qkv")
     assert q == k == v
 
@@ -87,7 +87,7 @@ def read_modelopt(folder):
     """An independent reader of ModelOpt's layout: name → bf16 weight, code by code."""
     said = json.loads((folder / "hf_quant_config.json").read_text())["quantization"]
     assert said == {"quant_algo": "W4A16_NVFP4", "kv_cache_quant_algo": None, "group_size": 16,
-                    "exclude_modules": ["lm_head"]}                     # vLLM asks for all four
+                    "exclude_modules": ["lm_head"]}                     # without the null vLLM refuses it
     tensors, weights = load_file(folder / "model.safetensors"), {}
     for name in [n for n in tensors if n.endswith(".weight") and tensors[n].dtype == torch.uint8]:
         low, high = tensors[name] & 15, tensors[name] >> 4
@@ -100,7 +100,7 @@ def read_modelopt(folder):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_independent_reader_finds_our_weights_in_the_modelopt_export(runs, exported, family):
-    """Bit for bit in bf16, and every projection is there."""
+    """Every projection, bit for bit in bf16."""
     weights, own = read_modelopt(exported(family, "modelopt")), projections(runs(family)[1])
     assert weights.keys() == {f"{name}.weight" for name in own}
     assert all(torch.equal(weights[f"{name}.weight"], nvfp4.dequantize(q)) for name, q in own.items())
@@ -109,7 +109,7 @@ def test_an_independent_reader_finds_our_weights_in_the_modelopt_export(runs, ex
 @pytest.mark.parametrize("format, quant", [("nvfp4", "nvfp4"), ("modelopt", "rtn")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_4_bit_export_loads_back_to_the_same_bits(runs, exported, family, format, quant):
-    """The packed bytes and, with the adapter beside it, the logits; no method quantises it a second time."""
+    """Equal packed bytes and, with the adapter, equal logits: loading quantises nothing a second time."""
     again, m = model.load(str(exported(family, format)), quant, rank=4, alpha=8), runs(family)[1]
     lora.load_adapter(again, exported(family, format) / "adapter")
     ours, theirs = projections(m), projections(again)
@@ -120,10 +120,10 @@ def test_a_4_bit_export_loads_back_to_the_same_bits(runs, exported, family, form
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_and_peft_load_the_4_bit_export(runs, exported, family):
-    """With the adapter beside it, in fp32: only the order of sums differs (1e-4); the template is there.
+    """With the adapter, in fp32, the logits differ by the order of sums alone (1e-4). The template travels.
 
-    Without dequantize=True all 21 projections stay packed, and in bf16 the logits move by 14 · 2⁻⁸, where the
-    activations round as well as the embedding, head and norms.
+    Without dequantize=True all 21 projections stay packed and transformers computes in bf16, which also
+    rounds activations, embedding, head and norms: the logits may move by 14 · 2⁻⁸ of their size.
     """
     import peft
     folder = exported(family, "nvfp4")
@@ -142,7 +142,7 @@ def test_transformers_and_peft_load_the_4_bit_export(runs, exported, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_peft_loads_the_adapter_export(runs, tmp_path, family):
-    """On the fp32 checkpoint that it was trained on, to equal logits (1e-4)."""
+    """On the fp32 checkpoint that the adapter was trained on, with equal logits (1e-4)."""
     import peft
     run, m = runs(family, "bf16")
     export.export(run, tmp_path / "out", "adapter")
@@ -158,8 +158,8 @@ def test_peft_loads_the_adapter_export(runs, tmp_path, family):
 def test_transformers_loads_the_merged_export(runs, tmp_path, family, quant):
     """Each weight is W + (alpha/rank) B A in bf16, W dequantised from 4 bits if it was trained in them.
 
-    bf16 moves a weight by 2⁻⁸ of itself at most, and so each product. 14 matrices stand in a row (embedding,
-    three blocks of qkv, o, gate_up, down, and the head): 14 · 2⁻⁸ = .055 of the logits' size; .018 is seen.
+    bf16 moves a weight by at most 2⁻⁸ of itself, and so each product. The logits pass 14 matrices (embedding,
+    three blocks of qkv, o, gate_up and down, and the head), which allows 14 · 2⁻⁸ = .055 of their size.
     """
     run, m = runs(family, quant)
     export.export(run, tmp_path / "out", "bf16")
@@ -183,7 +183,7 @@ def test_transformers_loads_the_merged_export(runs, tmp_path, family, quant):
 
 
 def test_a_merge_into_4_bits_says_what_it_loses(runs, tmp_path, capsys):
-    """It prints ‖Q(W + Δ) − W − Δ‖ / ‖Δ‖ over all layers, and writes Q(W + Δ) without an adapter."""
+    """The command prints ‖Q(W + Δ) − W − Δ‖ / ‖Δ‖ over all layers and writes Q(W + Δ) without an adapter."""
     run, m = runs()
     with pytest.raises(ValueError, match="no adapter"):
         export.export(run.parent / "llama", tmp_path / "out", "nvfp4", merge=True)
@@ -203,7 +203,7 @@ def test_a_merge_into_4_bits_says_what_it_loses(runs, tmp_path, capsys):
 
 
 def test_4_bit_checkpoints_convert_into_each_other(exported, tmp_path):
-    """A model alone changes its layout: the same tensors after a round trip, none quantised again."""
+    """A model without a run changes its layout; after a round trip all tensors are equal."""
     there, back = tmp_path / "there", tmp_path / "back"
     export.export(exported("llama", "nvfp4"), there, "modelopt")
     export.export(there, back, "nvfp4")
@@ -234,7 +234,7 @@ def command(monkeypatch, capsys, *arguments):
 
 
 def test_the_command_exports_a_run_or_says_why_not_in_one_line(runs, tmp_path, monkeypatch, capsys):
-    """0 and "done", or 2 and one sentence, with nothing at the destination nor beside it."""
+    """Exit code 0 and "done", or 2 and one sentence; a refusal leaves nothing behind."""
     run, _ = runs()
     code, out, _ = command(monkeypatch, capsys, run, tmp_path / "a" / "good", "--format", "nvfp4")
     assert code == 0 and out.startswith(f"done: {tmp_path / 'a' / 'good'}") and len(out.splitlines()) == 1
@@ -264,7 +264,7 @@ def test_the_command_exports_a_run_or_says_why_not_in_one_line(runs, tmp_path, m
 
 
 def test_an_export_that_is_interrupted_or_wrong_is_not_at_its_place(runs, tmp_path, monkeypatch):
-    """Nothing stays of an interrupted one; a wrong one is kept under another name, and that is said."""
+    """An interrupted export leaves nothing; a wrong one is moved to another name, which the message has."""
     write, out = huggingface_hub.save_torch_state_dict, tmp_path / "out"
 
     def interrupted(tensors, folder):
@@ -287,7 +287,7 @@ def test_an_export_that_is_interrupted_or_wrong_is_not_at_its_place(runs, tmp_pa
 
 
 def test_a_gguf_models_tokenizer_and_ends_travel(smollm2, tmp_path):
-    """What the default model's file knows of both is read back from the folder: same prompt, same end."""
+    """The default model's exported folder gives the same prompt and the same stop tokens as its GGUF."""
     source, tokenizer = smollm2
     export._copy_tokenizer(source, tmp_path)
     source.config.save_pretrained(tmp_path)
