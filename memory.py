@@ -3,15 +3,15 @@
     peak = weights + adapter and optimizer + the larger of rollout and update
 
     weights    0.5625 byte a quantised weight (4 bits, and 8 bits for each 16), 2 for embeddings and lm_head
-    adapter    12 bytes a parameter: itself and AdamW's two moments in fp32; and a copy in bf16. Beside
-               a weight in bf16 one more of lora_B, as a block-diagonal matrix with its zeros
+    adapter    12 bytes a parameter (itself and AdamW's two moments, fp32) and 2 for its bf16 copy. With
+               bf16 weights another copy of lora_B, as a block-diagonal matrix with its zeros
     rollout    keys and values of every slot, logits twice, one weight in bf16, a prefill's activations
-    update     the gradient, and what backward keeps of a micro-batch: with gradient checkpointing the
-               residual stream between layers (fp32), without it all of every layer. On top the most of:
-               logits in chunks; one layer's inside in backward; that and one weight in bf16
+    update     the gradient, and what autograd saves of a micro-batch: with gradient checkpointing the
+               residual stream between layers (fp32), without it every activation. On top the largest of:
+               logits in chunks; one layer's activations in backward; those and one weight in bf16
 
-A GPU's context and the allocator's gaps come on top: about 1 GB. All this is for a GPU; on a CPU everything
-is fp32, and a weight is kept twice, packed and decoded.
+Not counted: the CUDA context and the gaps that the allocator leaves, about 1 GB. The formulas are a GPU's: a
+CPU computes in fp32 and keeps each weight twice, packed and decoded.
 
 Needs: transformers; checkpoint.py for configs; model.py, rollout.py, fp4_gemm.py for sizes and families.
 """
@@ -52,7 +52,7 @@ def config(shape):
 
 
 class Plan(NamedTuple):
-    """Bytes. rollout and update are not there at the same time."""
+    """Bytes. rollout and update never run at the same time, so the peak counts the larger one."""
     weights: float
     adapter: float
     rollout: float
@@ -64,7 +64,7 @@ class Plan(NamedTuple):
 
 
 def linears(c):
-    """name → N of each part, K: a layer's products; parts share an input. c: a transformers config."""
+    """name → (N of each part), K: the GEMMs of a layer; parts share their input. c: a transformers config."""
     D, F, Dh = c.hidden_size, c.intermediate_size, head_dim(c)
     q, kv = c.num_attention_heads * Dh, c.num_key_value_heads * Dh
     return {"qkv": ((q, kv, kv), D), "o": ((D,), q), "gate_up": ((F, F), D), "down": ((D,), F)}
@@ -72,8 +72,8 @@ def linears(c):
 
 def plan(c, quant="nvfp4", rank=32, slots=64, length=1152, micro_tokens=4096, checkpointing=True,
          prefill=PREFILL_TOKENS):
-    """→ Plan. c: a transformers config; slots: answers sampled at once; length: of prompt and answer;
-    prefill: prompt tokens that go through the model at a time."""
+    """→ Plan. c: a transformers config; slots: answers sampled at once; length: tokens of prompt and answer;
+    prefill: prompt tokens in one forward pass."""
     D, F, V, L = c.hidden_size, c.intermediate_size, c.vocab_size, c.num_hidden_layers
     products = [(len(parts), sum(parts), K) for parts, K in linears(c).values()]
     qkv, q, (*_, head_norm) = sum(linears(c)["qkv"][0]), linears(c)["o"][1], family(c)
@@ -83,10 +83,10 @@ def plan(c, quant="nvfp4", rank=32, slots=64, length=1152, micro_tokens=4096, ch
     learned = L * rank * sum(S * K + N for S, N, K in products)
     adapter = 14 * learned + 2 * L * rank * sum(S * N for S, N, _ in products) * (quant == "bf16")
     scratch = 0 if quant == "bf16" else 2 * max(N * K for _, N, K in products)
-    # bytes a token that autograd keeps of a layer: two sums (fp32) and their norms, q, k and v, the rotated,
-    # what attention makes of them, gate and up, their product, x @ A.T; Qwen3's norms of q and k keep fp32
+    # bytes that autograd saves per token and layer: two residual sums (fp32) and their norms, qkv before and
+    # after RoPE, attention's output, gate, up, SwiGLU's output, x @ A.T; Qwen3's head norms save fp32 q and k
     kept = 14 * D + 4 * qkv + 6 * F + 14 * rank + 2 * (q + qkv) * head_norm
-    # what backward adds where it needs most: gradients of gate and up beside themselves, or in their place
+    # the most that backward adds: the gradients of gate and up beside gate and up, or these gradients alone
     # beside the decoded weight
     widest = max(micro_tokens * (8 * D + 4 * F), micro_tokens * (8 * D - 2 * F) + scratch)
     inside, stays = (kept, 4 * D * L) if checkpointing else (0, kept * L)
@@ -97,8 +97,8 @@ def plan(c, quant="nvfp4", rank=32, slots=64, length=1152, micro_tokens=4096, ch
 
 
 def plan_of(config, c, slots, length, prefill=PREFILL_TOKENS, longest=0):
-    """The plan of a run: config is a train.Config, the rest as above. longest: the tokens of the longest row
-    that came out, where that is known; without it `length`."""
+    """The plan of a run: config is a train.Config, the rest as in plan(). longest: tokens of the longest row
+    that was sampled, if known (default: length)."""
     return plan(c, config.quant, config.rank, slots, length, max(config.micro_tokens, longest or length),
                 config.gradient_checkpointing, prefill)
 
@@ -114,13 +114,13 @@ def main(arguments):
     parser.add_argument("--memory-gb", type=float, default=80, help="of the card, 1e9 bytes")
     args = parser.parse_args(arguments)
     c = config(args.model) if args.model in MODELS else checkpoint.config_of(args.model)
-    family(c)                                                # a model that cannot be computed is told first
+    family(c)                                                # refuse an unsupported model before its flags
     length = args.prompt_length + args.max_new_tokens
     if min(args.rank, args.prompt_length, args.max_new_tokens) < 1 or length > c.max_position_embeddings:
         raise ValueError(f"--rank {args.rank}, --prompt-length {args.prompt_length} and --max-new-tokens "
                          f"{args.max_new_tokens} must be at least 1 and the last two fit the model's context "
                          f"of {c.max_position_embeddings}")
-    room = args.memory_gb * 1e9 - 1e9                        # the context, and the allocator's gaps
+    room = args.memory_gb * 1e9 - 1e9                        # CUDA's context and the allocator's gaps
 
     def bytes_of(slots, micro_tokens, length=length):
         return plan(c, args.quant, args.rank, slots, length, micro_tokens,
@@ -130,7 +130,7 @@ def main(arguments):
     names = "weights", "adapter and AdamW", "rollout, one answer at a time", "update, one answer at a time"
     for name, value in zip(names, least, strict=True):
         print(f"{name:>30} {value / 1e9:8.2f} GB")
-    if not least.peak <= room:                               # NaN, too, is too little
+    if not least.peak <= room:                               # this refuses NaN too
         raise ValueError(f"--memory-gb {args.memory_gb:g} is too little: one answer of {length} tokens needs "
                          f"{(least.peak + 1e9) / 1e9:.1f} GB; lower --max-new-tokens or --rank, "
                          "or take a smaller model")

@@ -3,12 +3,12 @@
     ids → embed → [   x + o(attention(rope(qkv(norm(x)))))
                     → x + down(swiglu(gate_up(norm(x))))   ] × layers → norm → hidden
 
-Sampler and trainer run this same code on the same tensors. Every projection is a frozen base in NVFP4 (or
-plain, with quant="bf16") with a LoRA beside it; q, k, v are one matrix, and so are gate and up. Embeddings,
-lm_head, norms and biases stay as they are; the norms' weights are fp32 buffers that take aqn.py's noise.
+Sampler and trainer run this same code on the same tensors. Every projection is a frozen base in NVFP4 (or in
+bf16, with quant="bf16") with a LoRA beside it; q, k, v are one matrix, and so are gate and up. Embeddings,
+lm_head, norms and biases are not quantised; aqn.py adds its noise to the norms' weights, fp32 buffers.
 
-Weights stream in layer by layer and are quantised on the way: the peak is the model plus one layer. On a CPU
-everything computes in fp32, on a GPU in bf16 with the residual stream and the logits in fp32.
+load() reads and quantises one layer after the other, so its peak of memory is the model plus one layer. A CPU
+computes in fp32, a GPU in bf16 with the residual stream and the logits in fp32.
 
 transformers supplies the config and the formulas of scaled RoPE; its own models are the tests' oracle.
 Left out: mixtures of experts, sliding windows, encoder parts, dropout.
@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint as recompute
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import checkpoint
-import ops
 import fp4_gemm
 import nvfp4
+import ops
 from lora import LoRALinear
 
 # what tells the families apart: (bias on q, k, v; bias on o; a norm on each head's q and k)
@@ -59,13 +59,13 @@ class RMSNorm(nn.Module):
         self.eps, self.dtype = eps, dtype
 
     def forward(self, x, y):
-        """→ (x + y, its norm); y may be None."""
+        """→ (x + y, the norm of this sum); y may be None."""
         return ops.add_norm(x, y, self.weight, self.eps, self.dtype)
 
 
 class FrozenLinear(nn.Module):
-    """y = x @ W.T + bias; parts join along N. W is packed NVFP4, or a Dense matrix where method is None.
-    A part that is an NVFP4Tensor already is packed as it is, and dequantised where method is None."""
+    """y = x @ W.T + bias, `weights` joined along N. W is packed NVFP4, or a Dense matrix if method is None.
+    A weight that is already an NVFP4Tensor keeps its codes; if method is None it is dequantised."""
 
     fuses_lora = True
 
@@ -77,7 +77,7 @@ class FrozenLinear(nn.Module):
             parts = [w if torch.is_tensor(w) else nvfp4.dequantize(w, torch.float32) for w in parts]
             self.W = fp4_gemm.Dense(torch.cat(parts).to(dtype))
         else:
-            # one global scale for what one GEMM reads, as vLLM and TensorRT-LLM require of a checkpoint
+            # vLLM and TensorRT-LLM require one global scale for all weights that one GEMM reads
             plain = [w for w in parts if torch.is_tensor(w)]
             shared = plain and nvfp4.shared_global_scale(*plain)
             self.W = fp4_gemm.pack(*(nvfp4.quantize(w, method, shared) if torch.is_tensor(w) else w
@@ -85,7 +85,7 @@ class FrozenLinear(nn.Module):
         self.out_features, self.in_features = self.W.shape
 
     def adapt(self, B, splits):
-        """The adapter's B has changed."""
+        """LoRALinear calls this after each change of the adapter's B, of which a Dense keeps a copy."""
         if isinstance(self.W, fp4_gemm.Dense):
             self.W.adapt(B, splits)
 
@@ -107,8 +107,7 @@ class Attention(nn.Module):
         qkv = self.qkv_proj(h)
         norms = self.q_norm and (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         if cache is not None and h.shape[1] == 1:
-            out = ops.cached_attention(qkv[:, 0], norms, cos[:, 0], sin[:, 0], cache, layer,
-                                          positions[:, 0])
+            out = ops.cached_attention(qkv[:, 0], norms, cos[:, 0], sin[:, 0], cache, layer, positions[:, 0])
             return self.o_proj(out[:, None])
         H, Hkv = self.heads
         qk, v = qkv.unflatten(-1, (-1, self.head_dim)).split((H + Hkv, Hkv), 2)               # (B, T, …, Dh)
@@ -139,14 +138,14 @@ class Block(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = input_norm, post_attention_norm
 
     def forward(self, x, y, *where, needed=True):
-        """x (B, T, D) without the last branch y → the same after this block."""
+        """x (B, T, D) and the branch y that the next norm adds to it → both after this block."""
         x, h = self.input_layernorm(x, y)
         x, h = self.post_attention_layernorm(x, self.self_attn(h, *where))
         return x, self.mlp(h, needed)
 
     def summed(self, x, *where):
-        """One tensor in, one out: all that gradient checkpointing keeps of a block. With gradients on it is
-        the recomputation in backward, which wants the inside, not the sum: the last product is left out."""
+        """x → x + y, for gradient checkpointing: it keeps x alone. A call with gradients on is the
+        recomputation in backward: only the tensors saved inside matter, so the last GEMM is skipped."""
         x, y = self(x, None, *where, needed=not torch.is_grad_enabled())
         return x + y
 
@@ -195,14 +194,14 @@ class Decoder(nn.Module):
     def forward(self, ids, positions, cache=None):
         """ids, positions (B, T) → hidden (B, T, D) after the final norm.
 
-        The rows attend within themselves, from position 0 on, and padding belongs on the right. A KVCache
-        keeps their keys and values; with one, T = 1 is a decode step: one more token of each row, at its
-        position, attends to all that is cached before it.
+        Each row attends to itself, from position 0 on; padding goes on the right. A KVCache stores the rows'
+        keys and values. With a cache, T = 1 is a decode step: each row's new token attends to every position
+        that is cached before its own.
         """
-        # the residual stream is fp32 on a GPU too: in bf16 each of its sums would round, in the sampler's
-        # batches to one side and in the trainer's to the other
+        # The residual stream is fp32 on a GPU too, because bf16 would round each of its sums, and not always
+        # to the same number in the sampler's and the trainer's batches.
         x = self.embed_tokens[ids].float()                                            # (B, T, D)
-        y = None                                             # what a branch adds, until the next norm adds it
+        y = None                                             # the branch that the next norm adds to x
         angle = positions[..., None] * self.inv_freq                                  # (B, T, Dh/2) f32
         cos, sin = angle.cos(), angle.sin()
         if self.rope_scale != 1:
@@ -210,9 +209,9 @@ class Decoder(nn.Module):
         for i, layer in enumerate(self.layers):
             where = (positions, cos, sin, cache, i)
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                # the reentrant kind keeps the layer's input and has no hook on each tensor inside, which cost
-                # more time than the kernels of a small model; it wants an input that wants a gradient. The
-                # other kind runs its first forward with gradients on, where `summed` gives no result
+                # Reentrant checkpointing stores the layer's input, which must require a gradient. The other
+                # kind hooks every saved tensor, which takes longer than the kernels of a small model, and its
+                # first forward runs with gradients on, for which `summed` returns no usable sum.
                 x = recompute(layer.summed, x.requires_grad_(), *where, use_reentrant=True,
                               preserve_rng_state=False)
             else:
@@ -226,11 +225,11 @@ class Decoder(nn.Module):
         return hidden @ self.lm_head.T
 
     def logprobs(self, tokens, prompt_lengths, lengths, temperature):
-        """(B, T) tokens → log-probability of each answer token, entropy where it was drawn, both (B, T) f32.
+        """(B, T) tokens → (B, T) f32 log-probability of each answer token, and entropy of its distribution.
 
         Row b is prompt_lengths[b] prompt tokens, lengths[b] answer tokens, then padding; outside the answer
-        both results are 0. Temperature divides the logits as it did in sampling (0: as 1). The gradient goes
-        through the log-probabilities. [B, T, V] never exists: the head runs in chunks, forward and backward.
+        both results are 0. Temperature divides the logits, as in sampling (0 counts as 1). Only the
+        log-probabilities have a gradient. The head runs in chunks, so no [B, T, V] tensor ever exists.
         """
         mask = answer_mask(tokens, prompt_lengths, lengths)
         hidden = self(tokens, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
@@ -244,7 +243,7 @@ class Decoder(nn.Module):
 class ChunkedLogprobs(torch.autograd.Function):
     """log softmax(h @ W.T / temperature)[target] and the entropy, a chunk of rows at a time.
 
-    hidden (n, D), targets (n,) → (n,), (n,) f32. Backward makes the chunk's logits again:
+    hidden (n, D), targets (n,) → (n,), (n,) f32. Backward recomputes a chunk's logits:
     d logprob / d logits = (onehot(target) − softmax) / temperature. W is frozen; entropy has no gradient.
     """
 
@@ -280,13 +279,13 @@ def _chunks(n, V):
 
 
 def answer_mask(tokens, prompt_lengths, lengths):
-    """(B, T) bool: the answer's tokens, sampled end token included. From lengths, never from token ids."""
+    """(B, T) bool: an answer's tokens and end token. From lengths, because padding may be the end token."""
     t = torch.arange(tokens.shape[1], device=tokens.device)
     return (t >= prompt_lengths[:, None]) & (t < (prompt_lengths + lengths)[:, None])
 
 
 class KVCache:
-    """Keys and values: `slots` places of `length` positions, two (layers, slots, Hkv, length, Dh) tensors."""
+    """Keys and values of `slots` sequences of `length` tokens, each (layers, slots, Hkv, length, Dh)."""
 
     def __init__(self, model, slots, length):
         c = model.config
@@ -294,21 +293,21 @@ class KVCache:
         # zeros, not empty: a masked position has weight 0, and 0 · NaN would still be NaN
         self.k, self.v = (torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(2))
         self.counters = torch.zeros(slots * shape[2], dtype=torch.int32, device=model.device)
-        self.slots = torch.arange(slots, device=model.device)       # (B,) where the rows of a call are
-        # (B,) of a decode step: how many first positions a group shares, and the slot where it reads them
+        self.slots = torch.arange(slots, device=model.device)       # (B,) the slot of each row of a call
+        # (B,) in a decode step: how many positions of a prompt a row shares, and the slot that holds them
         self.shared, self.leaders = torch.zeros_like(self.slots), self.slots
-        self.of = self.slots                                        # (n,) row of `fill`'s k, v for each slot
-        self.pieces = -(-length // ops.SPLIT)                    # of the longest row of a decode step
+        self.of = self.slots                                        # (n,) row of fill's k, v for each slot
+        self.pieces = -(-length // ops.SPLIT)                       # of the longest row of a decode step
 
     def fill(self, layer, k, v):
-        """Keep k, v (B, T, Hkv, Dh) as positions 0 … T−1: slots[i] gets row of[i]."""
+        """Store k, v (B, T, Hkv, Dh) as positions 0 … T−1: slot slots[i] gets row of[i]."""
         T = k.shape[1]
         self.k[layer][self.slots, :, :T] = k.transpose(1, 2)[self.of]
         self.v[layer][self.slots, :, :T] = v.transpose(1, 2)[self.of]
 
 
 def family(config):
-    """→ (qkv bias, o bias, head norm). ValueError where this decoder does not compute what the model does."""
+    """→ (qkv bias, o bias, head norm). ValueError: the model computes what this decoder does not."""
     name = (config.architectures or ["a model without a named architecture"])[0]
     if name not in FAMILIES:
         raise ValueError(f"{name} is not supported: this decoder is {', '.join(FAMILIES)}")
@@ -331,8 +330,8 @@ def head_dim(config):
 
 
 def rope_frequencies(config):
-    """→ radians a position for each of the Dh/2 pairs, and what cos and sin are multiplied by. Of the scaled
-    kinds transformers knows the formulas; its models, which hold the plain one, take seconds to import."""
+    """→ (Dh/2,) radians per position, and the factor on cos and sin. transformers has the formulas of the
+    scaled kinds; the plain one is written out, because transformers keeps it in models, slow to import."""
     kind = config.rope_parameters.get("rope_type", "default")
     if kind != "default":
         return ROPE_INIT_FUNCTIONS[kind](config, "cpu")

@@ -2,12 +2,12 @@
 import json
 from pathlib import Path
 
+import bench
 import pytest
 import torch
 import transformers
 from conftest import tiny_checkpoint
 
-import bench
 import lora
 import memory
 import model
@@ -18,7 +18,7 @@ import train
     ("135m", 134_515_008), ("0.5b", 494_032_768), ("1.5b", 1_543_714_304), ("3b", 3_085_938_688),
     ("7b", 7_615_616_512), ("14b", 14_770_033_664), ("32b", 32_763_876_352), ("72b", 72_706_203_648)])
 def test_a_shape_has_as_many_parameters_as_the_released_model(shape, parameters):
-    """Those of SmolLM2-135M and Qwen2.5 on the hub."""
+    """The models are SmolLM2-135M and Qwen2.5 on the hub."""
     with torch.device("meta"):
         released = transformers.AutoModelForCausalLM.from_config(memory.config(shape))
     assert sum(p.numel() for p in released.parameters()) == parameters
@@ -27,8 +27,8 @@ def test_a_shape_has_as_many_parameters_as_the_released_model(shape, parameters)
 @pytest.mark.parametrize("family, changes", [("llama", {}), ("qwen3", dict(head_dim=24)),
                                              ("qwen2", dict(tie_word_embeddings=True, hidden_size=80))])
 def test_weights_and_adapters_are_counted_as_they_are_stored(tmp_path, family, changes):
-    """Packed words and scales, embeddings and head in bf16, 12 bytes a parameter that learns and its copy: to
-    the byte, but for norms, biases, a scale per row and the kernel's counters."""
+    """Packed words and scales, embeddings and head in bf16, 12 bytes a trained parameter and its copy: to the
+    byte. The plan leaves out norms, biases, the scale per row and the kernel's counters."""
     tiny_checkpoint(tmp_path, family, **changes)
     m = model.load(str(tmp_path), rank=4)
     packed = [x.base.W for x in lora.lora_layers(m).values()]
@@ -45,24 +45,24 @@ def test_weights_and_adapters_are_counted_as_they_are_stored(tmp_path, family, c
 
 
 def test_what_grows_with_what():
-    """KV with slots and length, the update with tokens, and much less so with gradient checkpointing."""
+    """KV cache: with slots and length. Update: with tokens, and less so with gradient checkpointing."""
     c = memory.config("7b")
     one, two = memory.plan(c, slots=64), memory.plan(c, slots=128)
-    # 56 KiB a token in Qwen2.5-7B (notes of the sampler: 4 · layers · Hkv · Dh), and two logits in fp32
+    # Qwen2.5-7B caches 4 · layers · Hkv · Dh bytes = 56 KiB a token, and holds two fp32 logits a slot
     assert two.rollout - one.rollout == 64 * (1152 * 56 * 1024 + 8 * 152064)
     assert memory.plan(c, length=2304).rollout - one.rollout == 64 * 1152 * 56 * 1024
     assert memory.plan(c, micro_tokens=8192).update > 1.5 * one.update
     assert memory.plan(c, slots=99).update == one.update
     assert memory.plan(c, checkpointing=False).update > 4 * one.update
     c.architectures, c.attention_bias = ["Qwen3ForCausalLM"], True
-    # its norms of q and k keep both in fp32: (28 + 4) · 128 · 4
+    # Qwen3's head norms save q and k in fp32: (28 + 4) · 128 · 4 bytes
     assert memory.plan(c, checkpointing=False, micro_tokens=1).update - memory.plan(
         memory.config("7b"), checkpointing=False, micro_tokens=1).update == 28 * 32 * 128 * 4
     assert one.peak == one.weights + one.adapter + max(one.rollout, one.update)
 
 
 def test_the_headline_fits():
-    """A 7B in 24 GB, a 32B in 40 GB with few answers at a time, a 72B in 80 GB; those two not in bf16."""
+    """With few answers at a time a 7B fits 24 GB, a 32B 40 GB, a 72B 80 GB; in bf16 these two do not."""
     for shape, room in (("7b", 24e9), ("32b", 40e9), ("72b", 80e9)):
         c = memory.config(shape)
         assert memory.plan(c, slots=8, micro_tokens=1152).peak < room
@@ -70,8 +70,8 @@ def test_the_headline_fits():
 
 
 def test_the_plan_is_within_a_tenth_of_the_measured_peaks():
-    """Steps of 7B, 32B and 72B shapes on an H200, whole and update alone, some under a cap: the last of each
-    group of records, as the first has no moments of AdamW yet."""
+    """Steps of 7B, 32B and 72B shapes on an H200, whole and update alone, some under a cap. Only the last
+    record of each group counts, because AdamW has no moments yet in the first."""
     log, peaks = Path(__file__).parent.parent / "results/step_bench.jsonl", {}
     for r in map(json.loads, log.read_text().splitlines()):
         if r["weights"] != "hf-nf4":
@@ -86,7 +86,7 @@ def test_the_plan_is_within_a_tenth_of_the_measured_peaks():
 
 
 def test_a_runs_plan_has_the_positions_that_were_allocated_and_the_tokens_that_came():
-    """Answers may end long before the limit: their slots stay as long as it, the update is shorter."""
+    """Answers may end long before the limit: slots are allocated for it, the update sees the answers."""
     c, config = memory.config("7b"), train.Config(micro_tokens=512)
     plan = memory.plan_of(config, c, 8, 4096, longest=700)
     assert plan.rollout == memory.plan(c, slots=8, length=4096).rollout
@@ -95,12 +95,12 @@ def test_a_runs_plan_has_the_positions_that_were_allocated_and_the_tokens_that_c
 
 
 def test_the_command_prints_a_plan_and_refuses_what_does_not_fit(tiny, tmp_path, capsys):
-    """Without loading weights; the refusal names the bytes and the remedy."""
+    """It loads no weights; a refusal names the bytes and the remedy."""
     arguments = ["--model", str(tiny), "--prompt-length", "20", "--max-new-tokens", "30", "--rank", "4"]
     memory.main([*arguments, "--memory-gb", "4"])
     said = capsys.readouterr().out
     assert "weights" in said and "answers of 50 tokens" in said and "--micro-tokens" in said
-    assert "longest prompt and answer of 8 at a time: 128 tokens" in said            # all of the context
+    assert "longest prompt and answer of 8 at a time: 128 tokens" in said            # the whole context
     with pytest.raises(ValueError, match="--memory-gb 1.2 is too little: one answer of 50 tokens needs"):
         memory.main([*arguments, "--memory-gb", "1.2"])
     (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())         # and nothing else
@@ -120,7 +120,7 @@ def test_the_command_prints_a_plan_and_refuses_what_does_not_fit(tiny, tmp_path,
 @pytest.mark.gpu
 @pytest.mark.parametrize("update_only", [False, True])
 def test_gpu_the_plan_is_within_a_tenth_of_the_peak(update_only, tmp_path):
-    """On the 3B shape, whole and update alone; larger shapes stand in results/step_bench.jsonl."""
+    """On the 3B shape, whole step and update alone; results/step_bench.jsonl has the larger shapes."""
     log = tmp_path / "log"
     bench.main(["step", "--model-shape", "3b", "--quant", "nvfp4", "--prompts", "2", "--prompt-length", "64",
                 "--new", "448", "--out", str(log)] + ["--update-only"] * update_only)

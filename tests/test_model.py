@@ -25,7 +25,7 @@ END = 2                                                  # the tiny models' end 
 
 
 def load(folder, quant="bf16", learned=True):
-    """A Decoder; `learned` moves lora_B away from 0, so that the adapter takes part."""
+    """A Decoder; `learned` moves lora_B away from 0, so that the adapter changes the result."""
     m = model.load(str(folder), quant=quant, rank=4, alpha=8)
     if learned:
         for layer in lora.lora_layers(m).values():
@@ -35,17 +35,18 @@ def load(folder, quant="bf16", learned=True):
 
 
 @torch.no_grad()
-def check_against(oracle, m, ids, tolerance=1e-4):
-    """Logits and 50 greedy tokens. fp32 sums in another order differ by 1e-5, a wrong pair in RoPE by 0.1."""
+def check_against(oracle, m, ids, new=50):
+    """Logits and `new` greedy tokens. fp32 sums in another order differ by 1e-5, a wrong RoPE pair by 0.1."""
     ours = m.logits(m(ids, torch.arange(ids.shape[1]).expand_as(ids)).flatten(0, 1)).view(*ids.shape, -1)
-    assert (ours - oracle(ids).logits).abs().max() < tolerance
+    assert (ours - oracle(ids).logits).abs().max() < 1e-4
     oracle.generation_config.eos_token_id = None
-    theirs = oracle.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=50, do_sample=False)
-    assert Sampler(m).generate(ids.tolist(), 1, 50, 0.0, [], 0, 0).tokens.tolist() == theirs.tolist()
+    theirs = oracle.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
+    assert Sampler(m).generate(ids.tolist(), 1, new, 0.0, [], 0, 0).tokens.tolist() == theirs.tolist()
+    return theirs[:, ids.shape[1]:]
 
 
 def answers(m):
-    """Rows with an end token inside the prompt or at the answer's end, with no answer, padded with junk."""
+    """Rows whose prompt or answer has an end token, a row without an answer; the padding is random."""
     prompts, lengths = torch.tensor([5, 1, 9, 3, 7]), torch.tensor([11, 1, 6, 0, 4])
     tokens = torch.randint(3, m.config.vocab_size, (5, 19))
     tokens[0, 2] = tokens[2, 4] = tokens[1, 1] = tokens[2, 14] = END
@@ -53,7 +54,7 @@ def answers(m):
 
 
 def alone(m, tokens, prompts, lengths, temperature):
-    """(logprobs, entropy) by definition: a row at a time, without padding, whole logits, float64."""
+    """(logprobs, entropy) by definition: one row at a time, without padding, from whole logits in float64."""
     result = torch.zeros(2, *tokens.shape, dtype=torch.float64)
     for b, (p, n) in enumerate(zip(prompts.tolist(), lengths.tolist(), strict=True)):
         ids = tokens[b:b + 1, :p + n]
@@ -75,7 +76,7 @@ def test_logits_and_50_greedy_tokens_equal_transformers(tmp_path, family, rope):
 
 
 def test_smollm2_equals_transformers(smollm2):
-    """The default model, past its end token too. GGUF's order of q and k rows is right, or this fails."""
+    """The default model, also after its end token. A wrong order of GGUF's q and k rows fails here."""
     source, tokenizer = smollm2
     with source.parsed():
         oracle = AutoModelForCausalLM.from_pretrained(source.folder, gguf_file=source.path.name,
@@ -83,13 +84,14 @@ def test_smollm2_equals_transformers(smollm2):
     prompts = [checkpoint.encode(tokenizer, text) for text in ("What is 7 * 8?", "Name a colour, in a word!")]
     n = min(map(len, prompts))
     m = model.load(source, quant="bf16", rank=2)
-    check_against(oracle, m, torch.tensor([p[-n:] for p in prompts]))
+    answers = check_against(oracle, m, torch.tensor([p[-n:] for p in prompts]), new=16)
+    assert source.stop_ids()[0] in answers[:, :-1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shard", ["30KB", "5GB"])
 def test_sharded_and_half_precision_checkpoints_load(tmp_path, shard, dtype):
-    """One file or many, stored in any floating type, computed in fp32 from the stored values."""
+    """One file or many, in any floating dtype; the model computes in fp32 from the stored values."""
     whole = tiny_checkpoint(tmp_path / "whole", "qwen3", head_dim=24)
     whole.to(dtype).save_pretrained(tmp_path, max_shard_size=shard)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 5) == (shard == "30KB")
@@ -99,9 +101,9 @@ def test_sharded_and_half_precision_checkpoints_load(tmp_path, shard, dtype):
 
 @pytest.mark.parametrize("quant", ["nvfp4", "rtn"])
 def test_a_quantised_model_is_the_model_with_rounded_weights(tmp_path, quant):
-    """All seven projections and nothing else, with one global scale for q, k, v and one for gate, up."""
+    """Only the seven projections are rounded; q, k, v share a global scale, and so do gate and up."""
     oracle = tiny_checkpoint(tmp_path, "qwen2", tie_word_embeddings=True)
-    for layer in oracle.model.layers:                                  # the largest is not in the first part
+    for layer in oracle.model.layers:                                  # the largest is in a later part
         layer.self_attn.v_proj.weight.data *= 4
         layer.mlp.up_proj.weight.data *= 4
     oracle.save_pretrained(tmp_path)
@@ -128,7 +130,7 @@ def test_tied_embeddings_are_one_tensor(tmp_path):
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_logprobs_and_entropy_are_those_of_each_row_alone(tiny, monkeypatch, temperature):
-    """log_softmax(logits / T) at the answer's tokens, its end token too; 0 elsewhere; whatever the chunk."""
+    """log_softmax(logits / T) at the answer's tokens and end token, 0 elsewhere, for any size of chunk."""
     m = load(tiny)
     tokens, prompts, lengths = answers(m)
     with torch.no_grad():
@@ -136,8 +138,8 @@ def test_logprobs_and_entropy_are_those_of_each_row_alone(tiny, monkeypatch, tem
         for at_once in (model.LOGITS_AT_ONCE, 5 * 97):
             monkeypatch.setattr(model, "LOGITS_AT_ONCE", at_once)
             result = torch.stack(m.logprobs(tokens, prompts, lengths, temperature))
-            # a row alone adds a logit's 64 products in another order (which one depends on the CPU), each sum
-            # off by about √64 · 2⁻²⁴ · Σ|h·w| / T, with Σ|h·w| / T < 18: both by 1.7e-5. In bf16 it is 2⁻⁵
+            # A row alone sums a logit's 64 products in another order, which depends on the CPU. Each of both
+            # sums is off by about √64 · 2⁻²⁴ · Σ|h·w| / T, and Σ|h·w| / T < 18: together 1.7e-5
             assert (result - ref).abs().max() < 1.7e-5
     mask = model.answer_mask(tokens, prompts, lengths)
     assert mask.sum(1).tolist() == lengths.tolist() and mask[1, 1] and mask[2, 14]
@@ -145,7 +147,7 @@ def test_logprobs_and_entropy_are_those_of_each_row_alone(tiny, monkeypatch, tem
 
 
 def test_neither_padding_nor_other_rows_matter(tiny):
-    """Other junk in the padding changes no bit; a long junk row, more columns, batch 1: 1e-5 at most."""
+    """Other padding changes no bit. More rows, more columns or a batch of 1: 1e-5 at most."""
     m = load(tiny)
     tokens, prompts, lengths = answers(m)
     t = torch.arange(19)
@@ -163,7 +165,7 @@ def test_neither_padding_nor_other_rows_matter(tiny):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_equal_the_plain_computation(tiny, monkeypatch, checkpointing):
-    """Chunked backward, with and without gradient checkpointing, against autograd over whole logits."""
+    """The chunked backward, with and without gradient checkpointing, equals autograd over whole logits."""
     m = load(tiny)
     tokens, prompts, lengths = answers(m)
     weight = torch.randn(tokens.shape)
@@ -175,14 +177,14 @@ def test_gradients_equal_the_plain_computation(tiny, monkeypatch, checkpointing)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         logprobs = m.logprobs(tokens, prompts, lengths, 0.7)[0]
-    assert (len(saved) < 40) == checkpointing      # each layer's inputs, or what every operation needs
+    assert (len(saved) < 40) == checkpointing      # each layer's input, or all activations
     (logprobs * weight).sum().backward()
     for p, b in zip(parameters, ref, strict=True):
-        assert (p.grad - b).norm() / b.norm() < 1e-5       # fp32 sums of 22 terms: measured 1e-6
+        assert (p.grad - b).norm() / b.norm() < 1e-5       # fp32 sums of 22 terms
 
 
 def test_the_end_token_is_trained(tiny):
-    """An answer that is nothing but the end token moves the adapter."""
+    """An answer that is only the end token gives every lora_B a gradient."""
     m = load(tiny)
     tokens = torch.tensor([[5, END, 7, END]])
     m.logprobs(tokens, torch.tensor([3]), torch.tensor([1]), 1.0)[0].sum().backward()
@@ -190,7 +192,7 @@ def test_the_end_token_is_trained(tiny):
 
 
 def test_logits_of_all_tokens_never_exist(tmp_path, monkeypatch):
-    """Neither forward nor backward makes a tensor larger than the head; [n, V] would be four times that."""
+    """No tensor of forward or backward is larger than the head; [n, V] would be four times as large."""
     tiny_checkpoint(tmp_path, vocab_size=1024, num_hidden_layers=1)
     m = load(tmp_path)
     monkeypatch.setattr(model, "LOGITS_AT_ONCE", 16 * 1024)
@@ -209,18 +211,18 @@ def test_logits_of_all_tokens_never_exist(tmp_path, monkeypatch):
 
 
 def test_a_three_word_language_gives_its_own_table(tmp_path):
-    """Where attention and MLP add nothing, j follows i with probability table[i, j]: no shift by one."""
+    """With attention and MLP at 0, j follows i with probability table[i, j]; a shifted index would not."""
     table = torch.tensor([[.5, .25, .25], [.1, .2, .7], [.6, .3, .1]])
     tiny_checkpoint(tmp_path, vocab_size=3, num_hidden_layers=1)
     m = load(tmp_path, learned=False)
     m.layers[0].self_attn.o_proj.base.W.weight.zero_()
     m.layers[0].mlp.down_proj.base.W.weight.zero_()
     m.embed_tokens.zero_()[:, :3] = torch.eye(3)
-    m.norm.weight.fill_(1)                                 # the norm makes 8 of 1, as D is 64
+    m.norm.weight.fill_(1)                                 # it scales one-hot 1 to √D = 8
     m.lm_head.zero_()[:, :3] = table.log().T / 8
     tokens = torch.tensor([[0, 1, 2, 0, 1]])
     logprobs, _ = m.logprobs(tokens, torch.tensor([2]), torch.tensor([3]), 1.0)
-    # the norm's eps of 1e-6 beside a mean square of 1/64 is 3e-5 of the logits' 0.2 to 2.3
+    # the norm's eps of 1e-6 beside a mean square of 1/64 changes the logits, 0.2 to 2.3, by 3e-5 of them
     torch.testing.assert_close(logprobs.exp(), torch.tensor([[1, 1, .7, .6, .25]]), atol=1e-4, rtol=0)
     m.lm_head.zero_()
     logprobs, entropy = m.logprobs(tokens, torch.tensor([1]), torch.tensor([4]), 0.7)
@@ -229,7 +231,7 @@ def test_a_three_word_language_gives_its_own_table(tmp_path):
 
 
 def gradients(folder, quant, device, copies, checkpointing):
-    """Of all adapters as one vector, from the log-probabilities of `answers`, so many times over."""
+    """→ one vector, the gradients of all adapters; the batch is `answers` repeated `copies` times."""
     torch.manual_seed(0)
     m = model.load(str(folder), quant, rank=4, alpha=8, device=device)
     for layer in lora.lora_layers(m).values():
@@ -244,7 +246,7 @@ def gradients(folder, quant, device, copies, checkpointing):
 
 
 def test_gradients_do_not_depend_on_how_they_are_asked(tiny):
-    """The helper of the test below, on a CPU: recomputed or not, the same; and not those of other rows."""
+    """Checks gradients() on a CPU: recomputation gives equal gradients, another batch gives others."""
     plain = gradients(tiny, "rtn", "cpu", 2, False)
     assert plain.norm() > 1 and (gradients(tiny, "rtn", "cpu", 2, True) - plain).norm() < 1e-5 * plain.norm()
     assert (gradients(tiny, "rtn", "cpu", 1, False) - plain).norm() > 0.1 * plain.norm()
@@ -254,9 +256,9 @@ def test_gradients_do_not_depend_on_how_they_are_asked(tiny):
 @pytest.mark.parametrize("quant", ["rtn", "bf16"])
 @pytest.mark.parametrize("copies", [1, 20])
 def test_gpu_gradients_are_those_of_a_cpu(tiny, quant, copies):
-    """bf16 against fp32, by both ways of a product (95 and 1900 rows), recomputed or not. The limit is twice
-    what bf16 costs this model: a CPU that computes in bf16 is 4.6 to 6.3 % from one in fp32, an H200 6.3 to
-    7.3 % at most. A term that is missing or counted twice costs more than a tenth of the gradient."""
+    """bf16 against fp32, through the kernel (95 rows) and through cuBLAS (1900 rows), recomputed or not. The
+    limit is twice the rounding error that bf16 has in this model on a CPU. A term that is missing or counted
+    twice would change the gradient by more than a tenth."""
     exact = gradients(tiny, quant, "cpu", copies, False)
     for checkpointing in (False, True):
         ours = gradients(tiny, quant, "cuda", copies, checkpointing)
