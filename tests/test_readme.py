@@ -16,7 +16,7 @@ import train
 ROOT = Path(__file__).parent.parent
 README, LOGBOOK = ((ROOT / path).read_text() for path in ("README.md", "results/README.md"))
 MAP = re.findall(r"^\| `(\w+)\.py` \| (\d+) \|(.*)\|$", README, re.M)       # (name, most lines, what it is)
-GONE_OR_BENCH = {"--rows", "--whole", "--samples-every"}       # alone in spans: bench.py's, and one that is gone
+GONE_OR_BENCH = {"--rows", "--whole", "--samples-every"}      # alone in spans: bench.py's, and one now gone
 COPYABLE = [name for name, _, text in MAP if "*Alone*" in text]
 
 
