@@ -167,17 +167,17 @@ def results():
     head("what", "result", "time", "peak GB")
     before, after, seconds, peaks = zip(*map(learned, sorted((LOGS / "quickstart").iterdir())), strict=True)
     entry(f"**learns** the times table: SmolLM2-135M, 2 CPU cores, {len(after)} seeds",
-          f"held out: {before[0]:.2f} → {each('{:.2f}', after)}", f"{max(seconds) / 60:.1f} minutes at most",
-          f"{max(peaks):.1f}")
+          f"held-out accuracy {before[0]:.2f} → {each('{:.2f}', after)}",
+          f"{max(seconds) / 60:.1f} minutes at most", f"{max(peaks):.1f}")
     before, after, seconds, peak = learned(LOGS / "addition")
     entry("**learns** sums of 0-99: SmolLM2-135M, H200, 150 steps of 16 × 16 answers",
-          f"held out: {before:.2f} → {after:.2f}", f"{seconds} s", f"{peak:.1f}")
+          f"held-out accuracy {before:.2f} → {after:.2f}", f"{seconds} s", f"{peak:.1f}")
     latest, whole = rollouts()
     ours, plain = ([latest[0, "7b", weights, B] for B in (8, 64, 256)] for weights in ("nvfp4", "bf16"))
     rates = [r["tok_s"] for r in ours]
     ratios = [r["tok_s"] / p["tok_s"] for r, p in zip(ours, plain, strict=True)]
-    entry(f"decodes, Qwen2.5-7B shape with LoRA, H200, {each('{}', [r['batch'] for r in ours])} rows",
-          f"{each('{:,.0f}', rates)} tokens/s ({each('×{:.2f}', ratios)} of our own bf16)",
+    entry(f"decodes, Qwen2.5-7B + LoRA, H200, {each('{}', [r['batch'] for r in ours])} answers at once",
+          f"{each('{:,.0f}', rates)} tokens/s ({each('×{:.2f}', ratios)} over our own bf16)",
           f"{each('{:.1f}', [r['ms_step'] for r in ours])} ms a step",
           each("{:.1f}", [r["peak_gb"] for r in ours]))
     r = whole["7b", "nvfp4", 256]
