@@ -1,4 +1,4 @@
-"""Does quantisation noise help? The runs behind README's "What we found", as data, and what runs them.
+"""Does quantisation noise help? The runs behind "What we found" in README.md here, and what runs them.
 
     phase     arms × learning rates × seeds
     entropy   5 formats, before training: 256 prompts × 4 answers                                          5

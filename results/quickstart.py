@@ -1,7 +1,7 @@
 """Quick start, three times: `python results/quickstart.py run` makes the logs that `table` and `plot` read.
 
-Each run is README's first command with another seed, alone on the machine. The logs hold everything that the
-table and the picture show.
+Each run is the first command of README.md with another seed, alone on the machine. The logs hold everything
+that the table and the picture show.
 """
 
 import json
@@ -23,7 +23,7 @@ def run(*seeds):
     for seed in map(int, seeds or SEEDS):
         began = time.perf_counter()
         made = subprocess.run([sys.executable, "train.py", "--seed", str(seed),
-                               "--out", "runs/quickstart", "--name", f"seed{seed}"], cwd=ROOT)
+                               "--out", f"runs/quickstart/seed{seed}"], cwd=ROOT)
         seconds = round(time.perf_counter() - began)
         if made.returncode:
             sys.exit(made.returncode)                                       # it has said why
@@ -39,7 +39,7 @@ def run(*seeds):
 
 
 def table():
-    """Print README's table."""
+    """Print the table of results/README.md."""
     import runs
     print("| seed | right and ended: before → after | right, ended or not: before → after "
           "| minutes, all included | peak GB |")
@@ -58,7 +58,7 @@ def table():
 
 
 def plot():
-    """Draw README's picture."""
+    """Draw README.md's picture."""
     import runs
     runs.plot([LOGS / f"seed{seed}" for seed in SEEDS], ROOT / "results" / "curves.png")
 

@@ -1,10 +1,23 @@
-"""README's tables of speed, from their logs: python results/tables.py gemm|rollout|step|recipes."""
+"""Tables of the two READMEs, made from the logs alone: python results/tables.py NAME
+
+    results, hardware               README.md: what was measured, and which model needs which card
+    gemm, rollout, step, recipes    results/README.md: every measurement of speed and memory
+"""
 
 import argparse
 import json
 import statistics
+import sys
 import textwrap
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import memory  # noqa: E402
+import runs  # noqa: E402
+
+LOGS = Path(__file__).parent
+CARDS = 8, 12, 16, 24, 32, 48, 80, 96, 141      # GB of usual cards
+ANSWERS, PROMPT, MEAN = 128, 150, 500           # of a step in `hardware`; tokens of a prompt and of an answer
 
 NAMES = {"135m": "SmolLM2-135M", "nvfp4": "NVFP4", "bf16": "bf16",
          "hf": "Hugging Face generate, bf16, no LoRA", "hf-lora": "Hugging Face generate, bf16, LoRA",
@@ -12,8 +25,7 @@ NAMES = {"135m": "SmolLM2-135M", "nvfp4": "NVFP4", "bf16": "bf16",
 
 
 def read(name):
-    lines = (Path(__file__).parent / f"{name}_bench.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return [json.loads(line) for line in (LOGS / f"{name}_bench.jsonl").read_text().splitlines()]
 
 
 def head(*columns):
@@ -50,7 +62,9 @@ def gemm():
          "`python results/bench.py gemm --out FILE.jsonl`, log in `results/gemm_bench.jsonl`.")
 
 
-def rollout():
+def rollouts():
+    """→ the last records of decode steps, (kind, shape, weights, rows) → record, and of whole rollouts. kind:
+    0 rows in groups of one prompt, 1 each with a prompt of its own, 2 Hugging Face."""
     latest, whole = {}, {}
     for r in read("rollout"):
         key, samples = (r["shape"], r["weights"], r["batch"]), r.get("samples", 1)
@@ -62,6 +76,11 @@ def rollout():
             latest[(1, *key)] = r
         elif samples == min(16, r["batch"]):
             latest[(0, *key)] = r
+    return latest, whole
+
+
+def rollout():
+    latest, whole = rollouts()
     batches = sorted({batch for *_, batch in latest})
     head("tokens/s (share of the bound)", *(f"B={b}" for b in batches))
     for kind, shape, weights in sorted(dict.fromkeys(key[:3] for key in latest), key=lambda key: key[0]):
@@ -81,18 +100,23 @@ def rollout():
             f"slots, mean length {r['mean_length']:.0f}, longest {r['longest']}, prefill, refill and tail "
             f"included: {r['tok_s']:,.0f} tokens/s (commit {r['commit']}){''.join(shares)}.")
     note([*latest.values(), *whole.values()], "random weights of each shape, LoRA of rank 32, temperature 1, "
-         "mean context 1000, without prefill and capture. By `python results/bench.py rollout --model-shape SHAPE`, "
-         "log in `results/rollout_bench.jsonl`.")
+         "mean context 1000, without prefill and capture. By `python results/bench.py rollout --model-shape "
+         "SHAPE`, log in `results/rollout_bench.jsonl`.")
 
 
-def step():
+def steps():
+    """→ (shape, prompts, samples, new, micro-tokens, weights, cap, ranks) → the last session's records."""
     groups = {}
     for r in read("step"):
         key = (r["shape"], r["prompts"], r["samples"], r["new"], r["micro_tokens"], r["weights"],
                r.get("cap_gb"), r.get("ranks", 1), r["commit"])
         if r.get("step", 1):                                            # the first one compiles
             groups.setdefault(key, []).append(r)
-    latest = {key[:-1]: found for key, found in groups.items()}
+    return {key[:-1]: found for key, found in groups.items()}
+
+
+def step():
+    latest = steps()
     head("model", "prompts × answers × tokens", "micro-tokens", "weights", "rollout s", "tokens/s",
          "update s", "tokens/s", "peak GB", "planned")
     for (shape, prompts, samples, new, micro, weights, cap, ranks), found in latest.items():
@@ -108,7 +132,7 @@ def step():
     note((r for found in latest.values() for r in found), "random weights of each shape, prompts of 128 "
          "tokens, LoRA of rank 32, gradient checkpointing; the median of the steps after the first, which "
          "compiles. * its sampling is extrapolated from 32 steps in the middle of the answers. By `python "
-         "bench.py step` and `python results/qlora_step.py`, log in `results/step_bench.jsonl`.")
+         "results/bench.py step` and `python results/qlora_step.py`, log in `results/step_bench.jsonl`.")
 
 
 def recipes():
@@ -122,8 +146,67 @@ def recipes():
          "`results/recipes_bench.jsonl`.")
 
 
+def entry(*cells):
+    print("| " + " | ".join(cells) + " |")
+
+
+def each(template, *lists):
+    """The template filled once for each entry of the lists."""
+    return ", ".join(template.format(*values) for values in zip(*lists, strict=True))
+
+
+def learned(folder):
+    """A run's folder of logs → accuracy before and after, seconds, peak GB."""
+    records = list(runs.read(folder).values())
+    greedy = [r["eval_greedy"] for r in records if r["kind"] == "eval"]
+    seconds = json.loads((folder / "conditions.json").read_text())["seconds"]
+    return greedy[0], greedy[-1], seconds, max(r["memory_gb"] for r in records if r["kind"] == "step")
+
+
+def results():
+    head("what", "result", "time", "peak GB")
+    before, after, seconds, peaks = zip(*map(learned, sorted((LOGS / "quickstart").iterdir())), strict=True)
+    entry(f"**learns** the times table: SmolLM2-135M, 2 CPU cores, {len(after)} seeds",
+          f"held-out accuracy {before[0]:.2f} → {each('{:.2f}', after)}",
+          f"{max(seconds) / 60:.1f} minutes at most", f"{max(peaks):.1f}")
+    before, after, seconds, peak = learned(LOGS / "addition")
+    entry("**learns** sums of 0-99: SmolLM2-135M, H200, 150 steps of 16 × 16 answers",
+          f"held-out accuracy {before:.2f} → {after:.2f}", f"{seconds} s", f"{peak:.1f}")
+    latest, whole = rollouts()
+    ours, plain = ([latest[0, "7b", weights, B] for B in (8, 64, 256)] for weights in ("nvfp4", "bf16"))
+    rates = [r["tok_s"] for r in ours]
+    ratios = [r["tok_s"] / p["tok_s"] for r, p in zip(ours, plain, strict=True)]
+    entry(f"decodes, Qwen2.5-7B + LoRA, H200, {each('{}', [r['batch'] for r in ours])} answers at once",
+          f"{each('{:,.0f}', rates)} tokens/s ({each('×{:.2f}', ratios)} over our own bf16)",
+          f"{each('{:.1f}', [r['ms_step'] for r in ours])} ms a step",
+          each("{:.1f}", [r["peak_gb"] for r in ours]))
+    r = whole["7b", "nvfp4", 256]
+    entry(f"a whole rollout of the 7B, H200: 32 × 16 answers, {r['mean_length']:.0f} tokens on average",
+          f"{r['tok_s']:,.0f} tokens/s", f"{r['seconds']:.0f} s", f"{r['peak_gb']:.1f}")
+    for (shape, prompts, samples, new, _, weights, cap, ranks), found in steps().items():
+        if weights == "nvfp4" and ranks == 1 and prompts * samples >= 32:
+            sampling, update, peak = (statistics.median(r[k] for r in found)
+                                      for k in ("rollout_s", "update_s", "peak_gb"))
+            entry(f"a step of the {shape.upper()}, H200: {prompts} × {samples} answers of {new} tokens",
+                  f"memory capped at {cap:g} GB" if cap else "",
+                  f"sampling {sampling:.0f} s, update {update:.0f} s", f"{peak:.1f}")
+
+
+def hardware():
+    head("Qwen2.5", "weights, GB", "planned peak, GB", "card", "seconds a step", "hours for 600 steps")
+    rates = {r["recipe"].split("-")[0]: r for r in read("recipes") if r["kind"] == "step"}
+    rates |= {shape: found[-1] for (shape, *_), found in steps().items() if shape == "72b"}
+    for shape in ("0.5b", "1.5b", "3b", "7b", "14b", "32b", "72b"):
+        plan, r = memory.plan(memory.config(shape)), rates.get(shape)
+        card = min(gb for gb in CARDS if gb >= plan.peak / 1e9 + 1)
+        seconds = r and ANSWERS * (MEAN / r["rollout_tok_s"] + (PROMPT + MEAN) / r["update_tok_s"])
+        entry(shape.upper(), f"{plan.weights / 1e9:.1f}", f"{plan.peak / 1e9:.1f}", f"{card} GB",
+              *((f"{seconds:.0f}", f"{600 * seconds / 3600:.1f}") if r else ("not timed", "")))
+
+
 if __name__ == "__main__":
-    tables = {"gemm": gemm, "rollout": rollout, "step": step, "recipes": recipes}
+    tables = {"results": results, "hardware": hardware, "gemm": gemm, "rollout": rollout, "step": step,
+              "recipes": recipes}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("table", choices=tables)
     tables[parser.parse_args().table]()

@@ -350,9 +350,9 @@ def test_the_logs_hold_what_was_planned_and_their_tables(correction, count):
     assert (plot.LOGS / correction / "table.md").read_text() == plot.table(records, correction) + "\n"
 
 
-def test_the_evidence_in_readme_is_what_plot_makes_of_the_log():
+def test_the_evidence_in_the_log_book_is_what_plot_makes_of_the_log():
     """Every row of a table under "What we found" stands in table.md."""
     table = (plot.LOGS / "none" / "table.md").read_text()
-    section = (plot.LOGS.parents[1] / "README.md").read_text().split("## What we found")[1].split("\n## ")[0]
+    section = (plot.LOGS.parent / "README.md").read_text().split("## What we found\n")[1].split("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("|")]
     assert len(rows) > 40 and set(rows) <= set(table.splitlines())
