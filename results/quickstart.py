@@ -23,7 +23,7 @@ def run(*seeds):
     for seed in map(int, seeds or SEEDS):
         began = time.perf_counter()
         made = subprocess.run([sys.executable, "train.py", "--seed", str(seed),
-                               "--out", "runs/quickstart", "--name", f"seed{seed}"], cwd=ROOT)
+                               "--out", f"runs/quickstart/seed{seed}"], cwd=ROOT)
         seconds = round(time.perf_counter() - began)
         if made.returncode:
             sys.exit(made.returncode)                                       # it has said why

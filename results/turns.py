@@ -22,15 +22,16 @@ import torch
 
 
 def load(tree):
-    """bench.py of this checkout. It finds the other modules beside it, for those of the last are gone."""
-    ours = [path.stem for path in Path(tree).glob("*.py")]
+    """bench.py of this checkout, at its top or in results/, with the other modules of this checkout."""
+    folders = [str(Path(tree)), str(Path(tree) / "results")]
+    ours = [path.stem for folder in folders for path in Path(folder).glob("*.py")]
     if "bench" not in ours:
         sys.exit(f"{tree} has no bench.py: give the folder of a checkout")
-    for name in ours:
+    for name in ours:                                   # those of the last checkout
         sys.modules.pop(name, None)
-    sys.path.insert(0, tree)
+    before, sys.path[:] = sys.path[:], [*folders, *sys.path]
     bench = importlib.import_module("bench")
-    sys.path.remove(tree)
+    sys.path[:] = before
     return bench
 
 
