@@ -461,8 +461,13 @@ if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")                # a terminal without Unicode
     command, *folders = sys.argv[1:] or [""]
     try:
-        if command not in ("show", "plot") or not folders:
+        if command == "show" and folders:
+            show(folders)
+        elif command == "plot" and folders:
+            path = Path(folders[0] if len(folders) == 1 else ".") / "curves.png"
+            plot(folders, path)
+            print(path)
+        else:
             raise ValueError("usage: python runs.py show|plot RUN…")
-        {"show": show, "plot": plot}[command](folders)
     except (ValueError, OSError) as error:
         sys.exit(f"{error}")

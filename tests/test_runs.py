@@ -25,6 +25,7 @@ from test_tasks import OWN
 
 import launch
 import lora
+import model as decoder
 import runs
 import train
 
@@ -42,23 +43,29 @@ def child(code, arguments, said, out, env):
     """Run the code, or train.py as a command, with stdout and stderr in these files."""
     for number, path in ((1, out), (2, said)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", 1, closefd=False)
     os.environ.update(env)
     sys.argv = ["train.py", *arguments]
     exec(code)
     runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 
+def forks():
+    """multiprocessing's context in which a process has torch and ours from the start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{ROOT}:{ROOT}/results:{ROOT}/tests")
+        multiprocessing.set_forkserver_preload(["train", "bench", "test_runs", "test_train"])
+        forkserver.ensure_running()
+    return multiprocessing.get_context("forkserver")
+
+
 class Command:
     """python train.py FLAGS… after some code, begun. `code`, `said`: the exit code and stderr, waited for."""
 
     def __init__(self, folder, *flags, code="", out=os.devnull, env=()):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", f"{ROOT}:{ROOT}/results:{ROOT}/tests")
-            multiprocessing.set_forkserver_preload(["train", "bench", "test_runs", "test_train"])
-            forkserver.ensure_running()
         self.file = Path(folder) / f"stderr-{time.time_ns()}"
         arguments = code, list(map(str, flags)), str(self.file), str(out), dict(env)
-        self.process = multiprocessing.get_context("forkserver").Process(target=child, args=arguments)
+        self.process = forks().Process(target=child, args=arguments)
         self.process.start()
 
     @property
@@ -201,14 +208,14 @@ def test_a_run_that_a_library_ends_is_saved(whole, start, tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("eval_every", [1, 100])
 def test_a_run_whose_output_nobody_reads_any_more_is_saved(tiny_chat, tmp_path, eval_every):
-    """`python train.py … | tee log`: Ctrl-C ends tee, too, and the next line, a sample's, an evaluation's or a
-    step's, has no reader. Resumed, it ends as one that nothing happened to."""
+    """`python train.py … | tee log`: Ctrl-C ends tee, too, and the next line, a sample's, an evaluation's or
+    a step's, has no reader. Resumed, it ends as one that nothing happened to."""
     folder, pipe = tmp_path / "run", tmp_path / "pipe"
     flags = [*FLAGS, "--model", tiny_chat, "--save-every", 100, "--eval-every", eval_every]
     os.mkfifo(pipe)
     run = Command(tmp_path, *flags, "--out", folder, out=pipe)
     with open(pipe) as reader:
-        assert any("step    1 " in line for line in reader)
+        assert any("step    1 " in line for line in reader), run.said
     assert run.code == 130 and "Traceback" not in run.said
     done = re.search(rf"stopped after ([0-9]) steps \(Broken pipe\); go on .* --resume {folder}\n", run.said)
     assert done and 2 <= int(done[1]) < 6 and (folder / "checkpoint.safetensors").is_file()
@@ -280,7 +287,7 @@ def test_a_crash_between_any_two_files_loses_nothing(whole, start, tmp_path, mon
 
 def test_a_write_that_fails_midway_leaves_the_old_file(tiny_chat, tmp_path, monkeypatch):
     """Half a file is written under .tmp and the disk is full: the file itself has the bytes it had."""
-    model = train.load(str(tiny_chat), "nvfp4", 4, 32)
+    model = decoder.load(str(tiny_chat), "nvfp4", 4, 32)
     optimizer = torch.optim.AdamW(model.parameters())
     run = runs.Run(train.Config(out=str(tmp_path / "run")))
     run.save(model, optimizer)
@@ -651,7 +658,8 @@ def test_an_adapter_is_evaluated_and_trained_on_from_also_after_a_crash(whole, s
 @pytest.mark.parametrize("name, change, others", [
     ("flat", dict(signal=0), dict(signal=.125)), ("unfinished", dict(finished=0), dict(finished=.01)),
     ("mismatch", dict(mismatch=1.06), dict(mismatch=1.04))])
-def test_a_diagnosis_needs_five_steps_or_a_mismatch_and_comes_once(name, change, others, tmp_path, monkeypatch, capsys):
+def test_a_diagnosis_needs_five_steps_or_a_mismatch_and_comes_once(
+        name, change, others, tmp_path, monkeypatch, capsys):
     bad, near = GOOD | change, GOOD | others
     enough = 1 if name == "mismatch" else 5
     assert [n for n, _ in runs.diagnose([GOOD] * 5 + [bad] * enough)] == [name]
