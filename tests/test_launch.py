@@ -96,8 +96,8 @@ def reward(problem, text):
 """)
     flags = "--task", tmp_path / "mine.py", "--model", tiny_chat, "--out", tmp_path / "run"
     first, second = (Command(tmp_path, *flags, env=env) for env in ranks())
-    assert second.code == 1 and "rank 1 fell over" in second.said
-    assert first.code == 1 and "rank 1 fell over" not in first.said
+    assert second.code not in (0, None) and "rank 1 fell over" in second.said
+    assert first.code not in (0, None) and "rank 1 fell over" not in first.said
 
 
 def test_every_field_is_a_flag_with_its_comment_as_help(capsys):
@@ -175,7 +175,7 @@ def test_a_config_that_cannot_be_read_is_named(ended, text, words):
     *((name, "nonsense", "nonsense must be one of") for name in (
         "quant", "task", "loss", "correction", "overlong", "schedule", "sigma_schedule")),
     *((name, 0, "0 must be at least 1") for name in (
-        "prompts", "group_size", "max_new_tokens", "updates_per_rollout", "eval_every", "eval_samples",
+        "prompts", "max_new_tokens", "updates_per_rollout", "eval_every", "eval_samples",
         "save_every", "micro_tokens", "rank", "alpha")),
     *((name, -1, "-1 must be at least 0") for name in ("steps", "warmup", "resample")),
     ("beta", -.1, "-0.1 must be at least 0"), ("beta", float("nan"), "nan must be at least 0"),
@@ -229,7 +229,8 @@ def test_a_run_is_resumed_from_another_folder(start, whole, tmp_path, monkeypatc
     ("--out {tmp}/file", "file"), ("--loss nonsense", "nonsense"), ("--operands 3", "operands='3'"),
     ("--adapter {tmp}", "adapter_config.json"), ("--group-size 1", "--group-size 1 must be at least 2"),
     ("--max-new-tokens 129", "tokens: --max-new-tokens 129 leaves 1 to -1; mend"),
-    ("--max-new-tokens 127", "the prompt '"), ("--preflight --resume {tmp}/ended", "but --adapter {tmp}/ended/ad"),
+    ("--max-new-tokens 127", "the prompt '"),
+    ("--preflight --resume {tmp}/ended", "but --adapter {tmp}/ended/ad"),
     ("--task gsm8k --data {tmp}/long.jsonl", "the prompt '1+1+1+"),
     ("--task gsm8k --data {tmp}/half.jsonl", "half.jsonl, line 5: 'utf-8' codec can't encode")])
 def test_what_a_user_can_get_wrong_is_one_line_and_exit_code_2(
