@@ -1,12 +1,9 @@
 """From a command line to a running train(): flags and their checks, ranks, errors as exit codes.
 
-    0 done    2 refused or failed, after one sentence    3 --preflight found training pointless
-    128 + n stopped by signal n (Ctrl-C: 130), after the last whole step was saved
-
+Exit codes: 0 done, 2 refused or failed, 3 --preflight found training pointless, 128 + n stopped by signal n.
 Needs: torch; checkpoint.py, model.py, runs.py, tasks.py, aqn.py, grpo.py, lora.py.
 """
 
-import argparse
 import dataclasses
 import inspect
 import math
@@ -15,6 +12,7 @@ import re
 import signal
 import sys
 import time
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, BooleanOptionalAction
 
 import torch
 import torch.distributed as dist
@@ -68,8 +66,8 @@ def start(config, train, preflight):
     tokenizer, stop_ids = source.tokenizer(), source.stop_ids()
     # a token is a byte or more: few prompts are so long that they must be looked at before they are drawn
     room = getattr(source.config, "max_position_embeddings", math.inf) - config.max_new_tokens
-    problems = task.held_out + task.train * bool(config.steps)
-    long = [p for p in problems if len(task.prompt(p).encode()) > room / 2]
+    long = [p for p in task.held_out + task.train * bool(config.steps)
+            if len(task.prompt(p).encode()) > room / 2]
     encoded(config, source.config, task, tokenizer, long)
     run = runs.Run(config, quiet=rank > 0)
     if tokenizer.chat_template is None:
@@ -78,7 +76,10 @@ def start(config, train, preflight):
     model.gradient_checkpointing = config.gradient_checkpointing
     if config.adapter and not run.saved():
         lora.load_adapter(model, config.adapter)
-    run.banner(model, task, time.perf_counter() - began)
+    run.say(f"{config.model}: {config.quant}, loaded in {time.perf_counter() - began:.0f}s on {model.device},"
+            f" {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M adapter weights learn\n{config.task}:"
+            f" {len(task.train)} problems to train on, {len(task.held_out)} held out; {config.prompts} prompts"
+            f" × {config.group_size} answers a step\nrun folder: {run.folder}")
     for number in (signal.SIGTERM, signal.SIGHUP):              # the second when a terminal is closed
         if signal.getsignal(number) != signal.SIG_IGN:          # as nohup makes it
             signal.signal(number, lambda n, _: sys.exit(128 + n))
@@ -92,13 +93,11 @@ def parse(Config, arguments):
     """→ a checked Config. One --flag per field, its comment as the help; --resume starts from its run's own.
     An unknown flag or a wrong type: SystemExit 2; any other that cannot work: ValueError."""
     comments = dict(re.findall(r"^    (\w+):.*?#\s*(.*)$", inspect.getsource(Config), re.M))
-    parser = argparse.ArgumentParser(allow_abbrev=False,
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = ArgumentParser(allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter)
     for f in dataclasses.fields(Config):
-        kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": f.type}
+        kind = {"action": BooleanOptionalAction} if f.type is bool else {"type": f.type}
         parser.add_argument(f"--{f.name.replace('_', '-')}", default=f.default, help=comments[f.name], **kind)
-    folder = parser.parse_args(arguments).resume
-    if folder:
+    if folder := parser.parse_args(arguments).resume:
         parser.set_defaults(**runs.stored(Config, folder))
     flags = vars(parser.parse_args(arguments))
     for name in ("out", "adapter") * bool(folder):

@@ -8,15 +8,12 @@
     adapter/                the same adapter in PEFT's files
     curves.png              drawn from metrics.jsonl
 
-A resumed run replays the steps after its last checkpoint and appends their records again, with the number of
-its segment; readers take the last record of a step. The batch, the noise and every sampled token are
-functions of (seed, step), so on a CPU a resumed run ends with the bytes of one that was never stopped.
-
-`python runs.py plot RUN…` draws, `python runs.py show RUN` prints samples.
+A resumed run replays the steps after its last checkpoint and appends their records again; readers take the
+last record of a step. The batch, the noise and every sampled token are functions of (seed, step), so on a CPU
+a resumed run ends with the bytes of one that was never stopped. `python runs.py show|plot RUN…`
 Needs: torch, safetensors, matplotlib; lora.py, memory.py.
 """
 
-import dataclasses
 import fcntl
 import hashlib
 import json
@@ -52,15 +49,14 @@ class Unwritten(OSError):
 
 
 class Run:
-    """One segment of a run, from its start or a resume to its end or an accident.
-
-    done: optimizer steps that the model has behind it; whole: it is not in the middle of another.
-    """
+    """One segment of a run, from its start or a resume to its end or an accident. done: optimizer steps that
+    the model has behind it; whole: it is not in the middle of another."""
 
     def __init__(self, config, quiet=False):
         """quiet: a rank that neither prints nor writes. ValueError: the folder holds or is another run's."""
         named = f"runs/{Path(config.task).stem}-{time.strftime('%m%d-%H%M%S')}"
         self.folder = Path(config.resume or config.out or named)
+        self.go_on = f"go on with: python train.py --resume {self.folder}"
         self.config, self.quiet, self.history, self.warned = config, quiet, [], set()
         self.done, self.whole, self.phase, self.damaged = 0, True, "sampling", False
         self.checkpoint, self.previous = (
@@ -73,20 +69,10 @@ class Run:
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)       # the kernel drops it when we die
         except BlockingIOError:
-            raise ValueError(f"another process is writing to {self.folder}: "
-                             "two runs cannot share a folder") from None
+            raise ValueError(f"another process is writing to {self.folder}: take another --out") from None
         if not config.resume and (self.lock.tell() or self.saved()):
-            raise ValueError(f"{self.folder} holds a run already: go on with --resume {self.folder}, "
-                             "or take another --out")
+            raise ValueError(f"{self.folder} holds a run already: go on with --resume, or take another --out")
         self.segment = 1 + max((r["segment"] for r in read(self.folder).values()), default=-1)
-
-    def banner(self, model, task, seconds):
-        """What is about to run, in three lines."""
-        c, learned = self.config, sum(p.numel() for p in model.parameters())
-        self.say(f"{c.model}: {c.quant}, loaded in {seconds:.0f}s on {model.device}, {learned / 1e6:.1f} M "
-                 f"adapter weights learn\n{c.task}: {len(task.train)} problems to train on, "
-                 f"{len(task.held_out)} held out; {c.prompts} prompts × {c.group_size} answers a step\n"
-                 f"run folder: {self.folder}")
 
     @contextmanager
     def guarded(self, model, optimizer):
@@ -103,11 +89,14 @@ class Run:
                 with suppress(KeyboardInterrupt, SystemExit), self.undivided():
                     self.save(model, optimizer)
             if isinstance(stop, torch.OutOfMemoryError):
-                raise ValueError(self.out_of_memory(phase)) from stop
+                flags = (f"--micro-tokens {self.config.micro_tokens // 2 or 1} --gradient-checkpointing"
+                         if phase == "update" else f"--max-new-tokens {self.config.max_new_tokens // 2 or 1}")
+                raise ValueError(f"out of memory in the {phase} after {self.done} steps; "
+                                 f"{self.go_on if self.saved() else 'begin again with'} {flags}") from stop
             if not isinstance(stop, (KeyboardInterrupt, SystemExit)):
                 raise
             why = stop.args[0] if isinstance(stop, KeyboardInterrupt) and stop.args else ""
-            self.say(f"\nstopped after {self.done} steps{why}; {self.go_on()}", sys.stderr)
+            self.say(f"\nstopped after {self.done} steps{why}; {self.go_on}", sys.stderr)
             sys.exit(stop.code if isinstance(stop, SystemExit) else 130)
         self.finish()
 
@@ -141,8 +130,7 @@ class Run:
                 self.warned.add(name)
                 self.say(f"warning: {advice}", sys.stderr)
         if sum("skipped" in r for r in self.history[-5:]) == 5:
-            raise ValueError("five steps in a row were skipped, as the loss or gradient was NaN or infinite: "
-                             "try a lower --lr")
+            raise ValueError("five steps in a row were skipped: try a lower --lr")
 
     def log(self, kind, step, record):
         """Append a record and print its line. kind: "step" or "eval"; step: optimizer steps before it."""
@@ -154,10 +142,9 @@ class Run:
         """Keep and print the worst and the best answer of a step. texts: (prompt, answer) of each row."""
         order = sorted(range(len(rewards)), key=rewards.__getitem__)
         for which, b in (("worst", order[0]), ("best", order[-1])):
-            prompt, answer = texts[b]
-            self.append("samples.jsonl", dict(step=step, which=which, prompt=prompt, answer=answer,
+            self.append("samples.jsonl", dict(step=step, which=which, prompt=texts[b][0], answer=texts[b][1],
                                               reward=rewards[b], advantage=advantages[b]))
-            self.say(f"    {which:5} {rewards[b]:+.2f}  {prompt!r} → {answer!r}")
+            self.say(f"    {which:5} {rewards[b]:+.2f}  {texts[b][0]!r} → {texts[b][1]!r}")
 
     def save(self, model, optimizer):
         """Write adapter and optimizer as of `done` steps, each file whole or not at all. A model that is not
@@ -185,13 +172,11 @@ class Run:
                 tensors, self.done = _read(path)
             except (SafetensorError, LookupError, TypeError, ValueError) as error:
                 self.damaged = True
-                self.say(f"warning: {path} is damaged ({_reason(error)}): going back to the one before it",
-                         sys.stderr)
+                self.say(f"warning: {path} is damaged ({error}): going back to the one before it", sys.stderr)
                 continue
             for name, p in model.named_parameters():
                 if name not in tensors or tensors[name].shape != p.shape:
-                    raise ValueError(f"{path} has no {name} of shape {tuple(p.shape)}: "
-                                     "was it another --model or --rank?")
+                    raise ValueError(f"{path} has no {name} of {tuple(p.shape)}: another --model or --rank?")
                 p.data.copy_(tensors[name])
                 if f"{name}/step" in tensors:
                     optimizer.state[p] = {k: tensors[f"{name}/{k}"].to(p.device)
@@ -227,8 +212,8 @@ class Run:
         try:
             yield
         except (OSError, SafetensorError) as error:
-            holds = f"; the last checkpoint holds: {self.go_on()}" if self.saved() else ""
-            raise Unwritten(f"{self.folder / what} cannot be written ({_reason(error)}){holds}") from error
+            holds = f"; the last checkpoint holds: {self.go_on}" if self.saved() else ""
+            raise Unwritten(f"{self.folder / what} cannot be written ({error}){holds}") from error
 
     def say(self, text, file=None):
         """Print. An output that cannot be written ends the run as Ctrl-C does: the reader of a pipe is gone
@@ -240,24 +225,13 @@ class Run:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # for the flush at exit
             raise KeyboardInterrupt(f" ({error.strerror})") from error
 
-    def go_on(self):
-        return f"go on with: python train.py --resume {self.folder}"
-
-    def out_of_memory(self, phase):
-        """What to change, in one sentence."""
-        flags = (f"--micro-tokens {self.config.micro_tokens // 2 or 1} --gradient-checkpointing"
-                 if phase == "update" else f"--max-new-tokens {self.config.max_new_tokens // 2 or 1}")
-        again = self.go_on() if self.saved() else "begin again with"
-        return f"out of memory in the {phase} after {self.done} steps; {again} {flags}"
-
     def preflight(self, r):
         """Print what the record of a step without update says → exit code, 3: training would be pointless."""
         advice = [text for _, text in diagnose([r], 1, f"{PROBE} prompts")]
         untrained = r["signal"] == 0 or self.config.overlong == "mask" and r["finished"] == 0
-        pointless = untrained or not r["mismatch"] <= 1.5
+        verdict = "training would be pointless" if untrained or not r["mismatch"] <= 1.5 else "ready to train"
         if 0 < r["signal"] < .25:
-            advice.append("most groups have equal rewards: take an easier or a harder task, a larger "
-                          "--group-size, or --resample 2.")
+            advice.append("most groups have equal rewards: try another task, --group-size, or --resample 2.")
         if 0 < r["finished"] < .5:
             advice.append("most answers are cut off: raise --max-new-tokens.")
         seconds = r["rollout_s"] + r["update_s"]
@@ -270,19 +244,18 @@ class Run:
             f"memory      {r['memory_gb']:7.1f}   GB at most",
             f"a step      {seconds:7.1f}   seconds, {r['update_s']:.1f} of them the update; "
             f"{self.config.steps} steps {seconds * self.config.steps / 60:.0f} minutes, evaluation aside",
-            *(f"change: {text}" for text in advice),
-            "training would be pointless" if pointless else "ready to train")))
+            *(f"change: {text}" for text in advice), verdict)))
         if not self.quiet:
             (self.folder / "metrics.jsonl").unlink()                 # empty: the folder goes as it came
             with suppress(OSError):
                 self.folder.rmdir()
-        return 3 if pointless else 0
+        return 0 if verdict == "ready to train" else 3
 
     def finish(self):
         """Draw the curves and say where everything is."""
         if not self.quiet:
             with self.writing("curves.png"):
-                plot([self.folder], self.folder / "curves.png")
+                plot([self.folder])
         adapter = f", adapter in {self.folder}/adapter" if (self.folder / "adapter").exists() else ""
         self.say(f"done: {self.folder}/curves.png{adapter}")
 
@@ -292,22 +265,19 @@ def stored(Config, folder):
     path, instead = Path(folder) / "config.json", f"begin another run with --adapter {folder}/adapter"
     if not path.is_file():
         raise ValueError(f"--resume {folder}: there is no {path}; name the folder of a run")
+    own = vars(Config())
     try:
         flags = {**json.loads(path.read_text())}
-        types = {f.name: (f.type, type(f.default), int if f.type is float else f.type)
-                 for f in dataclasses.fields(Config)}
-        wrong = {k: v for k, v in flags.items() if type(v) not in types.get(k, (type(v),))}
+        if odd := {k: v for k, v in flags.items() if own.get(k) is not None and type(own[k])(v) != v}:
+            raise ValueError(odd)
     except (TypeError, ValueError) as error:
-        wrong = str(error)
-    if wrong:
-        raise ValueError(f"{path} is damaged ({wrong}): mend it, or {instead}")
-    # flags of earlier versions: the values that say what this version does
-    today = dict(name=[flags.get("name")], cispo_max=[5.0], mismatch_every=[10],
-                 samples_every=[4, flags.get("eval_every")],
-                 overlong_cache=[0, flags.get("max_new_tokens", 16) // 4 or 1],
-                 scale=["none" if flags.get("loss") == "dr_grpo" else "group"])
-    for name in flags.keys() - types:
-        if (value := flags.pop(name)) not in today.get(name, ()):
+        raise ValueError(f"{path} is damaged ({error}): mend it, or {instead}") from error
+    # flags of earlier versions → their values that ask for what this version does
+    gone = dict(name=[flags.get("name")], samples_every=[4, flags.get("eval_every")], mismatch_every=[10],
+                cispo_max=[5.0], overlong_cache=[0, flags.get("max_new_tokens", 16) // 4 or 1],
+                scale=["none" if flags.get("loss") == "dr_grpo" else "group"])
+    for name in flags.keys() - own:
+        if (value := flags.pop(name)) not in gone.get(name, ()):
             raise ValueError(f"{path} has {name}={value!r}, and this version has no such flag: {instead}")
     return flags | {"out": folder}
 
@@ -323,12 +293,11 @@ def diagnose(records, needed=5, seen="five steps"):
         yield "unfinished", (f"{seen} in which no answer ended: raise --max-new-tokens, or check that the "
                              "model's chat template and end token are the ones it was trained with.")
     if recent and "skipped" in recent[-1]:
-        yield "skipped", ("the loss or gradient was NaN or infinite, and the step was skipped: "
-                          "if that comes again, try a lower --lr.")
+        yield "skipped", ("the loss or gradient was NaN or infinite, and the step was skipped; if that comes "
+                          "again, try a lower --lr.")
     if recent and not (recent[-1].get("mismatch") or 1) <= 1.05:                # NaN is not either
-        yield "mismatch", (f"sampler and trainer disagree by a factor of {recent[-1]['mismatch']:.3f} "
-                           "a token on the same weights: the ratios are not to be trusted. "
-                           "Try --quant bf16 to find the side that is wrong, and report it.")
+        yield "mismatch", (f"sampler and trainer disagree by a factor of {recent[-1]['mismatch']:.3f} on a "
+                           "token's probability: the ratios are wrong. Report it, also with --quant bf16.")
 
 
 def peak_memory_gb():
@@ -339,12 +308,10 @@ def peak_memory_gb():
 
 
 def read(folder):
-    """(kind, step) → its last record, in the order of steps. A line that is none, cut off by a crash or
-    written by hand, is passed over."""
-    records = {(r["kind"], r["step"]): r for r in jsonl(Path(folder) / "metrics.jsonl")
-               if isinstance(r, dict)
-               and [type(r.get(key)) for key in ("kind", "step", "segment")] == [str, int, int]}
-    return dict(sorted(records.items(), key=lambda item: (item[0][1], item[0][0])))
+    """(kind, step) → its last record, in the order of steps, without lines cut off or written by hand."""
+    last = {(r["kind"], r["step"]): r for r in jsonl(Path(folder) / "metrics.jsonl")
+            if type(r) is dict and [type(r.get(k)) for k in ("kind", "step", "segment")] == [str, int, int]}
+    return dict(sorted(last.items(), key=lambda item: (item[0][1], item[0][0])))
 
 
 def line(record):
@@ -355,17 +322,18 @@ def line(record):
     return text.replace("nan%", "–").replace("nan", "–")
 
 
-def plot(folders, path):
-    """Draw accuracy, entropy, noise into one PNG: a colour for each run, a line style for each quantity."""
+def plot(folders, path=""):
+    """Draw accuracy, entropy and noise, a colour for each run, a line style for each quantity → path, by
+    default curves.png in the only folder or, of several, in this one."""
     from matplotlib.figure import Figure
+    path = Path(path or ("." if folders[1:] else folders[0]), "" if path else "curves.png")
     curves = (  # axis, kind of record, key, label, style
-        (0, "step", "reward", "training reward", dict(alpha=0.4)),
-        (0, "eval", "eval_greedy", "held out: right and ended", dict(marker="o")),
-        (0, "eval", "eval_greedy_loose", "held out: right, ended or not", 
-         dict(marker="s", linestyle="--", mfc="none")),
-        (1, "step", "entropy", "entropy", dict()),
-        (2, "step", "kl_noise", "KL(noisy ‖ clean), nats a token", dict(marker=".")),
-        (2, "step", "sigma", "σ of the noise", dict(linestyle=":")))
+        (0, "step", "reward", "training reward", "-"),
+        (0, "eval", "eval_greedy", "held out: right and ended", "o-"),
+        (0, "eval", "eval_greedy_loose", "held out: right, ended or not", "s--"),
+        (1, "step", "entropy", "entropy", "-"),
+        (2, "step", "kl_noise", "KL(noisy ‖ clean), nats a token", ".-"),
+        (2, "step", "sigma", "σ of the noise", ":"))
     figure = Figure(figsize=(13, 3.8), layout="constrained")
     axes = figure.subplots(1, 3)
     for i, folder in enumerate(folders):
@@ -373,8 +341,8 @@ def plot(folders, path):
         for axis, kind, key, label, style in curves:
             found = [r for r in records if r["kind"] == kind and r.get(key) is not None]
             label = Path(folder).name if axis == 1 else label if i == 0 else None
-            axes[axis].plot([r["step"] for r in found], [r[key] for r in found], color=f"C{i}", label=label,
-                            **style)
+            axes[axis].plot([r["step"] for r in found], [r[key] for r in found], style, color=f"C{i}",
+                            label=label, markerfacecolor="none", alpha=.4 if key == "reward" else 1)
     drawn = axes[0].dataLim                                # rewards of one's own may lie outside of 0 to 1
     axes[0].set(title="Accuracy", ylabel="share of answers", ylim=(min(-.03, drawn.y0), max(1.03, drawn.y1)))
     axes[1].set(title="Entropy of the policy", ylabel="nats a token", ylim=(0, None))
@@ -382,19 +350,18 @@ def plot(folders, path):
     axes[2].set(title="Adaptive noise", ylim=(0, None))
     for axis in axes:
         axis.set_xlabel("optimizer steps")
-        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
-    _replace(Path(path), lambda p: figure.savefig(p, format="png", dpi=120))
+    figure.savefig(path, dpi=120)
+    return path
 
 
 def show(folders):
-    """Print the best and worst samples of each run, the last record of each."""
-    for folder in folders:
-        last = {(s["step"], s["which"]): s for s in jsonl(Path(folder) / "samples.jsonl")}
-        for s in last.values():
-            print(f"step {s['step']:4d} {s['which']:5} | reward {s['reward']:+.2f} | "
-                  f"advantage {s['advantage']:+.2f} | {s['prompt']!r} → {s['answer']!r}")
+    """→ the best and worst samples of each run as text, the last record of each."""
+    last = {(folder, s["step"], s["which"]): s for folder in folders
+            for s in jsonl(Path(folder) / "samples.jsonl")}
+    return "\n".join("step {step:4d} {which:5} | reward {reward:+.2f} | advantage {advantage:+.2f} | "
+                     "{prompt!r} → {answer!r}".format(**s) for s in last.values())
 
 
 def jsonl(path):
@@ -419,8 +386,7 @@ def append(path, record):
 
 
 def _replace(path, write, keep=None):
-    """write(temporary path), then rename: at any moment `path` is the old file or the new one, whole.
-    keep: the old one's new name; for a moment only this one is there."""
+    """write(temporary path), then rename: the file is whole at any moment. keep: a new name for the old."""
     temporary = path.with_suffix(path.suffix + ".tmp")
     write(temporary)
     with open(temporary, "rb") as file:
@@ -448,10 +414,6 @@ def _digest(tensors, step):
     return sha.hexdigest()
 
 
-def _reason(error):
-    return getattr(error, "strerror", None) or (str(error) or type(error).__name__).splitlines()[0]
-
-
 def rounded(x, digits=6):
     """Six digits are enough; NaN and infinity, which JSON does not have, are None."""
     return x if not isinstance(x, float) else float(f"{x:.{digits}g}") if math.isfinite(x) else None
@@ -461,13 +423,8 @@ if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")                # a terminal without Unicode
     command, *folders = sys.argv[1:] or [""]
     try:
-        if command == "show" and folders:
-            show(folders)
-        elif command == "plot" and folders:
-            path = Path(folders[0] if len(folders) == 1 else ".") / "curves.png"
-            plot(folders, path)
-            print(path)
-        else:
+        if command not in ("show", "plot") or not folders:
             raise ValueError("usage: python runs.py show|plot RUN…")
+        print(show(folders) if command == "show" else plot(folders))
     except (ValueError, OSError) as error:
         sys.exit(f"{error}")

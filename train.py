@@ -34,8 +34,6 @@ from launch import all_sum, rank_and_count
 from model import answer_mask
 from rollout import Rollout, Sampler
 
-MISMATCH_EVERY = 10                 # steps between checks of the sampler against the trainer
-
 
 @dataclasses.dataclass
 class Config:
@@ -142,7 +140,7 @@ def collect(config, sampler, task, tokenizer, stop_ids, step):
     seconds = [0.0] * ranks
     seconds[rank] = time.perf_counter() - began
     mismatch = None
-    if due(config, MISMATCH_EVERY, step):
+    if due(config, 10, step):                            # a check that costs a few forwards
         mismatch = measure_mismatch(config, sampler.model, Rollout.join([part for _, part, *_ in drawn[:P]]))
     count, reward, finished, tokens, groups, extra, through, *seconds = all_sum(torch.tensor([
         P * G, rewards.sum(), sampled.finished.sum(), sampled.lengths.sum(), sum(signal), len(drawn) - P,
@@ -241,8 +239,7 @@ def evaluate(config, sampler, task, tokenizer, stop_ids):
 
 @torch.no_grad()
 def measure_mismatch(config, model, sampled):
-    """mean exp|Δ ln π|, sampler against trainer on equal weights and noise: 1 is perfect. Measured on fewer
-    than 128 answers, in equal distances."""
+    """mean exp|Δ ln π|, sampler against trainer on equal weights and noise, of fewer than 128 answers."""
     ratios, every = [], max(1, len(sampled.tokens) // 64)
     for micro in sampled.micro_batches(torch.arange(0, len(sampled.tokens), every), config.micro_tokens):
         part = sampled.rows(micro)

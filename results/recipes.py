@@ -129,7 +129,6 @@ def attempt(name, data, steps, new, **changes):
         model = load(source, config.quant, config.rank, config.alpha, bench.DEVICE, config.seed)
         model.gradient_checkpointing = config.gradient_checkpointing
         run, load_s = runs.Run(config), time.perf_counter() - began
-        run.banner(model, tried, load_s)
         train.train(config, model, tried, tokenizer, stop_ids, run)
         records = [r for r in runs.read(run.folder).values() if r["kind"] == "step"]
     config = dataclasses.replace(config, **SAMPLED)

@@ -163,7 +163,8 @@ def test_a_flag_that_is_gone_with_another_value_names_the_way_on(ended, flags, s
 
 
 @pytest.mark.parametrize("text, words", [("{", "config.json is damaged .*Expecting"), ("[1]", "is damaged"),
-                                         ('{"steps": null, "lr": 1}', "is damaged .*'steps': None")])
+                                         ('{"steps": null, "lr": 1}', "is damaged .*NoneType"),
+                                         ('{"steps": 2.5}', "is damaged .*'steps': 2.5")])
 def test_a_config_that_cannot_be_read_is_named(ended, text, words):
     folder = ended()
     Path(folder, "config.json").write_text(text)

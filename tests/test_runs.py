@@ -387,7 +387,7 @@ def test_a_full_disk_is_one_sentence_and_keeps_the_checkpoint(
 def test_any_file_that_cannot_be_written_is_named(start, tmp_path, monkeypatch, name):
     """A folder stands in its place: for root, no mode of a file would stop a write."""
     (tmp_path / "run" / name).mkdir(parents=True)
-    with pytest.raises(OSError, match=rf"^.*run/{name} cannot be written \(Is a directory\)") as error:
+    with pytest.raises(OSError, match=rf"^.*run/{name} cannot be written \(.*Is a directory.*\)") as error:
         start()
     assert ("the last checkpoint holds" in str(error.value)) == (name == "curves.png")
 
@@ -405,7 +405,7 @@ def test_a_record_that_fits_in_part_is_passed_over_and_the_next_has_its_own_line
         real(path, record)
     with monkeypatch.context() as patch:
         patch.setattr(runs, "append", full)
-        with pytest.raises(OSError, match="metrics.jsonl cannot be written .No space left on device.; the"):
+        with pytest.raises(OSError, match="metrics.jsonl cannot be written .*No space left on device.*; the"):
             start()
     assert main("--resume", tmp_path / "run") == 0 and outcome(tmp_path / "run") == outcome(whole)
 
@@ -449,7 +449,7 @@ def test_five_skipped_steps_in_a_row_stop_the_run(start, tmp_path, monkeypatch):
         poison(patch, {2, 3, 4, 5, 7, 8, 9})
         assert start(*more, "--out", tmp_path / "four") == 0
     poison(monkeypatch, range(3, 99))
-    with pytest.raises(ValueError, match="five steps in a row were skipped, .* try a lower --lr$"):
+    with pytest.raises(ValueError, match="five steps in a row were skipped: try a lower --lr$"):
         start(*more)
     records = [r for r in lines(folder) if r["kind"] == "step"]
     assert [bool(r.get("skipped")) for r in records[-6:]] == [False] + [True] * 5
@@ -598,7 +598,7 @@ def test_a_folder_holds_one_run_and_one_writer(whole, start, tmp_path, capsys):
     """A second run of that name is refused, a second process too, and neither writes a byte."""
     before = (whole / "metrics.jsonl").read_bytes(), (whole / "config.json").read_bytes()
     again = train.Config(out=str(whole))
-    with pytest.raises(ValueError, match="holds a run already: go on with --resume .*whole"):
+    with pytest.raises(ValueError, match="whole holds a run already: go on with --resume, or take another --out"):
         runs.Run(again)
     shutil.copytree(whole, tmp_path / "whole")
     (tmp_path / "whole/metrics.jsonl").unlink()           # a checkpoint is a run, too
@@ -613,7 +613,7 @@ def test_a_folder_holds_one_run_and_one_writer(whole, start, tmp_path, capsys):
     assert (whole / "metrics.jsonl").read_bytes() == before[0]
 
 
-@pytest.mark.parametrize("flags, words", [(("--rank", "8"), "of shape .*was it another --model or --rank"),
+@pytest.mark.parametrize("flags, words", [(("--rank", "8"), "of .*: another --model or --rank?"),
                                           (("--adapter", "other"), "--adapter other beside .* has its own"),
                                           (("--out", "other"), "--out other beside .* has its own"),
                                           (("--steps", "0"), "--steps 0 .* has made 6 steps; take at"),
@@ -692,7 +692,7 @@ def test_samples_hold_the_best_and_the_worst_answer(whole, tmp_path, capsys):
         file.write('{"step": 8, "which": "worst", "answer": "é'.encode()[:-1])
     run.sample(8, [("p", "a"), ("q", "b")], [1.0, 0.0], [1.0, -1.0])
     capsys.readouterr()
-    runs.show([run.folder])
+    print(runs.show([run.folder]))
     assert capsys.readouterr().out.splitlines() == [
         "step    7 worst | reward -2.00 | advantage -1.50 | 'p2' → 'a2\\u2028b\\x85'",
         "step    7 best  | reward +1.00 | advantage +0.90 | 'p1' → 'a1\\u2028b\\x85'",
