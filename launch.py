@@ -78,8 +78,8 @@ def start(config, train, preflight):
         lora.load_adapter(model, config.adapter)
     run.say(f"{config.model}: {config.quant}, loaded in {time.perf_counter() - began:.0f}s on {model.device},"
             f" {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M adapter weights learn\n{config.task}:"
-            f" {len(task.train)} problems to train on, {len(task.held_out)} held out; {config.prompts} prompts"
-            f" × {config.group_size} answers a step\nrun folder: {run.folder}")
+            f" {len(task.train)} problems to train on, {len(task.held_out)} held out; {config.prompts} "
+            f"prompts × {config.group_size} answers a step\nrun folder: {run.folder}")
     for number in (signal.SIGTERM, signal.SIGHUP):              # the second when a terminal is closed
         if signal.getsignal(number) != signal.SIG_IGN:          # as nohup makes it
             signal.signal(number, lambda n, _: sys.exit(128 + n))

@@ -598,7 +598,7 @@ def test_a_folder_holds_one_run_and_one_writer(whole, start, tmp_path, capsys):
     """A second run of that name is refused, a second process too, and neither writes a byte."""
     before = (whole / "metrics.jsonl").read_bytes(), (whole / "config.json").read_bytes()
     again = train.Config(out=str(whole))
-    with pytest.raises(ValueError, match="whole holds a run already: go on with --resume, or take another --out"):
+    with pytest.raises(ValueError, match="whole holds a run already: go on with --resume, or take another"):
         runs.Run(again)
     shutil.copytree(whole, tmp_path / "whole")
     (tmp_path / "whole/metrics.jsonl").unlink()           # a checkpoint is a run, too
