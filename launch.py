@@ -1,6 +1,6 @@
-"""From a command line to a running train(): flags and their checks, ranks, errors as exit codes.
+"""From a command line to a running train(): parse and check the flags, join the ranks, report errors.
 
-Exit codes: 0 done, 2 refused or failed, 3 --preflight found training pointless, 128 + n stopped by signal n.
+Exit codes: 0 done, 2 an error, 3 --preflight finds training pointless, 128 + n stopped by signal n.
 Needs: torch; checkpoint.py, model.py, runs.py, tasks.py, aqn.py, grpo.py, lora.py.
 """
 
@@ -31,15 +31,15 @@ CHOICES = {"quant": QUANT, "task": TASKS, "loss": grpo.CLIP, "correction": ("non
 LEAST = dict.fromkeys("steps warmup resample beta clip_low clip_high lr weight_decay seed".split(), 0)
 LEAST |= dict.fromkeys("prompts max_new_tokens updates_per_rollout eval_every eval_samples save_every "
                        "micro_tokens rank alpha".split(), 1) | dict(group_size=2, sigma_stages=3)
-MOST = dict(seed=2**32 - 1, eval_top_p=1, rank=512)          # a GPU's shared memory holds lora_B of rank 512
+MOST = dict(seed=2**32 - 1, eval_top_p=1, rank=512)          # rank: the kernel keeps lora_B in shared memory
 
 
 def main(Config, train, preflight):
-    """train.py's last line hands over its dataclass of flags and its two functions."""
-    sys.stdout.reconfigure(errors="replace")                # a terminal without Unicode ends no run
+    """Run the command line with train.py's dataclass of flags and its two functions; SystemExit always."""
+    sys.stdout.reconfigure(errors="replace")                # a terminal may not have Unicode
     try:
         sys.exit(start(parse(Config, sys.argv[1:]), train, preflight))
-    except KeyboardInterrupt:                               # before the first step
+    except KeyboardInterrupt:                               # while loading
         sys.exit(130)
     except torch.OutOfMemoryError:
         why = ("out of memory before the first step: try a lower --max-new-tokens, --micro-tokens, "
@@ -51,7 +51,7 @@ def main(Config, train, preflight):
 
 
 def start(config, train, preflight):
-    """Load what the flags name, train or preflight → the exit code. SystemExit: the run was stopped."""
+    """Load what the flags name, then train or preflight → the exit code. SystemExit: a stopped run."""
     device = join_ranks(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     rank, ranks = rank_and_count()
     if config.prompts % ranks:
@@ -64,7 +64,7 @@ def start(config, train, preflight):
     began = time.perf_counter()
     source = checkpoint.open(config.model)
     tokenizer, stop_ids = source.tokenizer(), source.stop_ids()
-    # a token is a byte or more: few prompts are so long that they must be looked at before they are drawn
+    # Check prompts now, not when training draws them. A token is a byte or more: only long texts can fail.
     room = getattr(source.config, "max_position_embeddings", math.inf) - config.max_new_tokens
     long = [p for p in task.held_out + task.train * bool(config.steps)
             if len(task.prompt(p).encode()) > room / 2]
@@ -80,18 +80,18 @@ def start(config, train, preflight):
             f" {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M adapter weights learn\n{config.task}:"
             f" {len(task.train)} problems to train on, {len(task.held_out)} held out; {config.prompts} "
             f"prompts × {config.group_size} answers a step\nrun folder: {run.folder}")
-    for number in (signal.SIGTERM, signal.SIGHUP):              # the second when a terminal is closed
-        if signal.getsignal(number) != signal.SIG_IGN:          # as nohup makes it
+    for number in (signal.SIGTERM, signal.SIGHUP):              # SIGHUP: the terminal was closed
+        if signal.getsignal(number) != signal.SIG_IGN:          # nohup ignores SIGHUP
             signal.signal(number, lambda n, _: sys.exit(128 + n))
     code = (preflight if config.preflight else train)(config, model, task, tokenizer, stop_ids, run)
     if dist.is_initialized():
-        dist.destroy_process_group()        # only after a good end, because it waits for the other ranks
+        dist.destroy_process_group()        # only now, because it waits for ranks that may have failed
     return code
 
 
 def parse(Config, arguments):
-    """→ a checked Config. One --flag per field, its comment as the help; --resume starts from its run's own.
-    An unknown flag or a wrong type: SystemExit 2; any other that cannot work: ValueError."""
+    """→ a checked Config. Each field is a --flag, its comment the help; --resume makes the flags of its run
+    the defaults. SystemExit 2: an unknown flag or a wrong type; ValueError: another flag that cannot work."""
     comments = dict(re.findall(r"^    (\w+):.*?#\s*(.*)$", inspect.getsource(Config), re.M))
     parser = ArgumentParser(allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter)
     for f in dataclasses.fields(Config):
@@ -105,13 +105,13 @@ def parse(Config, arguments):
             raise ValueError(f"--{name} {flags[name]} beside --resume {folder}: that run has its own; "
                              "leave it out, or begin another run")
     for name in ("model", "data", "test", "adapter", *["task"] * flags["task"].endswith(".py")):
-        if os.path.exists(flags[name]) and flags[name] != "smollm2":    # where it is resumed, too
+        if os.path.exists(flags[name]) and flags[name] != "smollm2":    # a resume may start elsewhere
             flags[name] = os.path.abspath(flags[name])
     return check(Config(**flags))
 
 
 def check(config):
-    """→ config. ValueError: a flag that cannot work, by name and value."""
+    """→ config. ValueError: the first flag that cannot work, with its value and what it must be."""
     c, own_task = config, config.task.endswith(".py")
     positive = "temperature", "max_grad_norm", "eval_top_p", *("sigma_start", "sigma_end") * c.aqn
     rules = [  # flag, whether it holds, what it must be
@@ -137,7 +137,7 @@ def check(config):
 
 
 def encoded(config, of_model, task, tokenizer, problems):
-    """Problems → token ids of their prompts. ValueError: a prompt that no answer can follow, by its text."""
+    """Problems → token ids of their prompts. ValueError quotes a prompt that the model cannot take."""
     prompts, room = [], of_model.max_position_embeddings - config.max_new_tokens
     for text in map(task.prompt, problems):
         prompts.append(prompt := checkpoint.encode(tokenizer, text))
@@ -151,11 +151,11 @@ def encoded(config, of_model, task, tokenizer, problems):
 
 
 def join_ranks(device):
-    """→ this process's device. One that torchrun started meets the others and takes the GPU of its number."""
+    """→ this process's device. Under torchrun, join the process group and take the GPU of the local rank."""
     if "RANK" in os.environ:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
         if device == "cuda":
-            torch.cuda.set_device(device := f"cuda:{os.environ['LOCAL_RANK']}")     # where Triton launches
+            torch.cuda.set_device(device := f"cuda:{os.environ['LOCAL_RANK']}")     # Triton launches there
     return device
 
 
@@ -164,7 +164,7 @@ def rank_and_count():
 
 
 def all_sum(tensor):
-    """The sum over ranks, in place; of one process the tensor itself."""
+    """Sum a tensor over ranks, in place, and return it; a single process returns it as it is."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor

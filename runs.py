@@ -1,16 +1,16 @@
-"""A run's folder: all that a run leaves behind, and what keeps an accident from losing it.
+"""A run's folder: its files, and what keeps an accident from losing a finished step.
 
-    config.json             the flags, resolved
-    metrics.jsonl           one record a step and one an evaluation, appended; see results/README.md
+    config.json             the flags
+    metrics.jsonl           one record per step and per evaluation, appended; keys: results/README.md
     samples.jsonl           the worst and the best answer of the step after each evaluation, appended
-    checkpoint.safetensors  adapter and optimizer after a step; replaced whole or not at all
-    checkpoint.previous.…   the one before, for when the last is damaged, which its checksum tells
+    checkpoint.safetensors  adapter and optimizer after a step, with a checksum; replaced atomically
+    checkpoint.previous.…   the checkpoint before it, read when the last one is damaged
     adapter/                the same adapter in PEFT's files
     curves.png              drawn from metrics.jsonl
 
 A resumed run replays the steps after its last checkpoint and appends their records again; readers take the
 last record of a step. The batch, the noise and every sampled token are functions of (seed, step), so on a CPU
-a resumed run ends with the bytes of one that was never stopped. `python runs.py show|plot RUN…`
+a resumed run ends with the same bytes as a run without a stop. `python runs.py show|plot RUN…`
 Needs: torch, safetensors, matplotlib; lora.py, memory.py.
 """
 
@@ -33,7 +33,7 @@ from safetensors.torch import save_file
 import lora
 import memory
 
-PROBE = 32                          # prompts of a preflight
+PROBE = 32                          # prompts that a preflight samples
 LINES = dict(
     eval="eval after {step:4d} steps | greedy {eval_greedy:.2f} right and ended, {eval_greedy_loose:.2f} "
          "right, ended or not | sampled {eval_sampled:.2f} | {rollout_s:.1f}s",
@@ -45,15 +45,15 @@ LINES = dict(
 
 
 class Unwritten(OSError):
-    """A file of the run's folder, which a full disk or a permission kept from being written."""
+    """A file of the run's folder could not be written: a full disk, missing permissions."""
 
 
 class Run:
-    """One segment of a run, from its start or a resume to its end or an accident. done: optimizer steps that
-    the model has behind it; whole: it is not in the middle of another."""
+    """One segment of a run: from its start or a resume to its end or an accident. done: optimizer steps that
+    the model has made; whole: no further step has begun to change the model."""
 
     def __init__(self, config, quiet=False):
-        """quiet: a rank that neither prints nor writes. ValueError: the folder holds or is another run's."""
+        """quiet: do not print or write. ValueError: the folder holds a run, or another process writes."""
         named = f"runs/{Path(config.task).stem}-{time.strftime('%m%d-%H%M%S')}"
         self.folder = Path(config.resume or config.out or named)
         self.go_on = f"go on with: python train.py --resume {self.folder}"
@@ -67,7 +67,7 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.folder / "metrics.jsonl", "ab")
         try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)       # the kernel drops it when we die
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)       # the kernel unlocks when we die
         except BlockingIOError:
             raise ValueError(f"another process is writing to {self.folder}: take another --out") from None
         if not config.resume and (self.lock.tell() or self.saved()):
@@ -76,9 +76,9 @@ class Run:
 
     @contextmanager
     def guarded(self, model, optimizer):
-        """Around the training loop: yields the step to begin with. A loop that is stopped or fails is saved
-        after its last whole step; Ctrl-C and signals become SystemExit, out of memory a ValueError."""
-        first = self.load(model, optimizer)     # outside of the try: a half-loaded model must not be saved
+        """Encloses the training loop and yields its first step. When the loop is stopped or fails, saves its
+        last whole step. Ctrl-C and signals become SystemExit, out of memory becomes a ValueError."""
+        first = self.load(model, optimizer)     # outside the try: never save a half-loaded model
         optimizer.register_step_pre_hook(lambda *_: setattr(self, "whole", False))
         try:
             yield first
@@ -102,7 +102,7 @@ class Run:
 
     @contextmanager
     def undivided(self):
-        """Around an update, its log and its save: signals wait, so that all of it happens or nothing."""
+        """Encloses an update, its log and its save. Signals wait for the end, so no part is left out."""
         pending, ends = [], (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         old = {s: signal.signal(s, lambda n, _: pending.append(n)) for s in ends}
         self.phase = "update"
@@ -116,7 +116,7 @@ class Run:
             signal.raise_signal(number)
 
     def made(self, step, stats, sampler, sampled):
-        """Log a step that is whole, and warn. ValueError: five in a row had no finite gradient."""
+        """Count and log a finished step, and print warnings. ValueError: five steps in a row were skipped."""
         stats["memory_gb"] = peak_memory_gb()
         if sampler.model.device.type == "cuda":
             room = (sampler.stats[k] for k in ("slots", "length", "at_once"))
@@ -133,7 +133,7 @@ class Run:
             raise ValueError("five steps in a row were skipped: try a lower --lr")
 
     def log(self, kind, step, record):
-        """Append a record and print its line. kind: "step" or "eval"; step: optimizer steps before it."""
+        """Append a record and print it. kind: "step" or "eval"; step: optimizer steps made before it."""
         record = {"kind": kind, "step": step, **{k: rounded(v) for k, v in record.items()}}
         self.append("metrics.jsonl", record)
         self.say(line(record))
@@ -147,8 +147,8 @@ class Run:
             self.say(f"    {which:5} {rewards[b]:+.2f}  {texts[b][0]!r} → {texts[b][1]!r}")
 
     def save(self, model, optimizer):
-        """Write adapter and optimizer as of `done` steps, each file whole or not at all. A model that is not
-        whole is not saved: the checkpoint before it holds."""
+        """Write adapter and optimizer after `done` steps, each file atomically. In the middle of an optimizer
+        step nothing is written, because the last checkpoint is still good."""
         if self.quiet or not self.whole:
             return
         tensors = {}
@@ -157,7 +157,7 @@ class Run:
             tensors |= {f"{name}/{k}": v for k, v in optimizer.state.get(p, {}).items()}
         tensors = {k: v.contiguous().cpu() for k, v in tensors.items()}
         metadata = {"step": str(self.done), "sha256": _digest(tensors, self.done)}
-        # the checkpoint last: dying in between, the steps since the one before are replayed and saved again
+        # the checkpoint last: after a crash in between, a resume replays the steps and saves both again
         with self.writing("checkpoint"):
             lora.save_adapter(model, self.folder / "adapter", self.config.model)
             _replace(self.checkpoint, lambda p: save_file(tensors, p, metadata=metadata),
@@ -165,8 +165,8 @@ class Run:
         self.damaged = False
 
     def load(self, model, optimizer):
-        """→ the step to go on with, 0 if nothing was saved. A damaged checkpoint is passed over, aloud.
-        ValueError: a checkpoint of another model; all are damaged; --steps it cannot end at."""
+        """→ the step to continue with, 0 without a checkpoint. Skips a damaged checkpoint, with a warning.
+        ValueError: a checkpoint of another model; all are damaged; --steps too few for what was made."""
         for path in self.saved():
             try:
                 tensors, self.done = _read(path)
@@ -191,14 +191,14 @@ class Run:
         if self.done > steps or self.done % each:
             raise ValueError(f"--steps {steps} --updates-per-rollout {each}: {self.folder} has made "
                              f"{self.done} steps; take at least as many, and updates that divide them")
-        if not self.quiet:                      # only now: flags that were refused do not stay behind
+        if not self.quiet:                      # only now: a refused resume must not change the flags
             flags = json.dumps(vars(self.config) | {"resume": "", "out": str(self.folder)}, indent=2) + "\n"
             with self.writing("config.json"):
                 _replace(self.folder / "config.json", lambda p: p.write_text(flags))
         return self.done
 
     def saved(self):
-        """The checkpoints that are there, the last one first."""
+        """Paths of the existing checkpoints, the last one first."""
         return [path for path in (self.checkpoint, self.previous) if path.exists()]
 
     def append(self, name, record):
@@ -208,7 +208,7 @@ class Run:
 
     @contextmanager
     def writing(self, what):
-        """What cannot be written inside (full disk, read-only folder) is an Unwritten of one sentence."""
+        """Turns an error of writing inside the block into an Unwritten with one sentence."""
         try:
             yield
         except (OSError, SafetensorError) as error:
@@ -216,17 +216,17 @@ class Run:
             raise Unwritten(f"{self.folder / what} cannot be written ({error}){holds}") from error
 
     def say(self, text, file=None):
-        """Print. An output that cannot be written ends the run as Ctrl-C does: the reader of a pipe is gone
-        (Ctrl-C ends `| tee`, too), the terminal was closed, or the disk behind `> log` is full."""
+        """Print. If that fails, stop the run as Ctrl-C does: the reader of a pipe ended (Ctrl-C also ends
+        `| tee`), the terminal was closed, or the disk behind `> log` is full."""
         try:
             if not self.quiet:
                 print(text, file=file, flush=True)
         except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # for the flush at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # Python flushes at exit
             raise KeyboardInterrupt(f" ({error.strerror})") from error
 
     def preflight(self, r):
-        """Print what the record of a step without update says → exit code, 3: training would be pointless."""
+        """Report on the record of a step without update → exit code; 3: training would be pointless."""
         advice = [text for _, text in diagnose([r], 1, f"{PROBE} prompts")]
         untrained = r["signal"] == 0 or self.config.overlong == "mask" and r["finished"] == 0
         verdict = "training would be pointless" if untrained or not r["mismatch"] <= 1.5 else "ready to train"
@@ -246,13 +246,13 @@ class Run:
             f"{self.config.steps} steps {seconds * self.config.steps / 60:.0f} minutes, evaluation aside",
             *(f"change: {text}" for text in advice), verdict)))
         if not self.quiet:
-            (self.folder / "metrics.jsonl").unlink()                 # empty: the folder goes as it came
+            (self.folder / "metrics.jsonl").unlink()                 # it is empty; leave no folder
             with suppress(OSError):
                 self.folder.rmdir()
         return 0 if verdict == "ready to train" else 3
 
     def finish(self):
-        """Draw the curves and say where everything is."""
+        """Draw the curves and print where the results are."""
         if not self.quiet:
             with self.writing("curves.png"):
                 plot([self.folder])
@@ -261,7 +261,7 @@ class Run:
 
 
 def stored(Config, folder):
-    """→ the flags in the config.json of a run, perhaps of an earlier version. ValueError: they do not fit."""
+    """→ the flags in a run's config.json, also of an earlier version. ValueError: it cannot be resumed."""
     path, instead = Path(folder) / "config.json", f"begin another run with --adapter {folder}/adapter"
     if not path.is_file():
         raise ValueError(f"--resume {folder}: there is no {path}; name the folder of a run")
@@ -272,7 +272,7 @@ def stored(Config, folder):
             raise ValueError(odd)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged ({error}): mend it, or {instead}") from error
-    # flags of earlier versions → their values that ask for what this version does
+    # flags of earlier versions → the values with which they mean what this version does without them
     gone = dict(name=[flags.get("name")], samples_every=[4, flags.get("eval_every")], mismatch_every=[10],
                 cispo_max=[5.0], overlong_cache=[0, flags.get("max_new_tokens", 16) // 4 or 1],
                 scale=["none" if flags.get("loss") == "dr_grpo" else "group"])
@@ -283,7 +283,7 @@ def stored(Config, folder):
 
 
 def diagnose(records, needed=5, seen="five steps"):
-    """The last steps' records, oldest first → what is wrong, as (name, what it is and what to try)."""
+    """Records of steps, the oldest first → (name, sentence) of each problem in the last `needed` of them."""
     recent = records[-needed:]
     if len(recent) == needed and all(r["signal"] == 0 for r in recent):
         yield "flat", f"{seen} without one group of unequal rewards: nothing can be learnt. " + (
@@ -295,13 +295,13 @@ def diagnose(records, needed=5, seen="five steps"):
     if recent and "skipped" in recent[-1]:
         yield "skipped", ("the loss or gradient was NaN or infinite, and the step was skipped; if that comes "
                           "again, try a lower --lr.")
-    if recent and not (recent[-1].get("mismatch") or 1) <= 1.05:                # NaN is not either
+    if recent and not (recent[-1].get("mismatch") or 1) <= 1.05:                # also if it is NaN
         yield "mismatch", (f"sampler and trainer disagree by a factor of {recent[-1]['mismatch']:.3f} on a "
                            "token's probability: the ratios are wrong. Report it, also with --quant bf16.")
 
 
 def peak_memory_gb():
-    """Of the GPU if this process has used one, else of the process, since the start."""
+    """Peak memory since the start, in 1e9 bytes: of the GPU if this process uses one, else of the process."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9           # Linux counts in KiB
@@ -315,7 +315,7 @@ def read(folder):
 
 
 def line(record):
-    """One record as one line for people: what is None was not measured in this step."""
+    """A record as one line of text. None, a value that was not measured in this step, is shown as –."""
     planned = " of {planned_gb:.1f} planned" * ("planned_gb" in record)
     text = LINES[record["kind"]] + planned + " | skipped" * ("skipped" in record)
     text = text.format(**{k: float("nan") if v is None else v for k, v in record.items()})
@@ -343,7 +343,7 @@ def plot(folders, path=""):
             label = Path(folder).name if axis == 1 else label if i == 0 else None
             axes[axis].plot([r["step"] for r in found], [r[key] for r in found], style, color=f"C{i}",
                             label=label, markerfacecolor="none", alpha=.4 if key == "reward" else 1)
-    drawn = axes[0].dataLim                                # rewards of one's own may lie outside of 0 to 1
+    drawn = axes[0].dataLim                                # a user's rewards may lie outside of 0 to 1
     axes[0].set(title="Accuracy", ylabel="share of answers", ylim=(min(-.03, drawn.y0), max(1.03, drawn.y1)))
     axes[1].set(title="Entropy of the policy", ylabel="nats a token", ylim=(0, None))
     axes[2].set_yscale("symlog", linthresh=1e-4)
@@ -365,7 +365,7 @@ def show(folders):
 
 
 def jsonl(path):
-    """A JSONL file's records, without a line that a crash cut off, be it in the middle of a character."""
+    """The records of a JSONL file, without a line that a crash cut off, even within a character."""
     if not path.is_file():
         raise ValueError(f"{path.parent} holds no {path.name}: name the folder of a run that has made a step")
     for text in path.read_bytes().split(b"\n"):
@@ -374,19 +374,19 @@ def jsonl(path):
 
 
 def append(path, record):
-    """A line of its own, on the disk before we go on."""
+    """Append a record as a line, and wait until it is on the disk."""
     text = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
     with open(path, "ab+", buffering=0) as file:    # unbuffered: closing must not write again what failed
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
             text = text if file.read(1) == b"\n" else b"\n" + text      # a crash may have cut its last line
-        while text:                                 # a nearly full disk takes a part, then says so
+        while text:                                 # a nearly full disk writes a part, then raises
             text = text[file.write(text):]
         os.fsync(file.fileno())
 
 
 def _replace(path, write, keep=None):
-    """write(temporary path), then rename: the file is whole at any moment. keep: a new name for the old."""
+    """write(temporary path), then rename it: `path` is always a whole file. keep: a new name for the old."""
     temporary = path.with_suffix(path.suffix + ".tmp")
     write(temporary)
     with open(temporary, "rb") as file:
@@ -397,7 +397,7 @@ def _replace(path, write, keep=None):
 
 
 def _read(path):
-    """→ tensors, step of a checkpoint. What is not as it was written raises something."""
+    """→ tensors, step of a checkpoint. A file that has changed since it was written raises."""
     with safe_open(path, "pt") as file:
         tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
     if metadata["sha256"] != _digest(tensors, metadata["step"]):
@@ -406,7 +406,7 @@ def _read(path):
 
 
 def _digest(tensors, step):
-    """SHA-256 of all that a checkpoint says."""
+    """SHA-256 of a checkpoint's step and its tensors' names, types, shapes and bytes."""
     sha = hashlib.sha256(str(step).encode())
     for name, tensor in sorted(tensors.items()):
         sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -415,12 +415,12 @@ def _digest(tensors, step):
 
 
 def rounded(x, digits=6):
-    """Six digits are enough; NaN and infinity, which JSON does not have, are None."""
+    """Round a float to six digits; NaN and infinity, which JSON cannot hold, become None."""
     return x if not isinstance(x, float) else float(f"{x:.{digits}g}") if math.isfinite(x) else None
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")                # a terminal without Unicode
+    sys.stdout.reconfigure(errors="replace")                # a terminal may not have Unicode
     command, *folders = sys.argv[1:] or [""]
     try:
         if command not in ("show", "plot") or not folders:

@@ -1,20 +1,20 @@
 """QeRL: reinforcement learning of a quantised language model (arXiv 2510.11696), the whole loop.
 
     for each step:
-        σ        ← aqn.sigma(step)                              less noise as training goes on
-        answers  ← sample G to each of P prompts, norms + N(0, σ²)
-        rewards  ← task.reward(answer)                          verifiable: right or not
+        σ        ← aqn.sigma(step)                              noise falls as training goes on
+        answers  ← sample G for each of P prompts, with N(0, σ²) added to the RMSNorm weights
+        rewards  ← task.reward(answer)                          verifiable: right or wrong
         A        ← (reward − mean of its group) / std           grpo.advantages
         LoRA     ← AdamW step on policy_loss(…, A)              the NVFP4 base never changes
 
     python train.py                                             teaches SmolLM2-135M the times table on a CPU
     python train.py --task gsm8k --data train.jsonl --model Qwen/Qwen2.5-1.5B-Instruct --lr 1e-5
-    python train.py --task mine.py --preflight                  a task of your own: would it work?
-    python train.py --resume runs/NAME                          goes on where it was stopped
-    python train.py --steps 0 --adapter runs/NAME/adapter       evaluates
+    python train.py --task mine.py --preflight                  checks a task of your own before training
+    python train.py --resume runs/NAME                          continues a stopped run
+    python train.py --steps 0 --adapter runs/NAME/adapter       evaluates only
     torchrun --nproc-per-node 2 train.py …                      prompts split by rank, gradients summed
 
-Needs: aqn.py, grpo.py, lora.py, model.py, rollout.py; runs.py, launch.py around the algorithm.
+Needs: aqn.py, grpo.py, lora.py, model.py, rollout.py; launch.py to start, runs.py to log, save and resume.
 """
 
 import dataclasses
@@ -40,52 +40,52 @@ class Config:
     model: str = "smollm2"              # "smollm2" (from its wheel), a folder, a .gguf file or a hub id
     quant: str = "nvfp4"                # nvfp4 (scale sweep), rtn (the paper's rounding), bf16 (unquantised)
     task: str = "multiplication"        # addition, countdown, gsm8k, math, or the PATH.py of your own
-    data: str = ""                      # its problems: FILE.jsonl, or owner/name[/config][:split] of the hub
-    test: str = ""                      # as --data: problems to evaluate on, all of them, not to train on
-    operands: str = ""                  # LOW-HIGH, both included, for arithmetic tasks; empty: the task's own
+    data: str = ""                      # problems: FILE.jsonl, or owner/name[/config][:split] on the hub
+    test: str = ""                      # as --data: evaluate on all of these problems, train on none of them
+    operands: str = ""                  # LOW-HIGH, both included, in arithmetic tasks; empty: the task's own
     steps: int = 16                     # optimizer steps; 0 evaluates only
     prompts: int = 8                    # P, prompts a step over all ranks
     group_size: int = 8                 # G, answers to each prompt (paper: 8 for GSM8K, 16 for BigMath)
     max_new_tokens: int = 16            # longest answer
-    temperature: float = 1.0            # of sampling; divides the logits of sampler and trainer alike
+    temperature: float = 1.0            # divides the logits, in the sampler and in the trainer
     loss: str = "dapo"                  # dapo, grpo, dr_grpo, gspo, cispo: see grpo.py
     correction: str = "none"            # what "old" is: none (the trainer's own), bypass (as sampled), tis
     updates_per_rollout: int = 1        # optimizer steps on each batch of answers
     clip_low: float = None              # ε_low; left out: the loss's own (0.2; gspo 3e-4)
     clip_high: float = None             # ε_high; left out: the loss's own (dapo 0.28, grpo 0.2, gspo 4e-4)
-    beta: float = 0.0                   # weight of the KL to the model without adapter (paper: none)
+    beta: float = 0.0                   # weight of the KL to the model without its adapter (paper: no KL)
     overlong: str = "none"              # truncated answers: none, mask (QeRL: not trained), penalty (DAPO)
-    resample: int = 0                   # dynamic sampling: extra rollouts, at most, for groups without signal
+    resample: int = 0                   # dynamic sampling: at most so many rollouts more, for equal rewards
     lr: float = 5e-4                    # AdamW; 1e-5 … 3e-5 for 1.5B to 32B (paper: 1e-5)
     schedule: str = "linear"            # learning rate: linear (to 0), constant, cosine (released scripts)
-    warmup: int = 0                     # steps in which it rises from 0
-    weight_decay: float = 0.0           # (released scripts: 0.1)
-    max_grad_norm: float = 1.0          # (released scripts: 0.2)
+    warmup: int = 0                     # steps in which the learning rate rises from 0
+    weight_decay: float = 0.0           # AdamW's (released scripts: 0.1)
+    max_grad_norm: float = 1.0          # longer gradients are scaled down to it (released scripts: 0.2)
     rank: int = 32                      # LoRA r
     alpha: int = 32                     # LoRA α; the adapter is scaled by α/r
-    aqn: bool = True                    # noise on the norms while sampling
-    sigma_start: float = 1e-2           # σ of the second stage; the first has none
+    aqn: bool = True                    # add noise to the RMSNorm weights while sampling
+    sigma_start: float = 1e-2           # σ of the second stage; the first stage has no noise
     sigma_end: float = 1e-4             # σ of the last stage (paper: 5e-4 in Table 4, 1e-4 in its scripts)
-    sigma_stages: int = 10              # of σ, the first without noise (the paper's K)
+    sigma_stages: int = 10              # number of stages of σ (the paper's K)
     sigma_schedule: str = "exponential"  # exponential, linear, cosine, logarithmic
     eval_every: int = 4                 # steps between evaluations and printed samples; also after the last
     eval_samples: int = 1               # sampled answers to each held-out problem
-    eval_top_p: float = 1.0             # of evaluation's sampled answers; training cuts nothing (paper: 0.95)
+    eval_top_p: float = 1.0             # nucleus of evaluation's sampled answers (paper: 0.95)
     save_every: int = 5                 # steps between checkpoints; also at the end and on Ctrl-C
-    micro_tokens: int = 1024            # tokens, padding included, that go through the trainer at a time
-    gradient_checkpointing: bool = False  # keep one activation a layer and recompute the rest
-    seed: int = 0                       # of everything random
+    micro_tokens: int = 1024            # tokens of a micro-batch in the trainer, padding included
+    gradient_checkpointing: bool = False  # keep one activation per layer, recompute the others
+    seed: int = 0                       # of all random numbers
     device: str = ""                    # cuda or cpu; empty: cuda where there is one
     out: str = ""                       # this run's folder; empty: runs/TASK-MMDD-HHMMSS
-    resume: str = ""                    # run folder to go on with; most flags beside it win over its config
+    resume: str = ""                    # folder of a run to continue with its flags; those given here win
     adapter: str = ""                   # a PEFT adapter to start from
-    preflight: bool = False             # a step of 32 prompts without update, then advice; exit 3: pointless
+    preflight: bool = False             # sample 32 prompts, give advice, update nothing; exit 3: pointless
 
 
 def train(config, model, task, tokenizer, stop_ids, run):
-    """The algorithm. Every random choice is a function of (seed, step)."""
+    """The algorithm. Every random choice is a function of (seed, step), so a resumed run repeats it."""
     sampler, optimizer = Sampler(model), adamw(config, model)
-    with run.guarded(model, optimizer) as first:    # resumes; saves the last whole step if this ends early
+    with run.guarded(model, optimizer) as first:    # loads a checkpoint; saves one if the loop is stopped
         for step in range(first, config.steps, config.updates_per_rollout):
             evaluated = due(config, config.eval_every, step)
             if evaluated:
@@ -98,7 +98,7 @@ def train(config, model, task, tokenizer, stop_ids, run):
             advantages = advantages_of(config, rewards)                                             # (B,)
             lr = optimizer.param_groups[0]["lr"] = learning_rate(config, step)
 
-            with run.undivided():       # signals wait: a step is made, logged and saved, or it is not begun
+            with run.undivided():       # a signal waits until the step is made, logged and saved
                 stats |= update(config, model, optimizer, sampled, advantages.to(model.device))
                 run.made(step, stats | dict(sigma=sigma, lr=lr), sampler, sampled)
                 if evaluated:
@@ -109,15 +109,15 @@ def train(config, model, task, tokenizer, stop_ids, run):
 
 
 def collect(config, sampler, task, tokenizer, stop_ids, step):
-    """Sample and judge this rank's answers → Rollout (B), rewards (B,) f64, B (prompt, answer) pairs, and
-    measurements over all ranks. --resample replaces groups of equal rewards by new problems (DAPO §3.2)."""
+    """Sample this rank's answers and reward them → Rollout (B rows), rewards (B,) f64, B (prompt, answer)
+    pairs, measurements over all ranks. --resample replaces groups of equal rewards (DAPO §3.2)."""
     rank, ranks = rank_and_count()
     G, P, began = config.group_size, config.prompts // ranks, time.perf_counter()
     drawn = []
     for attempt in range(1 + config.resample):
         problems = batch(task.train, config, step, attempt)[rank * P:(rank + 1) * P]
         prompts = launch.encoded(config, sampler.model.config, task, tokenizer, problems)
-        first = (attempt * ranks + rank) * P * G                        # number of this call's first answer
+        first = (attempt * ranks + rank) * P * G                        # number of the first answer here
         sampled = sampler.generate(prompts, G, config.max_new_tokens, config.temperature, stop_ids,
                                    config.seed, step, first, progress=f"step {step}")
         answers = list(map(tokenizer.decode, sampled.answers()))
@@ -125,14 +125,14 @@ def collect(config, sampler, task, tokenizer, stop_ids, step):
             rows = range(p * G, (p + 1) * G)
             rewards = [task.reward(problem, answers[b], bool(sampled.finished[b])) for b in rows]
             if config.overlong == "penalty":
-                cache = max(1, config.max_new_tokens // 4)      # tokens in which the penalty grows to 1
+                cache = max(1, config.max_new_tokens // 4)      # the last tokens, in which it grows to 1
                 penalty = grpo.overlong_penalty(sampled.lengths[rows], config.max_new_tokens, cache).tolist()
                 rewards = [r + q for r, q in zip(rewards, penalty, strict=True)]
-            # .3 and .1 + .2 would be a signal, which Adam makes a whole step of
+            # 0.1 + 0.2 ≠ 0.3 would give a tiny advantage, and Adam rescales a tiny gradient to a full step
             rewards = [round(r, 9) for r in rewards]
             drawn.append((len(set(rewards)) > 1, sampled.rows(rows), rewards,
                           [(task.prompt(problem), answers[b]) for b in rows]))
-        kept = sorted(drawn, key=lambda group: not group[0])[:P]        # stable: those with signal first
+        kept = sorted(drawn, key=lambda group: not group[0])[:P]        # a stable sort: unequal rewards first
         if all(signal for signal, *_ in kept):
             break
     signal, rollouts, rewards, texts = zip(*kept, strict=True)
@@ -140,7 +140,7 @@ def collect(config, sampler, task, tokenizer, stop_ids, step):
     seconds = [0.0] * ranks
     seconds[rank] = time.perf_counter() - began
     mismatch = None
-    if due(config, 10, step):                            # a check that costs a few forwards
+    if due(config, 10, step):                            # every ten steps: it costs a few forwards
         mismatch = measure_mismatch(config, sampler.model, Rollout.join([part for _, part, *_ in drawn[:P]]))
     count, reward, finished, tokens, groups, extra, through, *seconds = all_sum(torch.tensor([
         P * G, rewards.sum(), sampled.finished.sum(), sampled.lengths.sum(), sum(signal), len(drawn) - P,
@@ -154,17 +154,17 @@ def collect(config, sampler, task, tokenizer, stop_ids, step):
 
 
 def update(config, model, optimizer, sampled, advantages):
-    """updates_per_rollout optimizer steps on one batch → measurements, the policy's from before the first."""
+    """updates_per_rollout optimizer steps on one batch → measurements, of the policy before the first."""
     began, old, through, stats = time.perf_counter(), sampled.logprobs.clone(), 0, {}
     for number in range(config.updates_per_rollout):
         now = backward(config, model, sampled, advantages, old, first=number == 0)
         through, loss = through + now.pop("tokens"), now.pop("loss")
         stats = (stats or now) | dict(clip_fraction=now["clip_fraction"])
         if now["rows"] == 0:
-            break                                        # no advantage: AdamW's momentum alone would move it
+            break                                        # no gradient: only AdamW's momentum would act
         stats["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
         if not math.isfinite(stats["grad_norm"] + loss):
-            stats["skipped"] = 1                         # the same on every rank, for it is a sum over all
+            stats["skipped"] = 1                         # the sum over ranks is not finite, so all ranks skip
             break
         optimizer.step()
         lora.refresh(model)
@@ -174,11 +174,11 @@ def update(config, model, optimizer, sampled, advantages):
 
 
 def backward(config, model, sampled, advantages, old, first=True):
-    """Leave the gradient of the whole batch's loss, over all ranks, in the parameters → measurements.
-    old (B, T): what the ratio compares with; unless correction is bypass, the first call fills it with the
-    trainer's own log-probabilities. Rows without advantage are not run (they add exactly 0), yet count."""
+    """Write the gradient of the whole batch's loss, summed over ranks, into the parameters → measurements.
+    old (B, T): log-probabilities, the ratio's denominator; the first call fills in the trainer's own ones
+    unless correction is bypass. Rows of advantage 0 add exactly 0: they are counted, and not run."""
     for p in model.parameters():
-        p.grad = torch.zeros_like(p)                                 # a rank without rows still joins the sum
+        p.grad = torch.zeros_like(p)                                 # a rank without rows adds zeros
     trained = sampled.lengths * sampled.finished if config.overlong == "mask" else sampled.lengths     # (B,)
     normalizer = all_sum(grpo.normalizer(config.loss, trained, config.max_new_tokens).double()).item()
     rows = torch.nonzero((trained > 0) & ((advantages != 0) | (config.beta > 0)))[:, 0]
@@ -191,7 +191,7 @@ def backward(config, model, sampled, advantages, old, first=True):
         before = logprobs.detach() if first and config.correction != "bypass" else old[micro, :mask.shape[1]]
         old[micro, :mask.shape[1]] = before
         weights = grpo.importance_weights(before, part.logprobs) if config.correction == "tis" else None
-        reference = logprobs.detach()                                    # without beta: a KL of 0
+        reference = logprobs.detach()                                    # without beta the KL is 0
         if config.beta:
             with lora.disabled(model), torch.no_grad():
                 reference, _ = model.logprobs(*where, config.temperature)
@@ -201,12 +201,12 @@ def backward(config, model, sampled, advantages, old, first=True):
         loss.backward()
         with torch.no_grad():
             drift = (logprobs - part.logprobs)[mask]                     # ln(clean trainer / noisy sampler)
-            kl = (logprobs - reference).sum()                            # k1; both are 0 outside of answers
+            kl = (logprobs - reference).sum()                            # k1; outside of answers both are 0
             total += torch.stack([mask.sum(), entropy.sum(), grpo.kl_k3(drift).sum(), clipped, kl,
                                   (part.prompt_lengths + part.lengths).sum(), loss])
     if rank_and_count()[1] > 1:
         grads = [p.grad for p in model.parameters()]
-        vector_to_parameters(all_sum(parameters_to_vector(grads)), grads)        # ranks add them in one go
+        vector_to_parameters(all_sum(parameters_to_vector(grads)), grads)        # one all-reduce
     tokens, entropy, kl_noise, clipped, kl, through, loss = all_sum(total).tolist()
     sums = dict(entropy=entropy, kl_noise=kl_noise, clip_fraction=clipped, kl_reference=kl)
     return {k: x / tokens if tokens else None for k, x in sums.items()} | dict(
@@ -214,8 +214,8 @@ def backward(config, model, sampled, advantages, old, first=True):
 
 
 def evaluate(config, sampler, task, tokenizer, stop_ids):
-    """Held-out problems, clean norms: greedy strict (right and ended), loose (judged as if it had), and the
-    mean over sampled answers (pass@1 at the training temperature, of the nucleus of eval_top_p)."""
+    """Answer the held-out problems without noise. Greedy: right and ended (strict), right if judged as ended
+    (loose). Sampled: the mean reward, which is pass@1 at this temperature and top-p."""
     assert not aqn.is_noisy(sampler.model), "evaluation under noise measures another policy"
     rank, ranks = rank_and_count()
     began, right, size = time.perf_counter(), torch.zeros(3, dtype=torch.float64), 32
@@ -224,7 +224,7 @@ def evaluate(config, sampler, task, tokenizer, stop_ids):
         prompts = launch.encoded(config, sampler.model.config, task, tokenizer, problems)
         for G, temperature, top_p in ((1, 0.0, 1.0),
                                       (config.eval_samples, config.temperature, config.eval_top_p)):
-            # step −1: the same bits at every evaluation, and none that training uses
+            # step −1: each evaluation draws the same random bits, which training never draws
             sampled = sampler.generate(prompts, G, config.max_new_tokens, temperature, stop_ids, config.seed,
                                        -1, start * G, progress="eval", top_p=top_p)
             for b, ids in enumerate(sampled.answers()):
@@ -239,7 +239,7 @@ def evaluate(config, sampler, task, tokenizer, stop_ids):
 
 @torch.no_grad()
 def measure_mismatch(config, model, sampled):
-    """mean exp|Δ ln π|, sampler against trainer on equal weights and noise, of fewer than 128 answers."""
+    """Mean exp|Δ ln π| of sampler and trainer, with the same weights and noise, on fewer than 128 answers."""
     ratios, every = [], max(1, len(sampled.tokens) // 64)
     for micro in sampled.micro_batches(torch.arange(0, len(sampled.tokens), every), config.micro_tokens):
         part = sampled.rows(micro)
@@ -250,7 +250,7 @@ def measure_mismatch(config, model, sampled):
 
 
 def preflight(config, model, task, tokenizer, stop_ids, run):
-    """One step of 32 prompts without the update → the exit code: 3 where training would be pointless."""
+    """Run a step of 32 prompts without its update → the exit code: 3 if training would be pointless."""
     ranks, sampler = rank_and_count()[1], Sampler(model)
     probe = dataclasses.replace(config, prompts=-(-runs.PROBE // ranks) * ranks, resample=0)
     sampled, rewards, _, stats = collect(probe, sampler, task, tokenizer, stop_ids, 0)
@@ -258,7 +258,7 @@ def preflight(config, model, task, tokenizer, stop_ids, run):
     began, share = time.perf_counter(), config.prompts / probe.prompts
     backward(probe, model, sampled, advantages.to(model.device), sampled.logprobs.clone())
     stats["update_s"] = (time.perf_counter() - began) * share
-    # compiling and capturing is left out; on a GPU, fewer rows than these take hardly less time
+    # without compiling and capturing; on a GPU, fewer prompts than 32 take about the same time
     sampling = (stats["rollout_s"] - sampler.stats["capture_s"]) / config.updates_per_rollout
     stats["rollout_s"] = sampling * (share if model.device.type == "cpu" else max(1, share))
     solved = all_sum((rewards > 0).sum()).item() / (probe.prompts * config.group_size)
@@ -266,13 +266,13 @@ def preflight(config, model, task, tokenizer, stop_ids, run):
 
 
 def advantages_of(config, rewards):
-    """(B,) rewards → (B,) advantages, each within its prompt's group. Dr. GRPO does not divide by the std."""
+    """(B,) rewards → (B,) advantages within each prompt's group. Dr. GRPO does not divide by the std."""
     scale = "none" if config.loss == "dr_grpo" else "group"
     return grpo.advantages(rewards.view(-1, config.group_size), scale).flatten()
 
 
 def batch(problems, config, step, attempt=0):
-    """The P problems of a step: one shuffle after another, a function of (seed, step, attempt) alone."""
+    """The P problems of a step, from one shuffle of all after another, given by (seed, step, attempt)."""
     start = (step // config.updates_per_rollout * (1 + config.resample) + attempt) * config.prompts
     wanted, n = range(start, start + config.prompts), len(problems)
     shuffled = {epoch: random.Random(f"{config.seed} {epoch}").sample(problems, n)
