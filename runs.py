@@ -1,30 +1,24 @@
-"""A run's folder: everything that a run leaves behind, written so that nothing written is ever lost.
+"""A run's folder: its files, and what keeps an accident from losing a finished step.
 
-    runs/NAME/config.json             the flags, resolved
-              metrics.jsonl           one record a step and one an evaluation, appended; see README's glossary
-              samples.jsonl           best and worst answers every few steps, appended
-              checkpoint.safetensors  adapter and optimizer after a step; replaced whole or not at all
-              checkpoint.previous.…   the one before, for when the last is damaged, which its checksum tells
-              adapter/                the same adapter in PEFT's files
-              curves.png              drawn from metrics.jsonl
+    config.json             the flags
+    metrics.jsonl           one record per step and per evaluation, appended; keys: results/README.md
+    samples.jsonl           the worst and the best answer of the step after each evaluation, appended
+    checkpoint.safetensors  adapter and optimizer after a step, with a checksum; replaced atomically
+    checkpoint.previous.…   the checkpoint before it, read when the last one is damaged
+    adapter/                the same adapter in PEFT's files
+    curves.png              drawn from metrics.jsonl
 
-A run that is resumed replays the steps after its last checkpoint and appends their records again, with the
-number of its segment; readers take the last record of a step. The batch, the noise and every sampled token
-are functions of (seed, step), so on a CPU a resumed run ends with the bytes of one that was never stopped.
-
-`python runs.py plot RUN…` draws, `python runs.py show RUN` prints samples.
-Needs: torch, safetensors, matplotlib; lora.py.
+A resumed run replays the steps after its last checkpoint and appends their records again; readers take the
+last record of a step. The batch, the noise and every sampled token are functions of (seed, step), so on a CPU
+a resumed run ends with the same bytes as a run without a stop. `python runs.py show|plot RUN…`
+Needs: torch, safetensors, matplotlib; lora.py, memory.py.
 """
 
-import argparse
-import dataclasses
 import fcntl
 import hashlib
-import inspect
 import json
 import math
 import os
-import re
 import resource
 import signal
 import sys
@@ -37,84 +31,124 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import lora
+import memory
 
-PROBE = 32                          # prompts of a preflight
+PROBE = 32                          # prompts that a preflight samples
+LINES = dict(
+    eval="eval after {step:4d} steps | greedy {eval_greedy:.2f} right and ended, {eval_greedy_loose:.2f} "
+         "right, ended or not | sampled {eval_sampled:.2f} | {rollout_s:.1f}s",
+    step="step {step:4d} | reward {reward:.2f} | signal {signal:.0%} | finished {finished:.0%} | "
+         "len {length:.1f} | entropy {entropy:.2f} | mismatch {mismatch:.4f} | kl_noise {kl_noise:.1e} | "
+         "clip {clip_fraction:.1%} | grad {grad_norm:.2f} | lr {lr:.1e} | σ {sigma:.1e} | "
+         "gen {rollout_s:.1f}s {rollout_tok_s:.0f} tok/s | train {update_s:.1f}s {update_tok_s:.0f} tok/s | "
+         "{memory_gb:.1f} GB")
 
 
 class Unwritten(OSError):
-    """A file of the run's folder, which a full disk or a permission kept from being written."""
+    """A file of the run's folder could not be written: a full disk, missing permissions."""
 
 
 class Run:
-    """One segment of a run: from the start, or from a resume, to the end or an accident.
-
-    done: optimizer steps that the model has behind it; whole: it is not in the middle of another.
-    quiet: a rank that neither prints nor writes.
-    """
+    """One segment of a run: from its start or a resume to its end or an accident. done: optimizer steps that
+    the model has made; whole: no further step has begun to change the model."""
 
     def __init__(self, config, quiet=False):
-        """ValueError: the folder holds a run already, without --resume, or another process writes to it."""
-        self.folder = Path(config.resume or Path(config.out) / (
-            config.name or f"{Path(config.task).stem}-{time.strftime('%m%d-%H%M%S')}"))
-        self.config, self.quiet, self.done, self.warned = config, quiet, 0, set()
+        """quiet: do not print or write. ValueError: the folder holds a run, or another process writes."""
+        named = f"runs/{Path(config.task).stem}-{time.strftime('%m%d-%H%M%S')}"
+        self.folder = Path(config.resume or config.out or named)
+        self.go_on = f"go on with: python train.py --resume {self.folder}"
+        self.config, self.quiet, self.history, self.warned = config, quiet, [], set()
+        self.done, self.whole, self.phase, self.damaged = 0, True, "sampling", False
         self.checkpoint, self.previous = (
             self.folder / f"checkpoint{kind}.safetensors" for kind in ("", ".previous"))
-        self.whole, self.damaged = True, False
         if quiet:
             return
         with self.writing("metrics.jsonl"):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.metrics = open(self.folder / "metrics.jsonl", "ab+", buffering=0)
+            self.lock = open(self.folder / "metrics.jsonl", "ab")
         try:
-            fcntl.flock(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)       # the kernel drops it when we die
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)       # the kernel unlocks when we die
         except BlockingIOError:
-            raise ValueError(f"another process is writing to {self.folder}: "
-                             "two runs cannot share a folder") from None
-        if not config.resume and (self.metrics.seek(0, os.SEEK_END) or self.saved()):
-            raise ValueError(f"{self.folder} holds a run already: go on with --resume {self.folder}, "
-                             "or take another --name")
+            raise ValueError(f"another process is writing to {self.folder}: take another --out") from None
+        if not config.resume and (self.lock.tell() or self.saved()):
+            raise ValueError(f"{self.folder} holds a run already: go on with --resume, or take another --out")
         self.segment = 1 + max((r["segment"] for r in read(self.folder).values()), default=-1)
 
-    def banner(self, model, task, seconds):
-        """What is about to run, in three lines."""
-        if self.quiet:
-            return
-        config, learned = self.config, sum(p.numel() for p in model.parameters())
-        print(f"{config.model}: {config.quant}, loaded in {seconds:.0f}s on {model.device}, "
-              f"{learned / 1e6:.1f} M adapter weights learn\n"
-              f"{config.task}: {len(task.train)} problems to train on, {len(task.held_out)} held out; "
-              f"{config.prompts} prompts × {config.group_size} answers a step\n"
-              f"run folder: {self.folder}", flush=True)
+    @contextmanager
+    def guarded(self, model, optimizer):
+        """Encloses the training loop and yields its first step. When the loop is stopped or fails, saves its
+        last whole step. Ctrl-C and signals become SystemExit, out of memory becomes a ValueError."""
+        first = self.load(model, optimizer)     # outside the try: never save a half-loaded model
+        optimizer.register_step_pre_hook(lambda *_: setattr(self, "whole", False))
+        try:
+            yield first
+        except (KeyboardInterrupt, SystemExit, OSError, ValueError, RuntimeError) as stop:
+            phase = self.phase
+            if self.done > first and not isinstance(stop, Unwritten):
+                # a second Ctrl-C must not interrupt the save
+                with suppress(KeyboardInterrupt, SystemExit), self.undivided():
+                    self.save(model, optimizer)
+            if isinstance(stop, torch.OutOfMemoryError):
+                flags = (f"--micro-tokens {self.config.micro_tokens // 2 or 1} --gradient-checkpointing"
+                         if phase == "update" else f"--max-new-tokens {self.config.max_new_tokens // 2 or 1}")
+                raise ValueError(f"out of memory in the {phase} after {self.done} steps; "
+                                 f"{self.go_on if self.saved() else 'begin again with'} {flags}") from stop
+            if not isinstance(stop, (KeyboardInterrupt, SystemExit)):
+                raise
+            why = stop.args[0] if isinstance(stop, KeyboardInterrupt) and stop.args else ""
+            self.say(f"\nstopped after {self.done} steps{why}; {self.go_on}", sys.stderr)
+            sys.exit(stop.code if isinstance(stop, SystemExit) else 130)
+        self.finish()
+
+    @contextmanager
+    def undivided(self):
+        """Encloses an update, its log and its save. Signals wait for the end, so no part is left out."""
+        pending, ends = [], (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        old = {s: signal.signal(s, lambda n, _: pending.append(n)) for s in ends}
+        self.phase = "update"
+        try:
+            yield
+            self.phase = "sampling"
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+        for number in pending:
+            signal.raise_signal(number)
+
+    def made(self, step, stats, sampler, sampled):
+        """Count and log a finished step, and print warnings. ValueError: five steps in a row were skipped."""
+        stats["memory_gb"] = peak_memory_gb()
+        if sampler.model.device.type == "cuda":
+            room = (sampler.stats[k] for k in ("slots", "length", "at_once"))
+            plan = memory.plan_of(self.config, sampler.model.config, *room, longest=sampled.tokens.shape[1])
+            stats["planned_gb"] = max([plan.peak / 1e9, *(s["planned_gb"] for s in self.history[-1:])])
+        self.history.append(stats)
+        self.done, self.whole = step + self.config.updates_per_rollout, True
+        self.log("step", step, stats)
+        for name, advice in diagnose(self.history):
+            if name not in self.warned:
+                self.warned.add(name)
+                self.say(f"warning: {advice}", sys.stderr)
+        if sum("skipped" in r for r in self.history[-5:]) == 5:
+            raise ValueError("five steps in a row were skipped: try a lower --lr")
 
     def log(self, kind, step, record):
-        """Append a record and print its line. kind: "step" or "eval"; step: optimizer steps before it."""
-        if self.quiet:
-            return
-        record = {"kind": kind, "step": step, **{k: rounded(v) for k, v in record.items()},
-                  "segment": self.segment}
-        with self.writing("metrics.jsonl"):
-            append(self.metrics, record)
-        print(line(record), flush=True)
+        """Append a record and print it. kind: "step" or "eval"; step: optimizer steps made before it."""
+        record = {"kind": kind, "step": step, **{k: rounded(v) for k, v in record.items()}}
+        self.append("metrics.jsonl", record)
+        self.say(line(record))
 
     def sample(self, step, texts, rewards, advantages):
-        """Keep the worst and the best answer of a step. texts: (prompt, answer) of each row."""
-        if self.quiet:
-            return
+        """Keep and print the worst and the best answer of a step. texts: (prompt, answer) of each row."""
         order = sorted(range(len(rewards)), key=rewards.__getitem__)
-        kept = [dict(step=step, which=which, prompt=texts[b][0], answer=texts[b][1], reward=rewards[b],
-                     advantage=advantages[b], segment=self.segment)
-                for which, b in (("worst", order[0]), ("best", order[-1]))]
-        with self.writing("samples.jsonl"), open(self.folder / "samples.jsonl", "ab+", buffering=0) as file:
-            for s in kept:
-                append(file, s)
-        for s in kept:                  # not inside writing(): a reader that is gone is not the file's fault
-            print(f"    {s['which']:5} {s['reward']:+.2f}  {s['prompt']!r} → {s['answer']!r}", flush=True)
+        for which, b in (("worst", order[0]), ("best", order[-1])):
+            self.append("samples.jsonl", dict(step=step, which=which, prompt=texts[b][0], answer=texts[b][1],
+                                              reward=rewards[b], advantage=advantages[b]))
+            self.say(f"    {which:5} {rewards[b]:+.2f}  {texts[b][0]!r} → {texts[b][1]!r}")
 
     def save(self, model, optimizer):
-        """Write adapter and optimizer as they are after `done` steps, each file whole or not at all.
-
-        A model that is not whole is not saved: the checkpoint before it holds.
-        """
+        """Write adapter and optimizer after `done` steps, each file atomically. In the middle of an optimizer
+        step nothing is written, because the last checkpoint is still good."""
         if self.quiet or not self.whole:
             return
         tensors = {}
@@ -123,7 +157,7 @@ class Run:
             tensors |= {f"{name}/{k}": v for k, v in optimizer.state.get(p, {}).items()}
         tensors = {k: v.contiguous().cpu() for k, v in tensors.items()}
         metadata = {"step": str(self.done), "sha256": _digest(tensors, self.done)}
-        # the checkpoint last: dying in between, the steps since the one before are replayed and saved again
+        # the checkpoint last: after a crash in between, a resume replays the steps and saves both again
         with self.writing("checkpoint"):
             lora.save_adapter(model, self.folder / "adapter", self.config.model)
             _replace(self.checkpoint, lambda p: save_file(tensors, p, metadata=metadata),
@@ -131,22 +165,18 @@ class Run:
         self.damaged = False
 
     def load(self, model, optimizer):
-        """→ the step to go on with, 0 if nothing was saved. A damaged checkpoint is passed over, aloud.
-
-        ValueError: a checkpoint of another model; all are damaged; --steps it cannot end at. Only then
-        config.json is written: flags that were refused do not stay behind.
-        """
+        """→ the step to continue with, 0 without a checkpoint. Skips a damaged checkpoint, with a warning.
+        ValueError: a checkpoint of another model; all are damaged; --steps too few for what was made."""
         for path in self.saved():
             try:
                 tensors, self.done = _read(path)
             except (SafetensorError, LookupError, TypeError, ValueError) as error:
                 self.damaged = True
-                self.say(f"{path} is damaged ({_reason(error)}): going back to the one before it")
+                self.say(f"warning: {path} is damaged ({error}): going back to the one before it", sys.stderr)
                 continue
             for name, p in model.named_parameters():
                 if name not in tensors or tensors[name].shape != p.shape:
-                    raise ValueError(f"{path} has no {name} of shape {tuple(p.shape)}: "
-                                     "was it another --model or --rank?")
+                    raise ValueError(f"{path} has no {name} of {tuple(p.shape)}: another --model or --rank?")
                 p.data.copy_(tensors[name])
                 if f"{name}/step" in tensors:
                     optimizer.state[p] = {k: tensors[f"{name}/{k}"].to(p.device)
@@ -161,69 +191,51 @@ class Run:
         if self.done > steps or self.done % each:
             raise ValueError(f"--steps {steps} --updates-per-rollout {each}: {self.folder} has made "
                              f"{self.done} steps; take at least as many, and updates that divide them")
-        if not self.quiet:
-            flags = vars(self.config) | {"resume": "", "name": self.folder.name}
-            text = json.dumps(flags, indent=2) + "\n"
+        if not self.quiet:                      # only now: a refused resume must not change the flags
+            flags = json.dumps(vars(self.config) | {"resume": "", "out": str(self.folder)}, indent=2) + "\n"
             with self.writing("config.json"):
-                _replace(self.folder / "config.json", lambda p: p.write_text(text))
+                _replace(self.folder / "config.json", lambda p: p.write_text(flags))
         return self.done
 
     def saved(self):
-        """The checkpoints that are there, the last one first."""
+        """Paths of the existing checkpoints, the last one first."""
         return [path for path in (self.checkpoint, self.previous) if path.exists()]
+
+    def append(self, name, record):
+        if not self.quiet:
+            with self.writing(name):
+                append(self.folder / name, record | {"segment": self.segment})
 
     @contextmanager
     def writing(self, what):
-        """What cannot be written inside (full disk, read-only folder) is an Unwritten of one sentence."""
+        """Turns an error of writing inside the block into an Unwritten with one sentence."""
         try:
             yield
         except (OSError, SafetensorError) as error:
-            kept = (f"; the last checkpoint holds: go on with python train.py --resume {self.folder}"
-                    if self.saved() else "")
-            raise Unwritten(f"{self.folder / what} cannot be written ({_reason(error)}){kept}") from error
+            holds = f"; the last checkpoint holds: {self.go_on}" if self.saved() else ""
+            raise Unwritten(f"{self.folder / what} cannot be written ({error}){holds}") from error
 
-    def say(self, warning):
-        if not self.quiet:
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
-
-    def warn(self, history):
-        """Say once what looks wrong in the last steps, and what to try."""
-        for name, advice in diagnose(history):
-            if name not in self.warned:
-                self.warned.add(name)
-                self.say(advice)
-
-    def stop_if_diverged(self, history, sampled, advantages):
-        """ValueError after five skipped steps in a row; the answers of the last are kept, to look at."""
-        if sum("skipped" in r for r in history[-5:]) < 5:
-            return
-        path = self.folder / f"rollout-{self.done}.safetensors"
-        tensors = {k: v.contiguous().cpu() for k, v in sampled._asdict().items()} | {"advantages": advantages}
-        if not self.quiet:
-            with self.writing(path.name):
-                _replace(path, lambda p: save_file(tensors, p))
-        raise ValueError("five steps in a row were skipped, as the loss or gradient was NaN or infinite; the "
-                         f"last answers are in {path}; try a lower --lr")
-
-    def out_of_memory(self, phase):
-        """What to change, in one sentence."""
-        flags = (f"--micro-tokens {self.config.micro_tokens // 2 or 1} --gradient-checkpointing"
-                 if phase == "update" else f"--max-new-tokens {self.config.max_new_tokens // 2 or 1}")
-        again = f"go on with: python train.py --resume {self.folder}" if self.saved() else "begin again with"
-        return f"out of memory in the {phase} after {self.done} steps; {again} {flags}"
+    def say(self, text, file=None):
+        """Print. If that fails, stop the run as Ctrl-C does: the reader of a pipe ended (Ctrl-C also ends
+        `| tee`), the terminal was closed, or the disk behind `> log` is full."""
+        try:
+            if not self.quiet:
+                print(text, file=file, flush=True)
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # Python flushes at exit
+            raise KeyboardInterrupt(f" ({error.strerror})") from error
 
     def preflight(self, r):
-        """Print what the record of a step without update says → exit code, 3: training would be pointless."""
-        found = [*diagnose([r], 1, f"{PROBE} prompts")]
+        """Report on the record of a step without update → exit code; 3: training would be pointless."""
+        advice = [text for _, text in diagnose([r], 1, f"{PROBE} prompts")]
         untrained = r["signal"] == 0 or self.config.overlong == "mask" and r["finished"] == 0
-        pointless = untrained or not r["mismatch"] <= 1.5
+        verdict = "training would be pointless" if untrained or not r["mismatch"] <= 1.5 else "ready to train"
         if 0 < r["signal"] < .25:
-            found.append(("", "most groups have equal rewards: take an easier or a harder task, a larger "
-                          "--group-size, or --resample 2."))
+            advice.append("most groups have equal rewards: try another task, --group-size, or --resample 2.")
         if 0 < r["finished"] < .5:
-            found.append(("", "most answers are cut off: raise --max-new-tokens."))
+            advice.append("most answers are cut off: raise --max-new-tokens.")
         seconds = r["rollout_s"] + r["update_s"]
-        text = "\n    ".join((
+        self.say("\n    ".join((
             f"{PROBE} prompts × {self.config.group_size} answers, nothing is updated:",
             f"solve rate  {r['solved']:7.1%}   answers with a reward above 0",
             f"finished    {r['finished']:7.1%}   answers that ended, of {r['length']:.0f} tokens on average",
@@ -232,175 +244,128 @@ class Run:
             f"memory      {r['memory_gb']:7.1f}   GB at most",
             f"a step      {seconds:7.1f}   seconds, {r['update_s']:.1f} of them the update; "
             f"{self.config.steps} steps {seconds * self.config.steps / 60:.0f} minutes, evaluation aside",
-            *(f"change: {advice}" for _, advice in found),
-            "training would be pointless" if pointless else "ready to train"))
+            *(f"change: {text}" for text in advice), verdict)))
         if not self.quiet:
-            print(text, flush=True)
-            (self.folder / "metrics.jsonl").unlink()                 # empty: the folder goes as it came
+            (self.folder / "metrics.jsonl").unlink()                 # it is empty; leave no folder
             with suppress(OSError):
                 self.folder.rmdir()
-        return 3 if pointless else 0
+        return 0 if verdict == "ready to train" else 3
 
     def finish(self):
-        """Draw the curves and say where everything is."""
+        """Draw the curves and print where the results are."""
         if not self.quiet:
             with self.writing("curves.png"):
-                plot([self.folder], self.folder / "curves.png")
-            adapter = f", adapter in {self.folder}/adapter" if (self.folder / "adapter").exists() else ""
-            print(f"done: {self.folder}/curves.png{adapter}")
+                plot([self.folder])
+        adapter = f", adapter in {self.folder}/adapter" if (self.folder / "adapter").exists() else ""
+        self.say(f"done: {self.folder}/curves.png{adapter}")
+
+
+def stored(Config, folder):
+    """→ the flags in a run's config.json, also of an earlier version. ValueError: it cannot be resumed."""
+    path, instead = Path(folder) / "config.json", f"begin another run with --adapter {folder}/adapter"
+    if not path.is_file():
+        raise ValueError(f"--resume {folder}: there is no {path}; name the folder of a run")
+    own = vars(Config())
+    try:
+        flags = {**json.loads(path.read_text())}
+        if odd := {k: v for k, v in flags.items() if own.get(k) is not None and type(own[k])(v) != v}:
+            raise ValueError(odd)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({error}): mend it, or {instead}") from error
+    # flags of earlier versions → the values with which they mean what this version does without them
+    gone = dict(name=[flags.get("name")], samples_every=[4, flags.get("eval_every")], mismatch_every=[10],
+                cispo_max=[5.0], overlong_cache=[0, flags.get("max_new_tokens", 16) // 4 or 1],
+                scale=["none" if flags.get("loss") == "dr_grpo" else "group"])
+    for name in flags.keys() - own:
+        if (value := flags.pop(name)) not in gone.get(name, ()):
+            raise ValueError(f"{path} has {name}={value!r}, and this version has no such flag: {instead}")
+    return flags | {"out": folder}
 
 
 def diagnose(records, needed=5, seen="five steps"):
-    """The last steps' records, oldest first → what is wrong, as (name, what it is and what to try)."""
+    """Records of steps, the oldest first → (name, sentence) of each problem in the last `needed` of them."""
     recent = records[-needed:]
     if len(recent) == needed and all(r["signal"] == 0 for r in recent):
-        always = recent[-1]["reward"] > 0.5
         yield "flat", f"{seen} without one group of unequal rewards: nothing can be learnt. " + (
-            "The task is solved; take a harder one." if always else
+            "The task is solved; take a harder one." if recent[-1]["reward"] > 0.5 else
             "Try easier problems (in arithmetic --operands 2-5), a larger --group-size or --max-new-tokens.")
     if len(recent) == needed and all(r["finished"] == 0 for r in recent):
         yield "unfinished", (f"{seen} in which no answer ended: raise --max-new-tokens, or check that the "
                              "model's chat template and end token are the ones it was trained with.")
     if recent and "skipped" in recent[-1]:
-        yield "skipped", ("the loss or gradient was NaN or infinite, and the step was skipped: "
-                          "if that comes again, try a lower --lr.")
-    if recent and not (recent[-1].get("mismatch") or 1) <= 1.05:                # NaN is not either
-        yield "mismatch", (f"sampler and trainer disagree by a factor of {recent[-1]['mismatch']:.3f} "
-                           "a token on the same weights: the ratios are not to be trusted. "
-                           "Try --quant bf16 to find the side that is wrong, and report it.")
-
-
-def parse_cli(cls, arguments):
-    """One --flag per field of the dataclass, its comment as the help → an instance.
-
-    --resume takes the run's own config, and flags given beside it win. An unknown flag, a wrong type or one
-    that the run could not heed stops.
-    """
-    comments = dict(re.findall(r"^    (\w+):.*?#\s*(.*)$", inspect.getsource(cls), re.M))
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    for f in dataclasses.fields(cls):
-        kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": f.type}
-        text = f"{comments[f.name]} (default: {'none' if f.default in ('', None) else f.default})"
-        parser.add_argument(f"--{f.name.replace('_', '-')}", default=f.default,
-                            help=text.replace("%", "%%"), **kind)
-    folder = parser.parse_args(arguments).resume
-    if folder:
-        path = Path(folder) / "config.json"
-        if not path.is_file():
-            raise ValueError(f"--resume {folder}: there is no {path}; name the folder of a run")
-        try:
-            stored = json.loads(path.read_text())
-            fits = {f.name: (f.type, int if f.type is float else f.type, type(f.default))
-                    for f in dataclasses.fields(cls)}
-            wrong = [f"{k}={v!r}" for k, v in stored.items() if type(v) not in fits.get(k, ())]
-        except (AttributeError, ValueError) as error:
-            raise ValueError(f"{path} is damaged ({_reason(error)}): mend it, or begin another run with "
-                             f"--adapter {folder}/adapter") from error
-        if wrong:
-            raise ValueError(f"{path} has {', '.join(wrong)}: no flag of this version, or not of its type")
-        parser.set_defaults(**stored)
-    flags = vars(parser.parse_args(arguments))
-    begun = folder and any(Path(folder).glob("checkpoint*.safetensors"))
-    for name in ["name", "out"] * bool(folder) + ["adapter"] * bool(begun):
-        if os.path.abspath(flags[name]) != os.path.abspath(parser.get_default(name)):
-            raise ValueError(f"--{name} {flags[name]} beside --resume {folder}: that run has its own; "
-                             "leave it out, or begin another run")
-    for name in ("model", "data", "test", "adapter", *["task"] * flags["task"].endswith(".py")):
-        if os.path.exists(flags[name]) and flags[name] != "smollm2":    # where it is resumed, too
-            flags[name] = os.path.abspath(flags[name])
-    return cls(**flags)
+        yield "skipped", ("the loss or gradient was NaN or infinite, and the step was skipped; if that comes "
+                          "again, try a lower --lr.")
+    if recent and not (recent[-1].get("mismatch") or 1) <= 1.05:                # also if it is NaN
+        yield "mismatch", (f"sampler and trainer disagree by a factor of {recent[-1]['mismatch']:.3f} on a "
+                           "token's probability: the ratios are wrong. Report it, also with --quant bf16.")
 
 
 def peak_memory_gb():
-    """Of the GPU if this process has used one, else of the process, since the start."""
+    """Peak memory since the start, in 1e9 bytes: of the GPU if this process uses one, else of the process."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9           # Linux counts in KiB
 
 
-@contextmanager
-def deferred_signals():
-    """Signals that end a run wait until the block is left: what is inside happens whole or not at all."""
-    pending, ends = [], (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    old = {s: signal.signal(s, lambda n, _: pending.append(n)) for s in ends}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-    for number in pending:
-        signal.raise_signal(number)
-
-
 def read(folder):
-    """(kind, step) → its last record, in the order of steps. A line that is none, cut off by a crash or
-    written by hand, is passed over."""
-    records = {(r["kind"], r["step"]): r for r in jsonl(Path(folder) / "metrics.jsonl")
-               if isinstance(r, dict)
-               and [type(r.get(key)) for key in ("kind", "step", "segment")] == [str, int, int]}
-    return dict(sorted(records.items(), key=lambda item: (item[0][1], item[0][0])))
+    """(kind, step) → its last record, in the order of steps, without lines cut off or written by hand."""
+    last = {(r["kind"], r["step"]): r for r in jsonl(Path(folder) / "metrics.jsonl")
+            if type(r) is dict and [type(r.get(k)) for k in ("kind", "step", "segment")] == [str, int, int]}
+    return dict(sorted(last.items(), key=lambda item: (item[0][1], item[0][0])))
 
 
 def line(record):
-    """One record as one line for people: what is None was not measured in this step."""
-    r = {k: float("nan") if v is None else v for k, v in record.items()}
-    if r["kind"] == "eval":
-        return (f"eval after {r['step']:4d} steps | greedy {r['eval_greedy']:.2f} right and ended, "
-                f"{r['eval_greedy_loose']:.2f} right, ended or not | sampled {r['eval_sampled']:.2f} | "
-                f"{r['rollout_s']:.1f}s")
-    text = (f"step {r['step']:4d} | reward {r['reward']:.2f} | signal {r['signal']:.0%} | "
-            f"finished {r['finished']:.0%} | len {r['length']:.1f} | entropy {r['entropy']:.2f} | "
-            f"mismatch {r['mismatch']:.4f} | kl_noise {r['kl_noise']:.1e} | clip {r['clip_fraction']:.1%} | "
-            f"grad {r['grad_norm']:.2f} | lr {r['lr']:.1e} | σ {r['sigma']:.1e} | "
-            f"gen {r['rollout_s']:.1f}s {r['rollout_tok_s']:.0f} tok/s | "
-            f"train {r['update_s']:.1f}s {r['update_tok_s']:.0f} tok/s | {r['memory_gb']:.1f} GB"
-            + (f" of {r['planned_gb']:.1f} planned" if "planned_gb" in r else "")
-            + " | skipped" * ("skipped" in r))
+    """A record as one line of text. None, a value that was not measured in this step, is shown as –."""
+    planned = " of {planned_gb:.1f} planned" * ("planned_gb" in record)
+    text = LINES[record["kind"]] + planned + " | skipped" * ("skipped" in record)
+    text = text.format(**{k: float("nan") if v is None else v for k, v in record.items()})
     return text.replace("nan%", "–").replace("nan", "–")
 
 
-def plot(folders, path):
-    """Draw accuracy, entropy, noise into one PNG: a colour for each run, a line style for each quantity."""
+def plot(folders, path=""):
+    """Draw accuracy, entropy and noise, a colour for each run, a line style for each quantity → path, by
+    default curves.png in the only folder or, of several, in this one."""
     from matplotlib.figure import Figure
+    path = Path(path or ("." if folders[1:] else folders[0]), "" if path else "curves.png")
     curves = (  # axis, kind of record, key, label, style
-        (0, "step", "reward", "training reward", dict(alpha=0.4)),
-        (0, "eval", "eval_greedy", "held out: right and ended", dict(marker="o")),
-        (0, "eval", "eval_greedy_loose", "held out: right, ended or not",
-         dict(marker="s", linestyle="--", mfc="none")),
-        (1, "step", "entropy", "entropy", dict()),
-        (2, "step", "kl_noise", "KL(noisy ‖ clean), nats a token", dict(marker=".")),
-        (2, "step", "sigma", "σ of the noise", dict(linestyle=":")))
-    figure = Figure(figsize=(13, 3.8))
-    axes = figure.subplots(1, 3, gridspec_kw=dict(left=.05, right=.99, bottom=.13, top=.92, wspace=.22))
+        (0, "step", "reward", "training reward", "-"),
+        (0, "eval", "eval_greedy", "held out: right and ended", "o-"),
+        (0, "eval", "eval_greedy_loose", "held out: right, ended or not", "s--"),
+        (1, "step", "entropy", "entropy", "-"),
+        (2, "step", "kl_noise", "KL(noisy ‖ clean), nats a token", ".-"),
+        (2, "step", "sigma", "σ of the noise", ":"))
+    figure = Figure(figsize=(13, 3.8), layout="constrained")
+    axes = figure.subplots(1, 3)
     for i, folder in enumerate(folders):
         records = read(folder).values()
         for axis, kind, key, label, style in curves:
-            points = [(r["step"], r[key]) for r in records if r["kind"] == kind and r.get(key) is not None]
+            found = [r for r in records if r["kind"] == kind and r.get(key) is not None]
             label = Path(folder).name if axis == 1 else label if i == 0 else None
-            axes[axis].plot(*zip(*points, strict=True) if points else ([], []),
-                            color=f"C{i}", label=label, **style)
-    drawn = axes[0].dataLim                                # rewards of one's own may lie outside of 0 to 1
+            axes[axis].plot([r["step"] for r in found], [r[key] for r in found], style, color=f"C{i}",
+                            label=label, markerfacecolor="none", alpha=.4 if key == "reward" else 1)
+    drawn = axes[0].dataLim                                # a user's rewards may lie outside of 0 to 1
     axes[0].set(title="Accuracy", ylabel="share of answers", ylim=(min(-.03, drawn.y0), max(1.03, drawn.y1)))
     axes[1].set(title="Entropy of the policy", ylabel="nats a token", ylim=(0, None))
     axes[2].set_yscale("symlog", linthresh=1e-4)
     axes[2].set(title="Adaptive noise", ylim=(0, None))
     for axis in axes:
         axis.set_xlabel("optimizer steps")
-        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8, loc="best")
-    _replace(Path(path), lambda p: figure.savefig(p, format="png", dpi=120))
+        axis.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    return path
 
 
-def show(folder):
-    """Print the run's best and worst samples, the last record of each."""
-    for s in {(s["step"], s["which"]): s for s in jsonl(Path(folder) / "samples.jsonl")}.values():
-        print(f"step {s['step']:4d} {s['which']:5} | reward {s['reward']:+.2f} | "
-              f"advantage {s['advantage']:+.2f} | {s['prompt']!r} → {s['answer']!r}")
+def show(folders):
+    """→ the best and worst samples of each run as text, the last record of each."""
+    last = {(folder, s["step"], s["which"]): s for folder in folders
+            for s in jsonl(Path(folder) / "samples.jsonl")}
+    return "\n".join("step {step:4d} {which:5} | reward {reward:+.2f} | advantage {advantage:+.2f} | "
+                     "{prompt!r} → {answer!r}".format(**s) for s in last.values())
 
 
 def jsonl(path):
-    """A JSONL file's records, without a line that a crash cut off, be it in the middle of a character."""
+    """The records of a JSONL file, without a line that a crash cut off, even within a character."""
     if not path.is_file():
         raise ValueError(f"{path.parent} holds no {path.name}: name the folder of a run that has made a step")
     for text in path.read_bytes().split(b"\n"):
@@ -408,21 +373,20 @@ def jsonl(path):
             yield json.loads(text)
 
 
-def append(file, record):
-    """A line of its own, on the disk before we go on. file: "ab+", unbuffered, or closing would write again
-    what failed."""
+def append(path, record):
+    """Append a record as a line, and wait until it is on the disk."""
     text = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
-    if file.seek(0, os.SEEK_END):
-        file.seek(-1, os.SEEK_END)
-        text = text if file.read(1) == b"\n" else b"\n" + text        # a crash may have cut the last line off
-    while text:                                     # a nearly full disk takes a part, then says so
-        text = text[file.write(text):]
-    os.fsync(file.fileno())
+    with open(path, "ab+", buffering=0) as file:    # unbuffered: closing must not write again what failed
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            text = text if file.read(1) == b"\n" else b"\n" + text      # a crash may have cut its last line
+        while text:                                 # a nearly full disk writes a part, then raises
+            text = text[file.write(text):]
+        os.fsync(file.fileno())
 
 
 def _replace(path, write, keep=None):
-    """write(temporary path), then rename: at any moment `path` is the old file or the new one, whole.
-    keep: the old one's new name; for a moment only this one is there."""
+    """write(temporary path), then rename it: `path` is always a whole file. keep: a new name for the old."""
     temporary = path.with_suffix(path.suffix + ".tmp")
     write(temporary)
     with open(temporary, "rb") as file:
@@ -433,7 +397,7 @@ def _replace(path, write, keep=None):
 
 
 def _read(path):
-    """→ tensors, step of a checkpoint. What is not as it was written raises something."""
+    """→ tensors, step of a checkpoint. A file that has changed since it was written raises."""
     with safe_open(path, "pt") as file:
         tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
     if metadata["sha256"] != _digest(tensors, metadata["step"]):
@@ -442,7 +406,7 @@ def _read(path):
 
 
 def _digest(tensors, step):
-    """SHA-256 of all that a checkpoint says."""
+    """SHA-256 of a checkpoint's step and its tensors' names, types, shapes and bytes."""
     sha = hashlib.sha256(str(step).encode())
     for name, tensor in sorted(tensors.items()):
         sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -450,26 +414,17 @@ def _digest(tensors, step):
     return sha.hexdigest()
 
 
-def _reason(error):
-    return getattr(error, "strerror", None) or (str(error) or type(error).__name__).splitlines()[0]
-
-
 def rounded(x, digits=6):
-    """Six digits are enough; NaN and infinity, which JSON does not have, are None."""
+    """Round a float to six digits; NaN and infinity, which JSON cannot hold, become None."""
     return x if not isinstance(x, float) else float(f"{x:.{digits}g}") if math.isfinite(x) else None
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")                # a terminal may not have Unicode
     command, *folders = sys.argv[1:] or [""]
-    sys.stdout.reconfigure(errors="replace")                # a terminal without Unicode
     try:
-        if command == "show" and len(folders) == 1:
-            show(folders[0])
-        elif command == "plot" and folders:
-            target = Path(folders[0]) / "curves.png" if len(folders) == 1 else Path("curves.png")
-            plot(folders, target)
-            print(target)
-        else:
-            raise ValueError("usage: python runs.py plot RUN… | python runs.py show RUN")
+        if command not in ("show", "plot") or not folders:
+            raise ValueError("usage: python runs.py show|plot RUN…")
+        print(show(folders) if command == "show" else plot(folders))
     except (ValueError, OSError) as error:
         sys.exit(f"{error}")

@@ -1,44 +1,38 @@
 """QeRL: reinforcement learning of a quantised language model (arXiv 2510.11696), the whole loop.
 
     for each step:
-        σ        ← aqn.sigma(step)                              less noise as training goes on
-        answers  ← sample G to each of P prompts, norms + N(0, σ²)
-        rewards  ← task.reward(answer)                          verifiable: right or not
+        σ        ← aqn.sigma(step)                              noise falls as training goes on
+        answers  ← sample G for each of P prompts, with N(0, σ²) added to the RMSNorm weights
+        rewards  ← task.reward(answer)                          verifiable: right or wrong
         A        ← (reward − mean of its group) / std           grpo.advantages
         LoRA     ← AdamW step on policy_loss(…, A)              the NVFP4 base never changes
 
     python train.py                                             teaches SmolLM2-135M the times table on a CPU
     python train.py --task gsm8k --data train.jsonl --model Qwen/Qwen2.5-1.5B-Instruct --lr 1e-5
-    python train.py --task mine.py --preflight                  a task of your own: would it work?
-    python train.py --resume runs/NAME                          goes on where it was stopped
-    python train.py --steps 0 --adapter runs/NAME/adapter       evaluates
+    python train.py --task mine.py --preflight                  checks a task of your own before training
+    python train.py --resume runs/NAME                          continues a stopped run
+    python train.py --steps 0 --adapter runs/NAME/adapter       evaluates only
     torchrun --nproc-per-node 2 train.py …                      prompts split by rank, gradients summed
 
-Needs: all files of this project but bench.py.
+Needs: aqn.py, grpo.py, lora.py, model.py, rollout.py; launch.py to start, runs.py to log, save and resume.
 """
 
-import contextlib
 import dataclasses
 import math
-import os
 import random
-import signal
-import sys
 import time
 
 import torch
-import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import aqn
-import checkpoint
 import grpo
+import launch
 import lora
-import memory
 import runs
-from model import QUANT, answer_mask, load
+from launch import all_sum, rank_and_count
+from model import answer_mask
 from rollout import Rollout, Sampler
-from tasks import TASKS, own, tested
 
 
 @dataclasses.dataclass
@@ -46,175 +40,84 @@ class Config:
     model: str = "smollm2"              # "smollm2" (from its wheel), a folder, a .gguf file or a hub id
     quant: str = "nvfp4"                # nvfp4 (scale sweep), rtn (the paper's rounding), bf16 (unquantised)
     task: str = "multiplication"        # addition, countdown, gsm8k, math, or the PATH.py of your own
-    data: str = ""                      # its problems: FILE.jsonl, or owner/name[/config][:split] of the hub
-    test: str = ""                      # as --data: problems to evaluate on, all of them, not to train on
-    operands: str = ""                  # LOW-HIGH, both included, for arithmetic tasks; empty: the task's own
+    data: str = ""                      # problems: FILE.jsonl, or owner/name[/config][:split] on the hub
+    test: str = ""                      # as --data: evaluate on all of these problems, train on none of them
+    operands: str = ""                  # LOW-HIGH, both included, in arithmetic tasks; empty: the task's own
     steps: int = 16                     # optimizer steps; 0 evaluates only
     prompts: int = 8                    # P, prompts a step over all ranks
     group_size: int = 8                 # G, answers to each prompt (paper: 8 for GSM8K, 16 for BigMath)
     max_new_tokens: int = 16            # longest answer
-    temperature: float = 1.0            # of sampling; divides the logits of sampler and trainer alike
-    loss: str = "dapo"                  # dapo, grpo, dr_grpo (with --scale none), gspo, cispo: see grpo.py
+    temperature: float = 1.0            # divides the logits, in the sampler and in the trainer
+    loss: str = "dapo"                  # dapo, grpo, dr_grpo, gspo, cispo: see grpo.py
     correction: str = "none"            # what "old" is: none (the trainer's own), bypass (as sampled), tis
     updates_per_rollout: int = 1        # optimizer steps on each batch of answers
-    scale: str = "group"                # advantages: group (divide by the std) or none (Dr. GRPO)
     clip_low: float = None              # ε_low; left out: the loss's own (0.2; gspo 3e-4)
     clip_high: float = None             # ε_high; left out: the loss's own (dapo 0.28, grpo 0.2, gspo 4e-4)
-    cispo_max: float = 5.0              # cispo's bound on the ratio (ScaleRL)
-    beta: float = 0.0                   # weight of the KL to the model without adapter (paper: none)
+    beta: float = 0.0                   # weight of the KL to the model without its adapter (paper: no KL)
     overlong: str = "none"              # truncated answers: none, mask (QeRL: not trained), penalty (DAPO)
-    overlong_cache: int = 0             # tokens before the limit in which the penalty grows; 0: a quarter
-    resample: int = 0                   # dynamic sampling: extra rollouts, at most, for groups without signal
+    resample: int = 0                   # dynamic sampling: at most so many rollouts more, for equal rewards
     lr: float = 5e-4                    # AdamW; 1e-5 … 3e-5 for 1.5B to 32B (paper: 1e-5)
     schedule: str = "linear"            # learning rate: linear (to 0), constant, cosine (released scripts)
-    warmup: int = 0                     # steps in which it rises from 0
-    weight_decay: float = 0.0           # (released scripts: 0.1)
-    max_grad_norm: float = 1.0          # (released scripts: 0.2)
+    warmup: int = 0                     # steps in which the learning rate rises from 0
+    weight_decay: float = 0.0           # AdamW's (released scripts: 0.1)
+    max_grad_norm: float = 1.0          # longer gradients are scaled down to it (released scripts: 0.2)
     rank: int = 32                      # LoRA r
     alpha: int = 32                     # LoRA α; the adapter is scaled by α/r
-    aqn: bool = True                    # noise on the norms while sampling
-    sigma_start: float = 1e-2           # σ of the second stage; the first has none
+    aqn: bool = True                    # add noise to the RMSNorm weights while sampling
+    sigma_start: float = 1e-2           # σ of the second stage; the first stage has no noise
     sigma_end: float = 1e-4             # σ of the last stage (paper: 5e-4 in Table 4, 1e-4 in its scripts)
-    sigma_stages: int = 10              # of σ, the first without noise (the paper's K)
+    sigma_stages: int = 10              # number of stages of σ (the paper's K)
     sigma_schedule: str = "exponential"  # exponential, linear, cosine, logarithmic
-    eval_every: int = 4                 # steps between evaluations; also before the first and after the last
+    eval_every: int = 4                 # steps between evaluations and printed samples; also after the last
     eval_samples: int = 1               # sampled answers to each held-out problem
-    eval_top_p: float = 1.0             # of evaluation's sampled answers; training cuts nothing (paper: 0.95)
+    eval_top_p: float = 1.0             # nucleus of evaluation's sampled answers (paper: 0.95)
     save_every: int = 5                 # steps between checkpoints; also at the end and on Ctrl-C
-    samples_every: int = 4              # steps between printed samples
-    mismatch_every: int = 10            # steps between checks of sampler against trainer on equal weights
-    micro_tokens: int = 1024            # tokens, padding included, that go through the trainer at a time
-    gradient_checkpointing: bool = False  # keep one activation a layer and recompute the rest
-    seed: int = 0                       # of everything random
+    micro_tokens: int = 1024            # tokens of a micro-batch in the trainer, padding included
+    gradient_checkpointing: bool = False  # keep one activation per layer, recompute the others
+    seed: int = 0                       # of all random numbers
     device: str = ""                    # cuda or cpu; empty: cuda where there is one
-    out: str = "runs"                   # folder of run folders
-    name: str = ""                      # this run's folder; empty: task and time
-    resume: str = ""                    # run folder to go on with; most flags beside it win over its config
+    out: str = ""                       # this run's folder; empty: runs/TASK-MMDD-HHMMSS
+    resume: str = ""                    # folder of a run to continue with its flags; those given here win
     adapter: str = ""                   # a PEFT adapter to start from
-    preflight: bool = False             # a step of 32 prompts without update, then advice; exit 3: pointless
-
-    def __post_init__(self):
-        def check(name, holds, words):
-            if not holds:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} {words}")
-        choices = {"quant": QUANT, "task": TASKS, "loss": grpo.CLIP, "correction": ("none", "bypass", "tis"),
-                   "scale": ("group", "none"), "overlong": ("none", "mask", "penalty"),
-                   "schedule": ("constant", "linear", "cosine"), "sigma_schedule": aqn.SCHEDULES}
-        for name, allowed in choices.items():
-            check(name, getattr(self, name) in allowed or name == "task" and self.task.endswith(".py"),
-                  f"must be one of {', '.join(allowed)}")
-        least = dict(steps=0, warmup=0, resample=0, overlong_cache=0, beta=0, clip_low=0, clip_high=0, lr=0,
-                     weight_decay=0, sigma_stages=3) | dict.fromkeys(
-            ("prompts", "group_size", "max_new_tokens", "updates_per_rollout", "eval_every", "eval_samples",
-             "save_every", "samples_every", "mismatch_every", "micro_tokens", "rank", "alpha"), 1)
-        for name, bound in least.items():
-            given = getattr(self, name)
-            check(name, given is None or given >= bound, f"must be at least {bound}")
-        for name in ("lr", "weight_decay", "beta", "temperature"):
-            check(name, getattr(self, name) < math.inf, "must be finite")
-        check("seed", 0 <= self.seed < 2**32, "must be from 0 to 4294967295")
-        check("cispo_max", self.cispo_max > 0, "must be positive: it bounds what a gradient is multiplied by")
-        for name in ("sigma_start", "sigma_end") if self.aqn else ():
-            check(name, 0 < getattr(self, name) < math.inf,
-                  "must be positive and finite; without noise: --no-aqn")
-        check("device", self.device in ("", "cpu") or self.device == "cuda" and torch.cuda.is_available(),
-              "must be cpu, or cuda where torch finds a GPU")
-        check("rank", self.rank <= 512, "must be at most 512, what a GPU's shared memory holds of B")
-        check("group_size", self.group_size > 1, "makes a group of 1, which has no mean to compare with")
-        check("task", not (self.task.endswith(".py") and (self.data or self.test or self.operands)),
-              "makes its problems itself: no --data, no --test, no --operands")
-        if self.preflight and self.resume:
-            raise ValueError(f"--preflight takes no --resume, but --adapter {self.resume}/adapter")
-        check("temperature", self.temperature > 0, "must be positive, or a group is one answer")
-        check("eval_top_p", 0 < self.eval_top_p <= 1, "must be above 0 and at most 1")
-        check("max_grad_norm", self.max_grad_norm > 0, "would end every gradient at 0: for no limit say inf")
-        check("steps", self.steps % self.updates_per_rollout == 0,
-              f"must be a multiple of --updates-per-rollout {self.updates_per_rollout}")
-        check("loss", not (self.loss == "gspo" and self.correction == "bypass"),
-              "needs --correction none or tis: with bypass the noise in the ratio of an answer is far beyond "
-              "gspo's clip of 3e-4 and would silence nearly all")
+    preflight: bool = False             # sample 32 prompts, give advice, update nothing; exit 3: pointless
 
 
 def train(config, model, task, tokenizer, stop_ids, run):
-    """The algorithm. Every random choice is a function of (seed, step)."""
-    sampler, history, planned = Sampler(model), [], 0.0
-    optimizer = adamw(config, model)
-    first = run.load(model, optimizer)              # outside: a stop in here must not save what is half read
-    optimizer.register_step_pre_hook(lambda *_: setattr(run, "whole", False))
-    phase = "sampling"
-    try:
+    """The algorithm. Every random choice is a function of (seed, step), so a resumed run repeats it."""
+    sampler, optimizer = Sampler(model), adamw(config, model)
+    with run.guarded(model, optimizer) as first:    # loads a checkpoint; saves one if the loop is stopped
         for step in range(first, config.steps, config.updates_per_rollout):
-            if due(config, config.eval_every, step):
+            evaluated = due(config, config.eval_every, step)
+            if evaluated:
                 run.log("eval", step, evaluate(config, sampler, task, tokenizer, stop_ids))
+
             sigma = aqn.sigma(step, config.steps, config.sigma_start, config.sigma_end, config.sigma_stages,
                               config.sigma_schedule) if config.aqn else 0.0
             with aqn.noisy_norms(model, sigma, config.seed, step):
                 sampled, rewards, texts, stats = collect(config, sampler, task, tokenizer, stop_ids, step)
-            advantages = grpo.advantages(rewards.view(-1, config.group_size), config.scale).flatten()  # (B,)
+            advantages = advantages_of(config, rewards)                                             # (B,)
             lr = optimizer.param_groups[0]["lr"] = learning_rate(config, step)
 
-            phase = "update"
-            with runs.deferred_signals():           # a step is made, logged and saved, or it is not begun
+            with run.undivided():       # a signal waits until the step is made, logged and saved
                 stats |= update(config, model, optimizer, sampled, advantages.to(model.device))
-                stats |= dict(sigma=sigma, lr=lr, memory_gb=runs.peak_memory_gb())
-                if model.device.type == "cuda":
-                    room = (sampler.stats[k] for k in ("slots", "length", "at_once"))
-                    plan = memory.plan_of(config, model.config, *room, longest=sampled.tokens.shape[1])
-                    stats["planned_gb"] = planned = max(planned, plan.peak / 1e9)
-                history.append(stats)
-                run.done, run.whole, phase = step + config.updates_per_rollout, True, "sampling"
-                run.log("step", step, stats)
-                if due(config, config.samples_every, step):
+                run.made(step, stats | dict(sigma=sigma, lr=lr), sampler, sampled)
+                if evaluated:
                     run.sample(step, texts, rewards.tolist(), advantages.tolist())
-                run.warn(history)
                 if due(config, config.save_every, run.done) or run.done >= config.steps:
                     run.save(model, optimizer)
-                run.stop_if_diverged(history, sampled, advantages)
         run.log("eval", config.steps, evaluate(config, sampler, task, tokenizer, stop_ids))
-    except (KeyboardInterrupt, SystemExit, OSError, ValueError, RuntimeError) as stop:
-        if run.done > first and not isinstance(stop, runs.Unwritten):
-            with runs.deferred_signals():           # who presses Ctrl-C twice wants it no less
-                run.save(model, optimizer)
-        if isinstance(stop, torch.OutOfMemoryError):
-            raise ValueError(run.out_of_memory(phase)) from stop
-        raise
-
-
-def adamw(config, model):
-    return torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.99),
-                             weight_decay=config.weight_decay, fused=model.device.type == "cuda")
-
-
-def due(config, every, step):
-    """Has a multiple of `every` been reached since the rollout before, updates_per_rollout steps ago?"""
-    return step // every != (step - config.updates_per_rollout) // every
-
-
-def encoded(config, of_model, task, tokenizer, problems):
-    """Problems → token ids. ValueError: a prompt that no answer can follow, by its text."""
-    texts, context = list(map(task.prompt, problems)), of_model.max_position_embeddings
-    prompts, most = [checkpoint.encode(tokenizer, text) for text in texts], context - config.max_new_tokens
-    for text, prompt in zip(texts, prompts, strict=True):
-        if prompt and max(prompt) >= of_model.vocab_size:
-            raise ValueError(f"the tokenizer makes token {max(prompt)} of the prompt {text[:60]!r}, and the "
-                             f"model ends at {of_model.vocab_size}: take the tokenizer it was trained with")
-        if not 0 < len(prompt) <= most:
-            raise ValueError(f"the prompt {text[:60]!r} has {len(prompt)} tokens; beside --max-new-tokens "
-                             f"{config.max_new_tokens} a context of {context} holds 1 to {most}: mend the "
-                             "data, or lower that flag")
-    return prompts
 
 
 def collect(config, sampler, task, tokenizer, stop_ids, step):
-    """Sample and judge this rank's answers → Rollout (B), rewards (B,) f64, B (prompt, answer) pairs, and
-    measurements over all ranks. --resample replaces groups of equal rewards by new problems (DAPO §3.2)."""
+    """Sample this rank's answers and reward them → Rollout (B rows), rewards (B,) f64, B (prompt, answer)
+    pairs, measurements over all ranks. --resample replaces groups of equal rewards (DAPO §3.2)."""
     rank, ranks = rank_and_count()
     G, P, began = config.group_size, config.prompts // ranks, time.perf_counter()
     drawn = []
     for attempt in range(1 + config.resample):
         problems = batch(task.train, config, step, attempt)[rank * P:(rank + 1) * P]
-        prompts = encoded(config, sampler.model.config, task, tokenizer, problems)
-        first = (attempt * ranks + rank) * P * G                        # number of this call's first answer
+        prompts = launch.encoded(config, sampler.model.config, task, tokenizer, problems)
+        first = (attempt * ranks + rank) * P * G                        # number of the first answer here
         sampled = sampler.generate(prompts, G, config.max_new_tokens, config.temperature, stop_ids,
                                    config.seed, step, first, progress=f"step {step}")
         answers = list(map(tokenizer.decode, sampled.answers()))
@@ -222,14 +125,14 @@ def collect(config, sampler, task, tokenizer, stop_ids, step):
             rows = range(p * G, (p + 1) * G)
             rewards = [task.reward(problem, answers[b], bool(sampled.finished[b])) for b in rows]
             if config.overlong == "penalty":
-                cache = config.overlong_cache or max(1, config.max_new_tokens // 4)
+                cache = max(1, config.max_new_tokens // 4)      # the last tokens, in which it grows to 1
                 penalty = grpo.overlong_penalty(sampled.lengths[rows], config.max_new_tokens, cache).tolist()
                 rewards = [r + q for r, q in zip(rewards, penalty, strict=True)]
-            # .3 and .1 + .2 would be a signal, which Adam makes a whole step of
+            # 0.1 + 0.2 ≠ 0.3 would give a tiny advantage, and Adam rescales a tiny gradient to a full step
             rewards = [round(r, 9) for r in rewards]
             drawn.append((len(set(rewards)) > 1, sampled.rows(rows), rewards,
                           [(task.prompt(problem), answers[b]) for b in rows]))
-        kept = sorted(drawn, key=lambda group: not group[0])[:P]        # stable: those with signal first
+        kept = sorted(drawn, key=lambda group: not group[0])[:P]        # a stable sort: unequal rewards first
         if all(signal for signal, *_ in kept):
             break
     signal, rollouts, rewards, texts = zip(*kept, strict=True)
@@ -237,7 +140,7 @@ def collect(config, sampler, task, tokenizer, stop_ids, step):
     seconds = [0.0] * ranks
     seconds[rank] = time.perf_counter() - began
     mismatch = None
-    if due(config, config.mismatch_every, step):
+    if due(config, 10, step):                            # every ten steps: it costs a few forwards
         mismatch = measure_mismatch(config, sampler.model, Rollout.join([part for _, part, *_ in drawn[:P]]))
     count, reward, finished, tokens, groups, extra, through, *seconds = all_sum(torch.tensor([
         P * G, rewards.sum(), sampled.finished.sum(), sampled.lengths.sum(), sum(signal), len(drawn) - P,
@@ -251,17 +154,17 @@ def collect(config, sampler, task, tokenizer, stop_ids, step):
 
 
 def update(config, model, optimizer, sampled, advantages):
-    """updates_per_rollout optimizer steps on one batch → measurements, the policy's from before the first."""
+    """updates_per_rollout optimizer steps on one batch → measurements, of the policy before the first."""
     began, old, through, stats = time.perf_counter(), sampled.logprobs.clone(), 0, {}
     for number in range(config.updates_per_rollout):
         now = backward(config, model, sampled, advantages, old, first=number == 0)
         through, loss = through + now.pop("tokens"), now.pop("loss")
         stats = (stats or now) | dict(clip_fraction=now["clip_fraction"])
         if now["rows"] == 0:
-            break                                        # no advantage: AdamW's momentum alone would move it
+            break                                        # no gradient: only AdamW's momentum would act
         stats["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
         if not math.isfinite(stats["grad_norm"] + loss):
-            stats["skipped"] = 1                         # the same on every rank, for it is a sum over all
+            stats["skipped"] = 1                         # the sum over ranks is not finite, so all ranks skip
             break
         optimizer.step()
         lora.refresh(model)
@@ -271,11 +174,11 @@ def update(config, model, optimizer, sampled, advantages):
 
 
 def backward(config, model, sampled, advantages, old, first=True):
-    """Leave the gradient of the whole batch's loss, over all ranks, in the parameters → measurements.
-    old (B, T): what the ratio compares with; unless correction is bypass, the first call fills it with the
-    trainer's own log-probabilities. Rows without advantage are not run (they add exactly 0), yet count."""
+    """Write the gradient of the whole batch's loss, summed over ranks, into the parameters → measurements.
+    old (B, T): log-probabilities, the ratio's denominator; the first call fills in the trainer's own ones
+    unless correction is bypass. Rows of advantage 0 add exactly 0: they are counted, and not run."""
     for p in model.parameters():
-        p.grad = torch.zeros_like(p)                                 # a rank without rows still joins the sum
+        p.grad = torch.zeros_like(p)                                 # a rank without rows adds zeros
     trained = sampled.lengths * sampled.finished if config.overlong == "mask" else sampled.lengths     # (B,)
     normalizer = all_sum(grpo.normalizer(config.loss, trained, config.max_new_tokens).double()).item()
     rows = torch.nonzero((trained > 0) & ((advantages != 0) | (config.beta > 0)))[:, 0]
@@ -288,53 +191,40 @@ def backward(config, model, sampled, advantages, old, first=True):
         before = logprobs.detach() if first and config.correction != "bypass" else old[micro, :mask.shape[1]]
         old[micro, :mask.shape[1]] = before
         weights = grpo.importance_weights(before, part.logprobs) if config.correction == "tis" else None
-        reference = logprobs.detach()                                    # without beta: a KL of 0
+        reference = logprobs.detach()                                    # without beta the KL is 0
         if config.beta:
             with lora.disabled(model), torch.no_grad():
                 reference, _ = model.logprobs(*where, config.temperature)
         loss, clipped = grpo.policy_loss(logprobs, before, advantages[micro], mask, normalizer, config.loss,
-                                         weights, config.clip_low, config.clip_high, config.cispo_max,
-                                         reference, config.beta)
+                                         weights, config.clip_low, config.clip_high,
+                                         ref_logprobs=reference, beta=config.beta)
         loss.backward()
         with torch.no_grad():
             drift = (logprobs - part.logprobs)[mask]                     # ln(clean trainer / noisy sampler)
-            kl = (logprobs - reference).sum()                            # k1; both are 0 outside of answers
+            kl = (logprobs - reference).sum()                            # k1; outside of answers both are 0
             total += torch.stack([mask.sum(), entropy.sum(), grpo.kl_k3(drift).sum(), clipped, kl,
                                   (part.prompt_lengths + part.lengths).sum(), loss])
-    if dist.is_initialized():
+    if rank_and_count()[1] > 1:
         grads = [p.grad for p in model.parameters()]
-        vector_to_parameters(all_sum(parameters_to_vector(grads)), grads)        # ranks add them in one go
+        vector_to_parameters(all_sum(parameters_to_vector(grads)), grads)        # one all-reduce
     tokens, entropy, kl_noise, clipped, kl, through, loss = all_sum(total).tolist()
     sums = dict(entropy=entropy, kl_noise=kl_noise, clip_fraction=clipped, kl_reference=kl)
     return {k: x / tokens if tokens else None for k, x in sums.items()} | dict(
         grad_norm=None, rows=int(all_sum(torch.tensor(len(rows)))), tokens=through, loss=loss)
 
 
-@torch.no_grad()
-def measure_mismatch(config, model, sampled):
-    """mean exp|Δ ln π|, sampler against trainer on equal weights and noise: 1 is perfect. Measured on fewer
-    than 128 answers, in equal distances."""
-    ratios, every = [], max(1, len(sampled.tokens) // 64)
-    for micro in sampled.micro_batches(torch.arange(0, len(sampled.tokens), every), config.micro_tokens):
-        part = sampled.rows(micro)
-        where = part.tokens, part.prompt_lengths, part.lengths
-        logprobs, _ = model.logprobs(*where, config.temperature)
-        ratios.append((logprobs - part.logprobs)[answer_mask(*where)].abs().exp())
-    return all_sum(torch.cat(ratios).mean()).item() / rank_and_count()[1]
-
-
 def evaluate(config, sampler, task, tokenizer, stop_ids):
-    """Held-out problems, clean norms: greedy strict (right and ended), loose (judged as if it had), and the
-    mean over sampled answers (pass@1 at the training temperature, of the nucleus of eval_top_p)."""
+    """Answer the held-out problems without noise. Greedy: right and ended (strict), right if judged as ended
+    (loose). Sampled: the mean reward, which is pass@1 at this temperature and top-p."""
     assert not aqn.is_noisy(sampler.model), "evaluation under noise measures another policy"
     rank, ranks = rank_and_count()
     began, right, size = time.perf_counter(), torch.zeros(3, dtype=torch.float64), 32
     for start in range(rank * size, len(task.held_out), ranks * size):
         problems = task.held_out[start:start + size]
-        prompts = encoded(config, sampler.model.config, task, tokenizer, problems)
+        prompts = launch.encoded(config, sampler.model.config, task, tokenizer, problems)
         for G, temperature, top_p in ((1, 0.0, 1.0),
                                       (config.eval_samples, config.temperature, config.eval_top_p)):
-            # step −1: the same bits at every evaluation, and none that training uses
+            # step −1: each evaluation draws the same random bits, which training never draws
             sampled = sampler.generate(prompts, G, config.max_new_tokens, temperature, stop_ids, config.seed,
                                        -1, start * G, progress="eval", top_p=top_p)
             for b, ids in enumerate(sampled.answers()):
@@ -347,24 +237,42 @@ def evaluate(config, sampler, task, tokenizer, stop_ids):
                 problems=count, rollout_s=time.perf_counter() - began)
 
 
+@torch.no_grad()
+def measure_mismatch(config, model, sampled):
+    """Mean exp|Δ ln π| of sampler and trainer, with the same weights and noise, on fewer than 128 answers."""
+    ratios, every = [], max(1, len(sampled.tokens) // 64)
+    for micro in sampled.micro_batches(torch.arange(0, len(sampled.tokens), every), config.micro_tokens):
+        part = sampled.rows(micro)
+        where = part.tokens, part.prompt_lengths, part.lengths
+        logprobs, _ = model.logprobs(*where, config.temperature)
+        ratios.append((logprobs - part.logprobs)[answer_mask(*where)].abs().exp())
+    return all_sum(torch.cat(ratios).mean()).item() / rank_and_count()[1]
+
+
 def preflight(config, model, task, tokenizer, stop_ids, run):
-    """One step of 32 prompts without the update → the exit code: 3 where training would be pointless."""
+    """Run a step of 32 prompts without its update → the exit code: 3 if training would be pointless."""
     ranks, sampler = rank_and_count()[1], Sampler(model)
     probe = dataclasses.replace(config, prompts=-(-runs.PROBE // ranks) * ranks, resample=0)
     sampled, rewards, _, stats = collect(probe, sampler, task, tokenizer, stop_ids, 0)
-    advantages = grpo.advantages(rewards.view(-1, config.group_size), config.scale).flatten()
+    advantages = advantages_of(config, rewards)
     began, share = time.perf_counter(), config.prompts / probe.prompts
     backward(probe, model, sampled, advantages.to(model.device), sampled.logprobs.clone())
     stats["update_s"] = (time.perf_counter() - began) * share
-    # compiling and capturing is left out; on a GPU, fewer rows than these take hardly less time
+    # without compiling and capturing; on a GPU, fewer prompts than 32 take about the same time
     sampling = (stats["rollout_s"] - sampler.stats["capture_s"]) / config.updates_per_rollout
     stats["rollout_s"] = sampling * (share if model.device.type == "cpu" else max(1, share))
     solved = all_sum((rewards > 0).sum()).item() / (probe.prompts * config.group_size)
     return run.preflight(stats | dict(solved=solved, memory_gb=runs.peak_memory_gb()))
 
 
+def advantages_of(config, rewards):
+    """(B,) rewards → (B,) advantages within each prompt's group. Dr. GRPO does not divide by the std."""
+    scale = "none" if config.loss == "dr_grpo" else "group"
+    return grpo.advantages(rewards.view(-1, config.group_size), scale).flatten()
+
+
 def batch(problems, config, step, attempt=0):
-    """The P problems of a step: one shuffle after another, a function of (seed, step, attempt) alone."""
+    """The P problems of a step, from one shuffle of all after another, given by (seed, step, attempt)."""
     start = (step // config.updates_per_rollout * (1 + config.resample) + attempt) * config.prompts
     wanted, n = range(start, start + config.prompts), len(problems)
     shuffled = {epoch: random.Random(f"{config.seed} {epoch}").sample(problems, n)
@@ -378,97 +286,15 @@ def learning_rate(config, step):
         config.schedule]
 
 
-def join_ranks(device):
-    """→ this process's device. One that torchrun started meets the others and takes the GPU of its number."""
-    if "RANK" in os.environ:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-        if device == "cuda":
-            device = f"cuda:{os.environ['LOCAL_RANK']}"
-            torch.cuda.set_device(device)                                   # where Triton launches
-    return device
+def adamw(config, model):
+    return torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.99),
+                             weight_decay=config.weight_decay, fused=model.device.type == "cuda")
 
 
-def leave_ranks():
-    """At a good end: else a thread of gloo may abort the process as it exits, and torchrun ends the others.
-    Not after an error: it would wait for them."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def rank_and_count():
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def all_sum(tensor):
-    """Sum over ranks, in place; alone, nothing."""
-    if dist.is_initialized():
-        dist.all_reduce(tensor)
-    return tensor
-
-
-def main(arguments):
-    config = runs.parse_cli(Config, arguments)
-    device = join_ranks(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    rank, ranks = rank_and_count()
-    if config.prompts % ranks:
-        raise ValueError(f"--prompts {config.prompts} must be a multiple of the {ranks} ranks")
-    given = config.data, config.operands
-    if config.test:
-        task = tested(config.task, config.test, *given, trains=bool(config.steps or config.preflight))
-    else:
-        task = own(config.task) if config.task.endswith(".py") else TASKS[config.task](*given)
-    began = time.perf_counter()
-    source = checkpoint.open(config.model)
-    if config.max_new_tokens >= (context := getattr(source.config, "max_position_embeddings", math.inf)):
-        raise ValueError(f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt in the "
-                         f"model's context of {context}: lower it")
-    tokenizer, stop_ids = source.tokenizer(), source.stop_ids()
-    if tokenizer.chat_template is None and rank == 0:
-        print("note: this model's tokenizer has no chat template: prompts are plain text", file=sys.stderr)
-    # a token is a byte or more: few prompts are so long that they must be looked at before they are drawn
-    if long := [p for p in task.held_out + task.train * bool(config.steps)
-                if len(task.prompt(p).encode()) > (context - config.max_new_tokens) / 2]:
-        encoded(config, source.config, task, tokenizer, long)
-    run = runs.Run(config, quiet=rank > 0)
-    model = load(source, config.quant, config.rank, config.alpha, device, config.seed)
-    model.gradient_checkpointing = config.gradient_checkpointing
-    if config.adapter and not run.saved():
-        lora.load_adapter(model, config.adapter)
-    run.banner(model, task, time.perf_counter() - began)
-    if config.preflight:
-        code = preflight(config, model, task, tokenizer, stop_ids, run)
-        leave_ranks()
-        sys.exit(code)
-    for number in (signal.SIGTERM, signal.SIGHUP):              # the second when a terminal is closed
-        if signal.getsignal(number) != signal.SIG_IGN:          # as nohup makes it
-            signal.signal(number, lambda n, _: sys.exit(128 + n))
-    try:
-        train(config, model, task, tokenizer, stop_ids, run)
-    except (KeyboardInterrupt, SystemExit, OSError) as stop:
-        why = f" ({stop.strerror})" if isinstance(stop, OSError) else ""
-        if why and (stop.filename or not stop.errno):   # a file's, which the message names
-            raise
-        if why:         # stdout: of `… | tee`, which Ctrl-C ends too, of a closed terminal, on a full disk
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        with contextlib.suppress(OSError):
-            if not run.quiet:
-                print(f"\nstopped after {run.done} steps{why}; go on with: python train.py --resume "
-                      f"{run.folder}", file=sys.stderr, flush=True)
-        sys.exit(stop.code if isinstance(stop, SystemExit) else 130)
-    run.finish()
-    leave_ranks()
+def due(config, every, step):
+    """Has a multiple of `every` been reached since the rollout before, updates_per_rollout steps ago?"""
+    return step // every != (step - config.updates_per_rollout) // every
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")                # a terminal without Unicode ends no run
-    try:
-        main(sys.argv[1:])
-    except (ValueError, OSError) as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        sys.exit(2)
-    except torch.OutOfMemoryError:
-        print("train.py: out of memory before the first step: try a lower --max-new-tokens, --micro-tokens, "
-              "--gradient-checkpointing, --quant nvfp4 or a smaller --model", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:                                               # before the first step
-        sys.exit(130)
+    launch.main(Config, train, preflight)

@@ -55,6 +55,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 import checkpoint  # noqa: E402
+import launch  # noqa: E402
 import lora  # noqa: E402
 import nvfp4  # noqa: E402
 import runs  # noqa: E402
@@ -64,7 +65,7 @@ from rollout import Sampler  # noqa: E402
 from tasks import TASKS  # noqa: E402
 
 COMMON = dict(task="addition", operands="0-99", prompts=16, group_size=16, max_new_tokens=16, steps=100,
-              eval_every=10, eval_samples=4, micro_tokens=8192, mismatch_every=50)
+              eval_every=10, eval_samples=4, micro_tokens=8192)
 CURVE, FINAL = 64, 256                              # held-out problems during a run and after it
 
 # --- the runs
@@ -81,7 +82,7 @@ VARIANTS = {  # name: flags beside those of sweep+aqn, seeds
     "sigma-text": (dict(sigma_start=5e-2, sigma_end=5e-4), (2, 3)),
     **{f"rank{r}": (dict(rank=r, alpha=r), (2,)) for r in (16, 64, 128)},
     "grpo": (dict(loss="grpo"), (2, 3, 4)),
-    "dr_grpo": (dict(loss="dr_grpo", scale="none"), (2, 3, 4))}
+    "dr_grpo": (dict(loss="dr_grpo"), (2, 3, 4))}
 ARMS |= {name: ARMS["sweep+aqn"] | flags for name, (flags, _) in VARIANTS.items()}
 RATES, FULL_RATES = (5e-4, 2.5e-4, 1e-3), (5e-5, 2.5e-5, 1e-4)         # the middle first
 GRID_SEEDS, MAIN_SEEDS, MORE_SEEDS = (0, 1), (2, 3, 4, 5, 6), (7, 8, 9, 10, 11, 12)
@@ -141,9 +142,9 @@ def read(folder):
 def append(folder, record):
     """One line, whole, whoever else writes: on the disk before we go on."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    with open(Path(folder) / "runs.jsonl", "ab+", buffering=0) as file:
+    with open(Path(folder) / "runs.jsonl", "ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        runs.append(file, record)
+        runs.append(Path(folder) / "runs.jsonl", record)
 
 
 # --- bases
@@ -242,12 +243,13 @@ class Record(runs.Run):
     def load(self, model, optimizer):
         return 0
 
-    def stop_if_diverged(self, history, sampled, advantages):
-        """It does not stop: skipped steps are a result. But here the loop shows all of a step's answers, and
-        the mean −ln π of their tokens is the entropy of the policy that sampled, noise on; "entropy" is that
-        of the clean one, on the answers that were trained on."""
+    def made(self, step, stats, sampler, sampled):
+        """Skipped steps do not stop it: they are a result. "surprise", the mean −ln π of all sampled tokens,
+        is the entropy of the policy that sampled, noise on; "entropy" is that of the clean one, on the
+        answers that were trained on."""
         nats = sampled.logprobs.sum() / sampled.lengths.sum()
-        self.records["step"][-1]["surprise"] = -nats.item()
+        self.log("step", step, stats | dict(surprise=-nats.item()))
+        self.done, self.whole = step + self.config.updates_per_rollout, True
 
 
 def measure(job, loud=False, device="", problems=(CURVE, FINAL), correction="none", **changes):
@@ -257,7 +259,7 @@ def measure(job, loud=False, device="", problems=(CURVE, FINAL), correction="non
     arm_flags = ARMS[arm] if phase != "entropy" else dict(base=arm)
     flags = COMMON | dict(correction=correction) | arm_flags | changes
     base = flags.pop("base")
-    config = train.Config(**flags | dict(lr=rate or 1.0, seed=seed))
+    config = launch.check(train.Config(**flags | dict(lr=rate or 1.0, seed=seed)))
     _, tokenizer, stop_ids = opened(config.model)
     task = TASKS[config.task](None, config.operands, problems[1])
     curve = task._replace(held_out=task.held_out[:problems[0]])

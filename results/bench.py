@@ -1,4 +1,4 @@
-"""Measure: python results/bench.py gemm|rollout|step [--out FILE.jsonl]. The last line of stdout is one JSON value.
+"""Measure: python results/bench.py gemm|rollout|step [--out FILE.jsonl]; the last line is one JSON value.
 
 gemm: y = x @ W.T of fp4_gemm.py against bf16 (cuBLAS), and its distance from the bound
     max(0.5625 · N · K bytes / 4.3 TB/s, 2 · M · N · K / 790 TFLOP/s)        (both rates measured on an H200)
@@ -16,7 +16,7 @@ hf is transformers' generate in bf16 on the same GPU, hf-lora has lora.py's plai
 
 step: whole GRPO steps of train.py on random weights: --prompts × --samples answers of --new tokens each, then
 the update with random advantages and gradient checkpointing. --update-only makes answers up.
-torchrun --nproc-per-node N results/bench.py step … gives each rank that many; tokens a second are those of all.
+torchrun --nproc-per-node N results/bench.py step … gives each rank that many; the rates are those of all.
 """
 import argparse
 import copy
@@ -37,6 +37,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import checkpoint
 import fp4_gemm
+import launch
 import lora
 import memory
 import runs
@@ -373,8 +374,8 @@ def hf_decode(model, prompts, group, new, most=32):
 
 def step(args, records):
     global DEVICE
-    DEVICE = train.join_ranks(DEVICE)
-    rank, ranks = train.rank_and_count()
+    DEVICE = launch.join_ranks(DEVICE)
+    rank, ranks = launch.rank_and_count()
     if args.memory_gb:
         torch.cuda.set_per_process_memory_fraction(args.memory_gb * 1e9 / torch.cuda.mem_get_info()[1])
     print(f"{'model':>6} {'weights':>8} {'step':>4} {'rollout s':>9} {'tok/s':>8} {'update s':>9} "
@@ -392,7 +393,7 @@ def step(args, records):
                               gradient_checkpointing=True)
         sampler, optimizer = Sampler(model), train.adamw(config, model)
         for number in range(args.steps):
-            train.all_sum(torch.zeros(1))                  # all begin together
+            launch.all_sum(torch.zeros(1))                  # all begin together
             began = clock()
             if args.update_only:
                 sampled = made_up(prompts, args.samples, args.new, c.vocab_size)
@@ -414,7 +415,8 @@ def step(args, records):
             print(f"{shape:>6} {quant:>8} {number:>4} {rollout_s:9.2f} {records[-1]['rollout_tok_s']:8.0f} "
                   f"{update_s:9.2f} {records[-1]['update_tok_s']:8.0f} {records[-1]['peak_gb']:8.1f} "
                   f"{planned:8.1f}", flush=True)
-    train.leave_ranks()
+    if ranks > 1:
+        torch.distributed.destroy_process_group()
     return {"seconds": {f"{shape} {r['weights']} step {r['step']}":
                         [round(r[k], 2) for k in ("rollout_s", "update_s")] for r in records}}
 

@@ -17,12 +17,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import bench  # noqa: E402
 import bitsandbytes  # noqa: E402
 import peft  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-import bench  # noqa: E402
 import memory  # noqa: E402
 import runs  # noqa: E402
 

@@ -35,10 +35,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import bench  # noqa: E402
 import tables  # noqa: E402
 import torch  # noqa: E402
 
-import bench  # noqa: E402
 import checkpoint  # noqa: E402
 import memory  # noqa: E402
 import runs  # noqa: E402
@@ -55,7 +55,7 @@ PAPER = dict(
     # one update a rollout, as by default: Table 4 says 4 on GSM8K, its authors 1 (in their issue 12)
     lr=1e-5, schedule="cosine", weight_decay=0.1, max_grad_norm=0.2,        # but for the rate the scripts'
     sigma_start=1e-2, sigma_end=5e-4, sigma_stages=10,  # scripts: to 1e-4; §4.1: from 5e-2
-    gradient_checkpointing=True, eval_every=50, save_every=50, samples_every=10)
+    gradient_checkpointing=True, eval_every=50, save_every=50)
 # Table 4's batch of 128 is read as answers, as TRL counts: 128 prompts would make of 600 steps ten epochs.
 # Scripts: groups and batches of 2 (32B: 8), answers of 2048 and 4096 tokens; the warm-up of a tenth is theirs
 GSM8K = PAPER | dict(
@@ -66,7 +66,7 @@ GSM8K = PAPER | dict(
 BIGMATH = PAPER | dict(
     task="math", data="open-r1/Big-Math-RL-Verified-Processed/level_3_4_5", loss="dapo", prompts=8,
     group_size=16, max_new_tokens=8192, steps=1000, warmup=100, micro_tokens=9216)
-RECIPES = {name: dict(name=name, model=f"Qwen/Qwen2.5-{name.split('-')[0].upper()}-Instruct") | flags
+RECIPES = {name: dict(out=f"runs/{name}", model=f"Qwen/Qwen2.5-{name.split('-')[0].upper()}-Instruct") | flags
            for name, flags in (("3b-gsm8k", GSM8K), ("7b-gsm8k", GSM8K), ("7b-bigmath", BIGMATH),
                                ("14b-bigmath", BIGMATH), ("32b-bigmath", BIGMATH))}
 RECIPES["32b-bigmath"]["data"] = "open-r1/Big-Math-RL-Verified-Processed/level_4_5"
@@ -116,7 +116,7 @@ def attempt(name, data, steps, new, **changes):
     flags = RECIPES[name] | dict(steps=steps, max_new_tokens=new, data=data)
     flags |= {k: v for k, v in changes.items() if v}
     with tempfile.TemporaryDirectory() as folder:
-        config, source = train.Config(**flags, out=folder), bench.RandomWeights(name.split("-")[0])
+        config, source = train.Config(**flags | dict(out=folder)), bench.RandomWeights(name.split("-")[0])
         task, tokenizer = TASKS[config.task](data), checkpoint.open("smollm2").tokenizer()
         stop_ids = list(range(0, source.config.vocab_size, new))
 
@@ -129,7 +129,6 @@ def attempt(name, data, steps, new, **changes):
         model = load(source, config.quant, config.rank, config.alpha, bench.DEVICE, config.seed)
         model.gradient_checkpointing = config.gradient_checkpointing
         run, load_s = runs.Run(config), time.perf_counter() - began
-        run.banner(model, tried, load_s)
         train.train(config, model, tried, tokenizer, stop_ids, run)
         records = [r for r in runs.read(run.folder).values() if r["kind"] == "step"]
     config = dataclasses.replace(config, **SAMPLED)

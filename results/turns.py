@@ -2,7 +2,7 @@
 
 Each DIR is a checkout (`git worktree add DIR REVISION`) that builds a model of its own, from the same random
 weights. The checkouts take turns at the same work in this one process, in an order that each round shuffles:
-in a fixed order the first is about 1 % slower, and a GPU drifts by more than that within a minute. The work is a
+in a fixed order the first is about 1 % slower, and a GPU drifts by more than that in a minute. The work is a
 decode step of --batch sequences, or with --update one update of 4 sequences of 640 tokens. The first round
 compiles and does not count. `faster` is the median over the rounds of the first DIR's time over this one's,
 less 1. Give one checkout twice to see how much of it is noise.

@@ -12,6 +12,7 @@ from matplotlib.text import Text
 
 import aqn
 import checkpoint
+import launch
 import lora
 import model as decoder
 import train
@@ -119,7 +120,7 @@ def test_every_arm_is_a_valid_config_and_differs_from_main_only_in_what_it_names
     for flags in ablation.ARMS.values():
         flags = dict(flags)
         assert flags.pop("base") in ablation.BASES
-        config = train.Config(**ablation.COMMON | flags)
+        config = launch.check(train.Config(**ablation.COMMON | flags))
         assert {k for k in vars(config) if getattr(config, k) != getattr(common, k)} <= set(flags)
     assert (common.aqn, common.sigma_schedule, common.rank, common.loss, common.correction) == (
         True, "exponential", 32, "dapo", "none")                     # what the variants vary

@@ -1,16 +1,16 @@
 """python -m pytest tests/test_bench.py -q"""
 import argparse
 import json
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
+import bench
 import pytest
 import torch
+from test_launch import ranks
+from test_runs import ROOT, Command
 
-import bench
 import lora
 import memory
 import rollout
@@ -33,8 +33,16 @@ def records(tmp_path, capsys, *arguments):
 
 def test_rollout_times_every_kind_and_batch(tiny_shape, tmp_path, capsys, monkeypatch):
     """On a CPU as on a GPU, Hugging Face included. Memory for two sequences at a time makes more steps of the
-    same tokens."""
+    same tokens. The time of Hugging Face's is a difference: here the clock counts its calls of lm_head."""
     monkeypatch.setattr(rollout.Sampler, "_room", lambda *args: 2)
+    build, calls = bench.hf_model, []
+    monkeypatch.setattr(bench, "clock", lambda: len(calls) / 8)
+
+    def counted(*args):
+        model = build(*args)
+        model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+        return model
+    monkeypatch.setattr(bench, "hf_model", counted)
     found, last = records(tmp_path, capsys, "rollout", "--quant", "nvfp4,bf16,hf,hf-lora", "--batch", "1,3",
                           "--context", "20", "--new", "6")
     asked = [(q, b) for q in ("nvfp4", "bf16", "hf", "hf-lora") for b in (1, 3)]
@@ -44,6 +52,7 @@ def test_rollout_times_every_kind_and_batch(tiny_shape, tmp_path, capsys, monkey
         assert r["tok_s"] * r["ms_step"] / 1e3 == pytest.approx(r["batch"] / waves)
         assert r["slots"] == min(r["batch"], 3 if waves == 1 else 2) and r["of_bound"] > 0
         assert last["tok_s"][f"tiny {r['weights']} B={r['batch']}"] == round(r["tok_s"])
+        assert r["weights"][:2] != "hf" or r["ms_step"] == 125
 
 
 @pytest.mark.parametrize("samples, groups", [(1, 4), (2, 2), (16, 1)])
@@ -134,15 +143,12 @@ def test_step_times_rollout_and_update(tiny_shape, tmp_path, capsys):
 
 def test_step_on_two_ranks_counts_the_tokens_of_both(tmp_path):
     """One log, by the first of them."""
-    (tmp_path / "tiny.py").write_text("import bench, memory, sys\n"
-                                      "memory.MODELS['tiny'] = (64, 2, 4, 2, 96, 97, False)\n"
-                                      "bench.main(sys.argv[1:])\n")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-               tmp_path / "tiny.py", "step", "--model-shape", "tiny", "--quant", "nvfp4", "--prompts", "2",
-               "--samples", "3", "--prompt-length", "5", "--new", "7", "--out", tmp_path / "log"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(bench.__file__).parent)}
-    ended = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert ended.returncode == 0, ended.stderr
+    code = ("import bench, memory\nmemory.MODELS['tiny'] = (64, 2, 4, 2, 96, 97, False)\n"
+            "sys.exit(bench.main(sys.argv[1:]) and 0)")
+    flags = ("step --model-shape tiny --quant nvfp4 --prompts 2 --samples 3 --prompt-length 5 --new 7 "
+             "--out").split()
+    both = [Command(tmp_path, *flags, tmp_path / "log", code=code, env=env) for env in ranks()]
+    assert [one.code for one in both] == [0, 0], both[0].said
     found = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert [(r["step"], r["ranks"]) for r in found] == [(0, 2), (1, 2)]
     for r in found:
@@ -190,23 +196,28 @@ def test_a_batch_that_is_no_number_is_named(capsys):
 
 
 def test_turns_tells_the_slower_of_two_checkouts(tmp_path):
-    """results/turns.py runs each checkout's own files: one of these two sleeps before it draws a token."""
-    for tree in (tmp_path / "old", tmp_path / "new"):
-        tree.mkdir()
-        for path in Path(bench.__file__).parent.glob("*.py"):
-            shutil.copy(path, tree)
-        with open(tree / "memory.py", "a") as file:
+    """results/turns.py runs each checkout's own files, bench.py beside the modules or in results/. The clocks
+    of both count how often they are read; that of the second goes in steps of ten seconds."""
+    for name, step in (("old", 1), ("new", 10)):
+        results = tmp_path / name / ("results" if name == "new" else "")
+        results.mkdir(parents=True)
+        for path in ROOT.glob("*.py"):
+            shutil.copy(path, tmp_path / name)
+        shutil.copy(bench.__file__, results)
+        with open(tmp_path / name / "memory.py", "a") as file:
             file.write("MODELS['tiny'] = (64, 2, 4, 2, 96, 97, False)\n")
-    with open(tmp_path / "new" / "gumbel.py", "a") as file:
-        file.write("from time import sleep\nfast = sample\n"
-                   "def sample(*args):\n    sleep(.1)\n    return fast(*args)\n")
-    command = [sys.executable, Path(bench.__file__).parent / "results/turns.py", "log.jsonl", "old", "new"]
+        with open(tmp_path / name / "rollout.py", "a") as file:
+            file.write(f"import itertools, types\n"
+                       f"time = types.SimpleNamespace(perf_counter=itertools.count(0, {step}).__next__)\n")
+    code = (f"import os\nos.chdir({str(tmp_path)!r})\nsys.path.insert(0, '{ROOT}/results')\n"
+            f"runpy.run_path('{ROOT}/results/turns.py', run_name='__main__')\nsys.exit()")
     small = "--model-shape tiny --batch 1,4 --context 12 --new 4 --rounds 3".split()
-    done = subprocess.run([*command, *small], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = Command(tmp_path, "log.jsonl", "old", "new", *small, code=code)
+    assert done.code == 0, done.said
     found = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [(r["tree"], r["batch"]) for r in found] == [("old", 1), ("new", 1), ("old", 4), ("new", 4)]
     for old, new in (found[:2], found[2:]):
-        assert old["faster"] == 0 and new["faster"] < -.5 and new["ms_step"] > old["ms_step"] + 50
-    done = subprocess.run([*command[:3], "nowhere"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr == "nowhere has no bench.py: give the folder of a checkout\n"
+        assert old["faster"] == 0 and new["faster"] == pytest.approx(-.9)
+        assert new["ms_step"] == pytest.approx(10 * old["ms_step"])
+    done = Command(tmp_path, "log.jsonl", "nowhere", code=code)
+    assert done.code == 1 and done.said == "nowhere has no bench.py: give the folder of a checkout\n"

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 import checkpoint
+import launch
 import memory
-import runs
 import train
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "results"))
@@ -29,15 +29,16 @@ def test_every_recipe_is_there():
 @pytest.mark.parametrize("name", recipes.RECIPES)
 def test_a_recipe_is_a_config_with_the_papers_batch(name):
     """Only flags that exist, 128 answers a step, a warm-up of a tenth, a model that the planner knows."""
-    config = train.Config(**recipes.RECIPES[name])
+    config = launch.check(train.Config(**recipes.RECIPES[name]))
     assert config.prompts * config.group_size == 128 and config.warmup * 10 == config.steps
-    assert config.name == name and name.split("-")[0] in memory.MODELS
+    assert config.out == f"runs/{name}" and name.split("-")[0] in memory.MODELS
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)
 def test_evaluation_is_the_papers_on_a_whole_test_set(name):
     """§4.1: temperature 0.6, top-p 0.95, 4096 tokens, several samples; no problem to train on is read."""
-    config, trained = train.Config(**recipes.evaluation(name)), train.Config(**recipes.RECIPES[name])
+    config = launch.check(train.Config(**recipes.evaluation(name)))
+    trained = train.Config(**recipes.RECIPES[name])
     assert (config.temperature, config.eval_top_p, config.max_new_tokens) == (.6, .95, 4096)
     assert config.eval_samples > 1 and config.steps == 0 and config.data == "" != config.test != trained.data
     assert (config.task, config.model, config.quant) == (trained.task, trained.model, trained.quant)
@@ -60,7 +61,7 @@ def test_list_prints_commands_that_parse_back(capsys):
         for line, flags in ((training, recipes.RECIPES[name]), (evaluation, recipes.evaluation(name))):
             python, script, *arguments = line.split()
             assert (python, script) == ("python", "train.py")
-            assert runs.parse_cli(train.Config, arguments) == train.Config(**flags)
+            assert launch.parse(train.Config, arguments) == train.Config(**flags)
 
 
 @pytest.fixture

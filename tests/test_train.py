@@ -1,17 +1,17 @@
 """python -m pytest tests/test_train.py"""
-import copy
 import itertools
 import math
-import operator
 from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
+from test_runs import forks, main
 
 import aqn
 import checkpoint
 import grpo
+import launch
 import lora
 import model as decoder
 import runs
@@ -112,7 +112,8 @@ def ranks_gradients(rank, folder, shared):
 
 def test_two_ranks_get_the_gradient_of_one_process(tiny_chat, tmp_path):
     """Over gloo, for every loss, also when the second rank has rows but none to run: it joins the sum."""
-    torch.multiprocessing.spawn(ranks_gradients, (str(tiny_chat), str(tmp_path)), nprocs=2)
+    torch.multiprocessing.start_processes(ranks_gradients, (str(tiny_chat), str(tmp_path)), nprocs=2,
+                                          start_method=forks().get_start_method())
     alone = ranks_gradients(None, str(tiny_chat), "")
     first, second = (torch.load(tmp_path / rank) for rank in "01")
     assert len(alone) == 2 * len(CASES)
@@ -177,8 +178,8 @@ def test_the_first_step_reads_a_loss_of_zero_and_moves_every_lora_b(tiny_chat, m
     model, losses, loss_of = decoder.load(str(tiny_chat), "bf16", rank=4, alpha=8), [], grpo.policy_loss
     sampled = rollout(model, sigma=0)
 
-    def spy(*args):
-        losses.append(loss_of(*args))
+    def spy(*args, **more):
+        losses.append(loss_of(*args, **more))
         return losses[-1]
     monkeypatch.setattr(grpo, "policy_loss", spy)
     adv = grpo.advantages(torch.rand(4, G), "none").flatten()
@@ -222,9 +223,9 @@ def test_what_old_is_over_four_updates(tiny_chat, monkeypatch, correction):
     model, calls, loss_of, measured, backward = actor(tiny_chat), [], grpo.policy_loss, [], train.backward
     sampled = rollout(model, sigma=.5)
 
-    def spy(logprobs, old, adv, mask, normalizer, loss, weights, *rest):
+    def spy(logprobs, old, adv, mask, normalizer, loss, weights, *rest, **more):
         calls.append((logprobs.detach(), old.clone(), weights, mask))
-        return loss_of(logprobs, old, adv, mask, normalizer, loss, weights, *rest)
+        return loss_of(logprobs, old, adv, mask, normalizer, loss, weights, *rest, **more)
     monkeypatch.setattr(grpo, "policy_loss", spy)
     flags = config(correction=correction, updates_per_rollout=4, steps=4, micro_tokens=10**6)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
@@ -316,27 +317,6 @@ def test_evaluate_counts_strict_loose_and_sampled(tiny_chat):
     assert sorted(i for r in drawn for i in r) == list(range(120))    # no number, so no bits, twice
 
 
-def test_a_prompt_that_no_answer_can_follow_is_named_by_its_text(tiny_chat):
-    """Without a chat template an empty text has no tokens; of the context, 128, 8 are the answer's."""
-    sampler, tokenizer = Sampler(actor(tiny_chat)), checkpoint.open(str(tiny_chat)).tokenizer()
-    tokenizer.chat_template = None
-    task = Task([], [], operator.itemgetter("prompt"), None)
-    longest, given = {"prompt": "1" * 120}, (config(), sampler.model.config, task, tokenizer)
-    assert [len(p) for p in train.encoded(*given, [longest])] == [120]
-    for text, count in (("", 0), ("1" * 121, 121)):
-        with pytest.raises(ValueError, match=f"'{text[:60]}' has {count} tokens; .* 128 holds 1 to 120"):
-            train.encoded(*given, [longest, {"prompt": text}])
-
-
-def test_a_tokenizer_that_is_larger_than_the_model_is_told(tiny_chat):
-    """Else its tokens end in an index error, on a GPU in an assertion that ends the process."""
-    source = checkpoint.open(str(tiny_chat))
-    smaller, task = copy.deepcopy(source.config), Task([], [], operator.itemgetter("prompt"), None)
-    smaller.vocab_size = 3
-    with pytest.raises(ValueError, match="token [0-9]+ of the prompt '12', and the model ends at 3: take"):
-        train.encoded(config(), smaller, task, source.tokenizer(), [{"prompt": "12"}])
-
-
 def test_evaluation_is_repeatable_and_refuses_noise(tiny_chat):
     model, tokenizer, stop_ids = world(tiny_chat)
     task = Task([], [{"i": i} for i in range(20)], lambda p: str(p["i"]), lambda p, text, end: len(text) % 2)
@@ -355,8 +335,8 @@ def test_only_the_sampled_answers_of_an_evaluation_are_cut(tiny_chat, tmp_path, 
         calls.append((step, temperature, more.get("top_p")))
         return generate(self, prompts, group_size, new, temperature, stop_ids, seed, step, *rest, **more)
     monkeypatch.setattr(Sampler, "generate", spy)
-    train.main(f"--model {tiny_chat} --task addition --steps 1 --prompts 2 --max-new-tokens 4 --rank 4 "
-               f"--resample 1 --device cpu --temperature .7 --eval-top-p .5 --out {tmp_path}".split())
+    main(*f"--model {tiny_chat} --task addition --steps 1 --prompts 2 --max-new-tokens 4 --rank 4 "
+         f"--resample 1 --device cpu --temperature .7 --eval-top-p .5 --out {tmp_path}".split())
     assert set(calls) == {(0, .7, None), (-1, 0.0, 1.0), (-1, .7, .5)}
     assert Counter(step for step, *_ in calls) == {0: 2, -1: 4}
 
@@ -368,10 +348,10 @@ def test_the_whole_test_file_is_evaluated_on(tiny_chat, tmp_path, capsys):
         path.write_text("".join(f'{{"question": "Is it {n}?", "answer": "#### {n}"}}\n' for n in numbers))
         return path
     flags = (f"--model {tiny_chat} --task gsm8k --test {file('test', range(37))} --prompts 2 --rank 4 "
-             f"--max-new-tokens 2 --device cpu --out {tmp_path} --name").split()
-    train.main([*flags, "alone", "--steps", "0"])
+             f"--max-new-tokens 2 --device cpu --out").split()
+    main(*flags, tmp_path / "alone", "--steps", 0)
     assert "gsm8k: 0 problems to train on, 37 held out; 2 prompts" in capsys.readouterr().out
-    train.main([*flags, "both", "--steps", "1", "--data", str(file("data", range(30, 50)))])
+    main(*flags, tmp_path / "both", "--steps", 1, "--data", file("data", range(30, 50)))
     assert "gsm8k: 13 problems to train on, 37 held out; 2 prompts" in capsys.readouterr().out
     for name, evaluations in (("alone", 1), ("both", 2)):
         records = runs.read(tmp_path / name).values()
@@ -449,19 +429,20 @@ def test_resampling_replaces_groups_without_signal_and_counts_them(tiny_chat, mo
     assert {0: len(live) < 4, 9: len(live) == 4 and used > 1}.get(resample, True)
 
 
-@pytest.mark.parametrize("given, cache", [(0, 2), (6, 6)])
-def test_a_long_answer_pays_the_overlong_penalty(tiny_chat, monkeypatch, given, cache):
-    """On top of its reward, over the last tokens before the limit of 8: a quarter of it, unless told."""
-    generate, lengths = Sampler.generate, torch.arange(16) % 8 + 1
+@pytest.mark.parametrize("limit, cache", [(8, 2), (3, 1)])
+def test_a_long_answer_pays_the_overlong_penalty(tiny_chat, monkeypatch, limit, cache):
+    """On top of its reward, over the last quarter of the tokens before the limit, at least one."""
+    generate, lengths = Sampler.generate, torch.arange(16) % limit + 1
     monkeypatch.setattr(Sampler, "generate", lambda *a, **b: generate(*a, **b)._replace(lengths=lengths))
     plain, paid = (collected(tiny_chat, lambda i, g: i + g / 8, **flags)[1]
-                   for flags in ({}, dict(overlong="penalty", overlong_cache=given)))
-    want = grpo.overlong_penalty(lengths, 8, cache).tolist()
+                   for flags in ({}, dict(overlong="penalty", max_new_tokens=limit)))
+    want = grpo.overlong_penalty(lengths, limit, cache).tolist()
     assert paid == [round(r + w, 9) for r, w in zip(plain, want, strict=True)]
-    assert [w < 0 for w in want[:8]] == [n > 8 - cache for n in range(1, 9)] and min(want) == -1
+    assert [w < 0 for w in want[:limit]] == [n > limit - cache for n in range(1, limit + 1)]
+    assert min(want) == -1
     # rewards of .6 and .4 less these are equal, 0: in fp32 they would be 6e-9 and 2e-8 off, a signal
-    assert {round(r + q, 9) for r, q in zip((.4, .6), grpo.overlong_penalty(lengths[4:6] + 8, 16, 5).tolist(),
-                                            strict=True)} == {0}
+    paid = grpo.overlong_penalty(torch.tensor([13, 14]), 16, 5).tolist()
+    assert {round(r + q, 9) for r, q in zip((.4, .6), paid, strict=True)} == {0}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -517,18 +498,20 @@ def test_flags_reach_what_they_name(tiny_chat, tmp_path, monkeypatch):
 
     def spy(of, name):
         real = getattr(of, name)
-        monkeypatch.setattr(of, name, lambda *a, **more: seen.setdefault(name, a) and real(*a, **more))
+        monkeypatch.setattr(of, name,
+                            lambda *a, **more: seen.setdefault(name, (a, more)) and real(*a, **more))
     for of, name in ((aqn, "sigma"), (grpo, "advantages"), (grpo, "policy_loss"), (train, "backward")):
         spy(of, name)
     both = (f"--model {tiny_chat} --task addition --steps 1 --prompts 2 --max-new-tokens 4 --device cpu "
             f"--rank 4 --beta .1 --sigma-stages 5 --sigma-schedule linear --gradient-checkpointing "
-            f"--out {tmp_path} ")
-    train.main((both + "--loss cispo --cispo-max 2 --scale none --name a").split())
-    assert seen["advantages"][1] == "none" and seen["policy_loss"][7:10] == (None, None, 2)
-    assert seen["sigma"][4:] == (5, "linear") and seen["backward"][1].gradient_checkpointing
+            f"--out {tmp_path}/")
+    main(*(both + "a --loss dr_grpo").split())
+    assert seen["advantages"][0][1] == "none" and seen["policy_loss"][0][5:] == ("dr_grpo", None, None, None)
+    assert seen["sigma"][0][4:] == (5, "linear") and seen["backward"][0][1].gradient_checkpointing
+    assert seen["policy_loss"][1]["beta"] == .1
     seen.clear()
-    train.main((both + "--clip-low .1 --clip-high .3 --name b").split())
-    assert seen["advantages"][1] == "group" and seen["policy_loss"][7:10] == (.1, .3, 5)
+    main(*(both + "b --clip-low .1 --clip-high .3").split())
+    assert seen["advantages"][0][1] == "group" and seen["policy_loss"][0][5:] == ("dapo", None, .1, .3)
 
 
 def test_the_learning_rate_by_hand():
@@ -555,7 +538,7 @@ def test_noise_is_on_while_sampling_and_off_in_update_and_evaluation_and_the_toy
     """15 steps of "begin with one of the digits 0-4": the share rises from under .4 to over .8."""
     toy = Task([{"i": i} for i in range(30)], [{"i": i} for i in range(30, 40)], lambda p: f"{p['i']} * 7",
                lambda p, text, finished: float(text[:1] in set("01234")))
-    monkeypatch.setitem(train.TASKS, "toy", lambda data, operands: toy)
+    monkeypatch.setitem(launch.TASKS, "toy", lambda data, operands: toy)
     noisy, seen = [], []
 
     def spy(name):
@@ -566,9 +549,8 @@ def test_noise_is_on_while_sampling_and_off_in_update_and_evaluation_and_the_toy
         spy(name)
     batch = train.batch
     monkeypatch.setattr(train, "batch", lambda *args: seen.append(batch(*args)) or seen[-1])
-    train.main(f"--model {tiny_chat} --task toy --steps 15 --prompts 8 --max-new-tokens 4 --rank 4 --lr 4e-3 "
-               "--device cpu --sigma-start .05 --eval-every 5 --name toy "
-               f"--out {tmp_path}".split())
+    main(*f"--model {tiny_chat} --task toy --steps 15 --prompts 8 --max-new-tokens 4 --rank 4 --lr 4e-3 "
+         f"--device cpu --sigma-start .05 --eval-every 5 --out {tmp_path}/toy".split())
     records = runs.read(tmp_path / "toy")
     steps = [r for (kind, _), r in records.items() if kind == "step"]
     rewards, sigmas = [r["reward"] for r in steps], [r["sigma"] for r in steps]

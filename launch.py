@@ -1,0 +1,170 @@
+"""From a command line to a running train(): parse and check the flags, join the ranks, report errors.
+
+Exit codes: 0 done, 2 an error, 3 --preflight finds training pointless, 128 + n stopped by signal n.
+Needs: torch; checkpoint.py, model.py, runs.py, tasks.py, aqn.py, grpo.py, lora.py.
+"""
+
+import dataclasses
+import inspect
+import math
+import os
+import re
+import signal
+import sys
+import time
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, BooleanOptionalAction
+
+import torch
+import torch.distributed as dist
+
+import aqn
+import checkpoint
+import grpo
+import lora
+import runs
+from model import QUANT, load
+from tasks import TASKS, own, tested
+
+CHOICES = {"quant": QUANT, "task": TASKS, "loss": grpo.CLIP, "correction": ("none", "bypass", "tis"),
+           "overlong": ("none", "mask", "penalty"), "schedule": ("constant", "linear", "cosine"),
+           "sigma_schedule": aqn.SCHEDULES}
+LEAST = dict.fromkeys("steps warmup resample beta clip_low clip_high lr weight_decay seed".split(), 0)
+LEAST |= dict.fromkeys("prompts max_new_tokens updates_per_rollout eval_every eval_samples save_every "
+                       "micro_tokens rank alpha".split(), 1) | dict(group_size=2, sigma_stages=3)
+MOST = dict(seed=2**32 - 1, eval_top_p=1, rank=512)          # rank: the kernel keeps lora_B in shared memory
+
+
+def main(Config, train, preflight):
+    """Run the command line with train.py's dataclass of flags and its two functions; SystemExit always."""
+    sys.stdout.reconfigure(errors="replace")                # a terminal may not have Unicode
+    try:
+        sys.exit(start(parse(Config, sys.argv[1:]), train, preflight))
+    except KeyboardInterrupt:                               # while loading
+        sys.exit(130)
+    except torch.OutOfMemoryError:
+        why = ("out of memory before the first step: try a lower --max-new-tokens, --micro-tokens, "
+               "--gradient-checkpointing, --quant nvfp4 or a smaller --model")
+    except (ValueError, OSError) as error:
+        why = error
+    print(f"train.py: {why}", file=sys.stderr)
+    sys.exit(2)
+
+
+def start(config, train, preflight):
+    """Load what the flags name, then train or preflight → the exit code. SystemExit: a stopped run."""
+    device = join_ranks(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    rank, ranks = rank_and_count()
+    if config.prompts % ranks:
+        raise ValueError(f"--prompts {config.prompts} must be a multiple of the {ranks} ranks")
+    given = config.data, config.operands
+    if config.test:
+        task = tested(config.task, config.test, *given, trains=bool(config.steps or config.preflight))
+    else:
+        task = own(config.task) if config.task.endswith(".py") else TASKS[config.task](*given)
+    began = time.perf_counter()
+    source = checkpoint.open(config.model)
+    tokenizer, stop_ids = source.tokenizer(), source.stop_ids()
+    # Check prompts now, not when training draws them. A token is a byte or more: only long texts can fail.
+    room = getattr(source.config, "max_position_embeddings", math.inf) - config.max_new_tokens
+    long = [p for p in task.held_out + task.train * bool(config.steps)
+            if len(task.prompt(p).encode()) > room / 2]
+    encoded(config, source.config, task, tokenizer, long)
+    run = runs.Run(config, quiet=rank > 0)
+    if tokenizer.chat_template is None:
+        run.say("note: this model's tokenizer has no chat template: prompts are plain text", sys.stderr)
+    model = load(source, config.quant, config.rank, config.alpha, device, config.seed)
+    model.gradient_checkpointing = config.gradient_checkpointing
+    if config.adapter and not run.saved():
+        lora.load_adapter(model, config.adapter)
+    run.say(f"{config.model}: {config.quant}, loaded in {time.perf_counter() - began:.0f}s on {model.device},"
+            f" {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M adapter weights learn\n{config.task}:"
+            f" {len(task.train)} problems to train on, {len(task.held_out)} held out; {config.prompts} "
+            f"prompts × {config.group_size} answers a step\nrun folder: {run.folder}")
+    for number in (signal.SIGTERM, signal.SIGHUP):              # SIGHUP: the terminal was closed
+        if signal.getsignal(number) != signal.SIG_IGN:          # nohup ignores SIGHUP
+            signal.signal(number, lambda n, _: sys.exit(128 + n))
+    code = (preflight if config.preflight else train)(config, model, task, tokenizer, stop_ids, run)
+    if dist.is_initialized():
+        dist.destroy_process_group()        # only now, because it waits for ranks that may have failed
+    return code
+
+
+def parse(Config, arguments):
+    """→ a checked Config. Each field is a --flag, its comment the help; --resume makes the flags of its run
+    the defaults. SystemExit 2: an unknown flag or a wrong type; ValueError: another flag that cannot work."""
+    comments = dict(re.findall(r"^    (\w+):.*?#\s*(.*)$", inspect.getsource(Config), re.M))
+    parser = ArgumentParser(allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter)
+    for f in dataclasses.fields(Config):
+        kind = {"action": BooleanOptionalAction} if f.type is bool else {"type": f.type}
+        parser.add_argument(f"--{f.name.replace('_', '-')}", default=f.default, help=comments[f.name], **kind)
+    if folder := parser.parse_args(arguments).resume:
+        parser.set_defaults(**runs.stored(Config, folder))
+    flags = vars(parser.parse_args(arguments))
+    for name in ("out", "adapter") * bool(folder):
+        if os.path.abspath(flags[name]) != os.path.abspath(parser.get_default(name)):
+            raise ValueError(f"--{name} {flags[name]} beside --resume {folder}: that run has its own; "
+                             "leave it out, or begin another run")
+    for name in ("model", "data", "test", "adapter", *["task"] * flags["task"].endswith(".py")):
+        if os.path.exists(flags[name]) and flags[name] != "smollm2":    # a resume may start elsewhere
+            flags[name] = os.path.abspath(flags[name])
+    return check(Config(**flags))
+
+
+def check(config):
+    """→ config. ValueError: the first flag that cannot work, with its value and what it must be."""
+    c, own_task = config, config.task.endswith(".py")
+    positive = "temperature", "max_grad_norm", "eval_top_p", *("sigma_start", "sigma_end") * c.aqn
+    rules = [  # flag, whether it holds, what it must be
+        *((name, getattr(c, name) in known or own_task and name == "task",
+           f"must be one of {', '.join(known)}") for name, known in CHOICES.items()),
+        *((name, getattr(c, name) is None or getattr(c, name) >= low, f"must be at least {low}")
+          for name, low in LEAST.items()),
+        *((name, getattr(c, name) <= high, f"must be at most {high}") for name, high in MOST.items()),
+        *((name, getattr(c, name) > 0, "must be positive") for name in positive),
+        ("device", c.device in ("", "cpu") or c.device == "cuda" and torch.cuda.is_available(),
+         "must be cpu, or cuda where torch finds a GPU"),
+        ("task", not own_task or not (c.data or c.test or c.operands),
+         "makes its problems itself: no --data, no --test, no --operands"),
+        ("steps", c.steps % max(1, c.updates_per_rollout) == 0,
+         f"must be a multiple of --updates-per-rollout {c.updates_per_rollout}"),
+        ("preflight", not (c.preflight and c.resume), f"takes no --resume, but --adapter {c.resume}/adapter"),
+        ("loss", (c.loss, c.correction) != ("gspo", "bypass"), "needs --correction none or tis: the noise in "
+         "an answer's ratio is far beyond gspo's clip of 3e-4 and would silence nearly all answers")]
+    for name, holds, words in rules:
+        if not holds:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(c, name)} {words}")
+    return config
+
+
+def encoded(config, of_model, task, tokenizer, problems):
+    """Problems → token ids of their prompts. ValueError quotes a prompt that the model cannot take."""
+    prompts, room = [], of_model.max_position_embeddings - config.max_new_tokens
+    for text in map(task.prompt, problems):
+        prompts.append(prompt := checkpoint.encode(tokenizer, text))
+        if not 0 < len(prompt) <= room:
+            raise ValueError(f"the prompt {text[:60]!r} has {len(prompt)} tokens: --max-new-tokens "
+                             f"{config.max_new_tokens} leaves 1 to {room}; mend the data, or lower that flag")
+        if max(prompt) >= of_model.vocab_size:
+            raise ValueError(f"the tokenizer makes token {max(prompt)} of the prompt {text[:60]!r}, and the "
+                             f"model ends at {of_model.vocab_size}: take the tokenizer it was trained with")
+    return prompts
+
+
+def join_ranks(device):
+    """→ this process's device. Under torchrun, join the process group and take the GPU of the local rank."""
+    if "RANK" in os.environ:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+        if device == "cuda":
+            torch.cuda.set_device(device := f"cuda:{os.environ['LOCAL_RANK']}")     # Triton launches there
+    return device
+
+
+def rank_and_count():
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def all_sum(tensor):
+    """Sum a tensor over ranks, in place, and return it; a single process returns it as it is."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor

@@ -1,0 +1,274 @@
+"""python -m pytest tests/test_launch.py"""
+import copy
+import dataclasses
+import json
+import math
+import operator
+import os
+import re
+import runpy
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_runs import FLAGS, ROOT, Command, handlers, lines, main, outcome, start, whole  # noqa: F401
+
+import checkpoint
+import launch
+import runs
+import train
+from tasks import Task
+
+
+@pytest.fixture
+def ended(tmp_path):
+    """ended(flags) → the folder of a run of these flags, as far as a resume looks at it."""
+    def make(**flags):
+        (tmp_path / "ended").mkdir()
+        (tmp_path / "ended/checkpoint.safetensors").touch()
+        (tmp_path / "ended/config.json").write_text(json.dumps(vars(train.Config()) | flags))
+        return str(tmp_path / "ended")
+    return make
+
+
+def test_out_of_memory_before_the_first_step_is_one_line_too(tiny_chat, tmp_path, monkeypatch, capsys):
+    def short(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+    monkeypatch.setattr(launch, "load", short)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--model", str(tiny_chat), "--out", str(tmp_path / "run")])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and "--gradient-checkpointing" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("flags", [dict(data="some.jsonl"), dict(test="some.jsonl"),
+                                   dict(operands="1-9")])
+def test_a_task_of_ones_own_takes_neither_data_nor_operands(flags):
+    """They would be ignored."""
+    with pytest.raises(ValueError, match="--task mine.py makes its .*: no --data, no --test, no --operands"):
+        launch.check(train.Config(task="mine.py", **flags))
+
+
+def test_two_ranks_train_as_one_process(whole, tiny_chat, tmp_path):    # noqa: F811
+    """torchrun: prompts split, gradients summed, one log, the same answers. Compared up to the first update:
+    where a gradient is about 0, AdamW turns its rounding into a whole step."""
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               ROOT / "train.py", *FLAGS, "--model", tiny_chat, "--out", folder]
+    ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert ended.returncode == 0, ended.stderr
+    one, two = runs.read(whole), runs.read(folder)
+    assert list(one) == list(two) and len(lines(folder)) == len(two)
+    first = min(s for (kind, s), r in one.items() if kind == "step" and r["grad_norm"])
+    for step in range(first + 1):
+        for key in ("reward", "signal", "finished", "length", "rows", "entropy", "kl_noise", "clip_fraction",
+                    "grad_norm"):
+            want = one["step", step][key]
+            assert two["step", step][key] == (want if want is None else pytest.approx(want, rel=1e-4)), key
+    assert ended.stdout.count("run folder") == 1 and ended.stdout.count("step    0") == 1
+    steps = [r for (kind, _), r in two.items() if kind == "step"]
+    assert all(0 <= r["rollout_idle"] < 1 for r in steps) and "rollout_idle" not in one["step", 0]
+    assert main("--resume", folder, "--steps", len(steps) + 1) == 0
+    assert "rollout_idle" not in runs.read(folder)["step", len(steps)]                 # by one process
+
+
+def ranks(count=2):
+    """The environment of each process that torchrun would start."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    meeting = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(count), OMP_NUM_THREADS="1")
+    return [meeting | dict(RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(count)]
+
+
+def test_a_rank_that_fails_ends_the_job_with_its_error(tiny_chat, tmp_path):
+    """The other one does not wait for it for ever."""
+    (tmp_path / "mine.py").write_text("""
+import os
+def problems():
+    return [{"prompt": f"{n} - 1 =", "answer": n - 1} for n in range(10, 60)]
+def reward(problem, text):
+    assert os.environ["RANK"] == "0", "rank 1 fell over"
+    return 0.0
+""")
+    flags = "--task", tmp_path / "mine.py", "--model", tiny_chat, "--out", tmp_path / "run"
+    first, second = (Command(tmp_path, *flags, env=env) for env in ranks())
+    assert second.code not in (0, None) and "rank 1 fell over" in second.said
+    assert first.code not in (0, None) and "rank 1 fell over" not in first.said
+
+
+def test_every_field_is_a_flag_with_its_comment_as_help(capsys):
+    """--help shows each; a bool has its --no-; the default of a run is that of the dataclass."""
+    with pytest.raises(SystemExit, match="0"):
+        launch.parse(train.Config, ["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    source = (ROOT / "train.py").read_text()
+    for f in dataclasses.fields(train.Config):
+        comment, = re.findall(rf"^    {f.name}: .*?  # (.+)$", source, re.M)
+        flag = f"--{f.name.replace('_', '-')}"
+        assert " ".join(comment.split()) in text and f"{flag} " in text
+        assert (f"--no-{flag[2:]}" in text) == (f.type is bool)
+    assert launch.parse(train.Config, []) == train.Config()
+    assert launch.parse(train.Config, ["--no-aqn", "--clip-low", "0.1", "--task", "addition"]) == \
+        train.Config(aqn=False, clip_low=.1, task="addition")
+
+
+@pytest.mark.parametrize("flags", ["--stepz 3", "--step 3", "--steps x", "--steps .5", "--aqn=no", "--lr"])
+def test_an_unknown_flag_or_a_wrong_type_stops_with_2(flags, capsys):
+    """A prefix of a flag is unknown too."""
+    with pytest.raises(SystemExit, match="2"):
+        launch.parse(train.Config, flags.split())
+    assert "error: " in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_resume_takes_the_runs_own_flags_and_those_given_beside_it_win(ended):
+    """A float that JSON wrote without its point is one."""
+    folder = ended(rank=4, overlong="penalty", beta=1, clip_low=.1)
+    config = launch.parse(train.Config, ["--resume", folder, "--lr", "1"])
+    assert (config.rank, config.overlong, config.beta, config.clip_low) == (4, "penalty", 1, .1)
+    assert (config.lr, config.resume, config.out) == (1, folder, folder)
+    assert launch.parse(train.Config, ["--lr", "1", "--resume", folder, "--out", folder]) == config
+
+
+# what cdc7599 wrote beside today's flags
+OLDER = dict(scale="group", cispo_max=5.0, overlong_cache=0, samples_every=4, mismatch_every=10, out="runs",
+             name="arithmetic")
+
+
+@pytest.mark.parametrize("flags", [
+    {}, dict(loss="dr_grpo", scale="none"), dict(overlong="penalty", overlong_cache=4, name=""),
+    dict(eval_every=7, samples_every=7, out="/elsewhere"), dict(eval_every=7), dict(loss="cispo")])
+def test_a_run_of_an_older_version_is_resumed_if_todays_code_does_the_same(ended, flags):
+    """Whatever the folder was called; what the flags said beside that is heeded."""
+    folder = ended(**OLDER | dict(prompts=5) | flags)
+    config = launch.parse(train.Config, ["--resume", folder])
+    assert (config.out, config.prompts, config.loss) == (folder, 5, flags.get("loss", "dapo"))
+    assert config == train.Config(**vars(config))
+
+
+@pytest.mark.parametrize("flags, said", [
+    (dict(scale="none"), "scale='none'"), (dict(loss="dr_grpo"), "scale='group'"),
+    (dict(cispo_max=2.0), "cispo_max=2.0"), (dict(overlong_cache=6), "overlong_cache=6"),
+    (dict(samples_every=5), "samples_every=5"), (dict(mismatch_every=2), "mismatch_every=2"),
+    (dict(warp=9), "warp=9")])
+def test_a_flag_that_is_gone_with_another_value_names_the_way_on(ended, flags, said):
+    """dr_grpo, which does not scale, could be asked to."""
+    folder = ended(**OLDER | flags)
+    with pytest.raises(ValueError, match=f"config.json has {said}, and this version has no such flag: begin "
+                       f"another run with --adapter {folder}/adapter$"):
+        launch.parse(train.Config, ["--resume", folder])
+
+
+@pytest.mark.parametrize("text, words", [("{", "config.json is damaged .*Expecting"), ("[1]", "is damaged"),
+                                         ('{"steps": null, "lr": 1}', "is damaged .*NoneType"),
+                                         ('{"steps": 2.5}', "is damaged .*'steps': 2.5")])
+def test_a_config_that_cannot_be_read_is_named(ended, text, words):
+    folder = ended()
+    Path(folder, "config.json").write_text(text)
+    with pytest.raises(ValueError, match=words):
+        launch.parse(train.Config, ["--resume", folder])
+
+
+@pytest.mark.parametrize("name, value, words", [
+    *((name, "nonsense", "nonsense must be one of") for name in (
+        "quant", "task", "loss", "correction", "overlong", "schedule", "sigma_schedule")),
+    *((name, 0, "0 must be at least 1") for name in (
+        "prompts", "max_new_tokens", "updates_per_rollout", "eval_every", "eval_samples",
+        "save_every", "micro_tokens", "rank", "alpha")),
+    *((name, -1, "-1 must be at least 0") for name in ("steps", "warmup", "resample")),
+    ("beta", -.1, "-0.1 must be at least 0"), ("beta", float("nan"), "nan must be at least 0"),
+    ("lr", -1e-3, "-0.001 must be at least 0"),
+    ("weight_decay", -.1, "-0.1 must be at least 0"),
+    ("seed", -1, "-1 must be at least 0"), ("seed", 2**32, "4294967296 must be at most 4294967295"),
+    ("clip_low", -.5, "-0.5 must be at least 0"), ("clip_high", float("nan"), "nan must be at least 0"),
+    ("rank", 513, "513 must be at most 512"), ("device", "cuda:1", "cuda:1 must be cpu, or cuda"),
+    *((name, value, f"{value} must be positive")
+      for name in ("sigma_start", "sigma_end") for value in (0.0, -1.0, float("nan"))),
+    ("group_size", 1, "1 must be at least 2"), ("sigma_stages", 2, "2 must be at least 3"),
+    ("temperature", float("nan"), "nan must be positive"),
+    ("max_grad_norm", 0.0, "0.0 must be positive"),
+    ("temperature", 0.0, "0.0 must be positive"), ("temperature", -1.0, "-1.0 must be positive"),
+    *(("eval_top_p", p, f"{p} must be ") for p in (0.0, -0.1, 1.01, float("nan"))),
+    ("updates_per_rollout", 3, "--steps 16 must be a multiple of --updates-per-rollout 3"),
+    ("loss", "gspo", "needs --correction none or tis")])
+def test_a_config_that_cannot_work_is_refused_by_name_and_value(name, value, words):
+    """In one sentence, which begins with the flag. bypass: what gspo cannot work with. An ε of infinity is no
+    bound, and --max-grad-norm inf no limit."""
+    assert launch.check(train.Config(clip_high=math.inf, max_grad_norm=math.inf, aqn=False, sigma_end=0.0))
+    with pytest.raises(ValueError, match=re.escape(words)) as refused:
+        launch.check(train.Config(**dict(correction="bypass") | {name: value}))
+    assert f"--{name.replace('_', '-')} {value}" in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_run_is_resumed_from_another_folder(start, whole, tmp_path, monkeypatch):     # noqa: F811
+    """Paths are kept whole: there another file of this name would have been taken, or none found."""
+    (tmp_path / "there").mkdir()
+    task = "problems = lambda: [{'prompt': str(n)} for n in range(40)]\nreward = lambda p, text: len(text)"
+    Path(tmp_path / "mine.py").write_text(task)
+    Path(tmp_path / "there/mine.py").write_text("1 / 0")
+    monkeypatch.chdir(tmp_path)
+    assert start("--task", "mine.py", "--adapter", os.path.relpath(whole / "adapter"), "--steps", 2) == 0
+    monkeypatch.chdir("there")
+    assert main("--resume", tmp_path / "run", "--steps", 3) == 0
+    stored = json.loads((tmp_path / "run/config.json").read_text())
+    assert stored["task"] == str(tmp_path / "mine.py") and stored["adapter"] == str(whole / "adapter")
+    given = {name: "../mine.py" for name in ("model", "data", "test", "adapter")}
+    flags = ["--task=gsm8k", *(f"--{name}={path}" for name, path in given.items())]
+    config = launch.parse(train.Config, flags)
+    assert {name: getattr(config, name) for name in given} == dict.fromkeys(given, str(tmp_path / "mine.py"))
+
+
+@pytest.mark.parametrize("flags, words", [
+    ("--model /nonexistent", "/nonexistent is neither"), ("--resume {tmp}/nowhere", "nowhere"),
+    ("--task gsm8k --data {tmp}/missing.jsonl", "missing.jsonl"), ("--task gsm8k", "--data FILE.jsonl"),
+    ("--task gsm8k --test {tmp}/missing.jsonl", "this task needs problems"),
+    ("--task gsm8k --test {tmp}/missing.jsonl --steps 0", "missing.jsonl cannot be read"),
+    ("--test {tmp}/file", "make their own problems and read no file"),
+    ("--out {tmp}/file", "file"), ("--loss nonsense", "nonsense"), ("--operands 3", "operands='3'"),
+    ("--adapter {tmp}", "adapter_config.json"), ("--group-size 1", "--group-size 1 must be at least 2"),
+    ("--max-new-tokens 129", "tokens: --max-new-tokens 129 leaves 1 to -1; mend"),
+    ("--max-new-tokens 127", "the prompt '"),
+    ("--preflight --resume {tmp}/ended", "but --adapter {tmp}/ended/ad"),
+    ("--task gsm8k --data {tmp}/long.jsonl", "the prompt '1+1+1+"),
+    ("--task gsm8k --data {tmp}/half.jsonl", "half.jsonl, line 5: 'utf-8' codec can't encode")])
+def test_what_a_user_can_get_wrong_is_one_line_and_exit_code_2(
+        tiny_chat, tmp_path, ended, monkeypatch, capsys, flags, words):
+    """python train.py …, run in this process."""
+    (tmp_path / "file").write_text("not a folder")
+    ended()
+    good = [json.dumps({"question": f"{i}+1", "answer": f"#### {i + 1}"}) + "\n" for i in range(5)]
+    (tmp_path / "long.jsonl").write_text("".join(good).replace("4+1", "1+" * 99 + "1"))
+    (tmp_path / "half.jsonl").write_text("".join(good).replace("4+1", r"half an emoji: \ud83d"))
+    argv = ["train.py", "--model", tiny_chat, *FLAGS, *flags.format(tmp=tmp_path).split()]
+    monkeypatch.setattr(sys, "argv", list(map(str, argv)))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    error = capsys.readouterr().err.strip()
+    assert stop.value.code == 2 and words.format(tmp=tmp_path) in error
+    assert error.startswith("train.py: ") and "\n" not in error
+
+
+def test_a_prompt_that_no_answer_can_follow_is_named_by_its_text(tiny_chat):
+    """Without a chat template an empty text has no tokens; of the context, 128, 8 are the answer's."""
+    source = checkpoint.open(str(tiny_chat))
+    tokenizer = source.tokenizer()
+    tokenizer.chat_template = None
+    task = Task([], [], operator.itemgetter("prompt"), None)
+    longest, given = {"prompt": "1" * 120}, (train.Config(max_new_tokens=8), source.config, task, tokenizer)
+    assert [len(p) for p in launch.encoded(*given, [longest])] == [120]
+    for text, count in (("", 0), ("1" * 121, 121)):
+        with pytest.raises(ValueError, match=f"'{text[:60]}' has {count} tokens: .* leaves 1 to 120"):
+            launch.encoded(*given, [longest, {"prompt": text}])
+
+
+def test_a_tokenizer_that_is_larger_than_the_model_is_told(tiny_chat):
+    """Else its tokens end in an index error, on a GPU in an assertion that ends the process."""
+    source = checkpoint.open(str(tiny_chat))
+    smaller, task = copy.deepcopy(source.config), Task([], [], operator.itemgetter("prompt"), None)
+    smaller.vocab_size = 3
+    with pytest.raises(ValueError, match="token [0-9]+ of the prompt '12', and the model ends at 3: take"):
+        launch.encoded(train.Config(), smaller, task, source.tokenizer(), [{"prompt": "12"}])
