@@ -32,8 +32,8 @@ def records(tmp_path, capsys, *arguments):
 
 
 def test_rollout_times_every_kind_and_batch(tiny_shape, tmp_path, capsys, monkeypatch):
-    """On a CPU as on a GPU, Hugging Face included. Memory for two sequences at a time makes more steps of the
-    same tokens. The time of Hugging Face's is a difference: here the clock counts its calls of lm_head."""
+    """All four kinds. With memory for two sequences, a batch of three takes two waves. Hugging Face's time is
+    a difference of two measurements, so a clock that counts calls of lm_head replaces the real one."""
     monkeypatch.setattr(rollout.Sampler, "_room", lambda *args: 2)
     build, calls = bench.hf_model, []
     monkeypatch.setattr(bench, "clock", lambda: len(calls) / 8)
@@ -196,8 +196,8 @@ def test_a_batch_that_is_no_number_is_named(capsys):
 
 
 def test_turns_tells_the_slower_of_two_checkouts(tmp_path):
-    """results/turns.py runs each checkout's own files, bench.py beside the modules or in results/. The clocks
-    of both count how often they are read; that of the second goes in steps of ten seconds."""
+    """results/turns.py runs each checkout's own files; bench.py lies beside the modules or in results/. Both
+    checkouts get a clock that counts its readings, the second one in steps of ten seconds."""
     for name, step in (("old", 1), ("new", 10)):
         results = tmp_path / name / ("results" if name == "new" else "")
         results.mkdir(parents=True)

@@ -25,7 +25,7 @@ from tasks import Task
 
 @pytest.fixture
 def ended(tmp_path):
-    """ended(flags) → the folder of a run of these flags, as far as a resume looks at it."""
+    """ended(flags) → a folder with the config and (empty) checkpoint of a run, enough to parse --resume."""
     def make(**flags):
         (tmp_path / "ended").mkdir()
         (tmp_path / "ended/checkpoint.safetensors").touch()
@@ -48,14 +48,14 @@ def test_out_of_memory_before_the_first_step_is_one_line_too(tiny_chat, tmp_path
 @pytest.mark.parametrize("flags", [dict(data="some.jsonl"), dict(test="some.jsonl"),
                                    dict(operands="1-9")])
 def test_a_task_of_ones_own_takes_neither_data_nor_operands(flags):
-    """They would be ignored."""
+    """The task makes its problems itself, so it would ignore them."""
     with pytest.raises(ValueError, match="--task mine.py makes its .*: no --data, no --test, no --operands"):
         launch.check(train.Config(task="mine.py", **flags))
 
 
 def test_two_ranks_train_as_one_process(whole, tiny_chat, tmp_path):    # noqa: F811
-    """torchrun: prompts split, gradients summed, one log, the same answers. Compared up to the first update:
-    where a gradient is about 0, AdamW turns its rounding into a whole step."""
+    """torchrun splits prompts and sums gradients, and one rank logs. Answers are compared up to the first
+    update, because AdamW makes a full step of a gradient that is only rounding."""
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                ROOT / "train.py", *FLAGS, "--model", tiny_chat, "--out", folder]
@@ -77,7 +77,7 @@ def test_two_ranks_train_as_one_process(whole, tiny_chat, tmp_path):    # noqa: 
 
 
 def ranks(count=2):
-    """The environment of each process that torchrun would start."""
+    """→ the environment variables that torchrun would give to each of its processes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     meeting = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(count), OMP_NUM_THREADS="1")
@@ -85,7 +85,7 @@ def ranks(count=2):
 
 
 def test_a_rank_that_fails_ends_the_job_with_its_error(tiny_chat, tmp_path):
-    """The other one does not wait for it for ever."""
+    """The other rank notices, and does not wait for ever."""
     (tmp_path / "mine.py").write_text("""
 import os
 def problems():
@@ -101,7 +101,7 @@ def reward(problem, text):
 
 
 def test_every_field_is_a_flag_with_its_comment_as_help(capsys):
-    """--help shows each; a bool has its --no-; the default of a run is that of the dataclass."""
+    """--help shows every field, and --no-… for a bool. Without flags, parse gives the defaults."""
     with pytest.raises(SystemExit, match="0"):
         launch.parse(train.Config, ["--help"])
     text = " ".join(capsys.readouterr().out.split())
@@ -118,14 +118,14 @@ def test_every_field_is_a_flag_with_its_comment_as_help(capsys):
 
 @pytest.mark.parametrize("flags", ["--stepz 3", "--step 3", "--steps x", "--steps .5", "--aqn=no", "--lr"])
 def test_an_unknown_flag_or_a_wrong_type_stops_with_2(flags, capsys):
-    """A prefix of a flag is unknown too."""
+    """A prefix of a flag counts as unknown."""
     with pytest.raises(SystemExit, match="2"):
         launch.parse(train.Config, flags.split())
     assert "error: " in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_resume_takes_the_runs_own_flags_and_those_given_beside_it_win(ended):
-    """A float that JSON wrote without its point is one."""
+    """An integer in config.json is accepted for a float."""
     folder = ended(rank=4, overlong="penalty", beta=1, clip_low=.1)
     config = launch.parse(train.Config, ["--resume", folder, "--lr", "1"])
     assert (config.rank, config.overlong, config.beta, config.clip_low) == (4, "penalty", 1, .1)
@@ -142,7 +142,7 @@ OLDER = dict(scale="group", cispo_max=5.0, overlong_cache=0, samples_every=4, mi
     {}, dict(loss="dr_grpo", scale="none"), dict(overlong="penalty", overlong_cache=4, name=""),
     dict(eval_every=7, samples_every=7, out="/elsewhere"), dict(eval_every=7), dict(loss="cispo")])
 def test_a_run_of_an_older_version_is_resumed_if_todays_code_does_the_same(ended, flags):
-    """Whatever the folder was called; what the flags said beside that is heeded."""
+    """The stored folder may be any; the flags that still exist keep their stored values."""
     folder = ended(**OLDER | dict(prompts=5) | flags)
     config = launch.parse(train.Config, ["--resume", folder])
     assert (config.out, config.prompts, config.loss) == (folder, 5, flags.get("loss", "dapo"))
@@ -155,7 +155,7 @@ def test_a_run_of_an_older_version_is_resumed_if_todays_code_does_the_same(ended
     (dict(samples_every=5), "samples_every=5"), (dict(mismatch_every=2), "mismatch_every=2"),
     (dict(warp=9), "warp=9")])
 def test_a_flag_that_is_gone_with_another_value_names_the_way_on(ended, flags, said):
-    """dr_grpo, which does not scale, could be asked to."""
+    """For dr_grpo, the old default scale='group' is another value than today's."""
     folder = ended(**OLDER | flags)
     with pytest.raises(ValueError, match=f"config.json has {said}, and this version has no such flag: begin "
                        f"another run with --adapter {folder}/adapter$"):
@@ -195,8 +195,8 @@ def test_a_config_that_cannot_be_read_is_named(ended, text, words):
     ("updates_per_rollout", 3, "--steps 16 must be a multiple of --updates-per-rollout 3"),
     ("loss", "gspo", "needs --correction none or tis")])
 def test_a_config_that_cannot_work_is_refused_by_name_and_value(name, value, words):
-    """In one sentence, which begins with the flag. bypass: what gspo cannot work with. An ε of infinity is no
-    bound, and --max-grad-norm inf no limit."""
+    """One sentence begins with the flag. The config has correction=bypass, which gspo refuses. Infinite
+    --clip-high and --max-grad-norm are allowed."""
     assert launch.check(train.Config(clip_high=math.inf, max_grad_norm=math.inf, aqn=False, sigma_end=0.0))
     with pytest.raises(ValueError, match=re.escape(words)) as refused:
         launch.check(train.Config(**dict(correction="bypass") | {name: value}))
@@ -204,7 +204,7 @@ def test_a_config_that_cannot_work_is_refused_by_name_and_value(name, value, wor
 
 
 def test_a_run_is_resumed_from_another_folder(start, whole, tmp_path, monkeypatch):     # noqa: F811
-    """Paths are kept whole: there another file of this name would have been taken, or none found."""
+    """Paths are stored absolute: another folder may hold another file of this name, or none."""
     (tmp_path / "there").mkdir()
     task = "problems = lambda: [{'prompt': str(n)} for n in range(40)]\nreward = lambda p, text: len(text)"
     Path(tmp_path / "mine.py").write_text(task)
@@ -253,7 +253,7 @@ def test_what_a_user_can_get_wrong_is_one_line_and_exit_code_2(
 
 
 def test_a_prompt_that_no_answer_can_follow_is_named_by_its_text(tiny_chat):
-    """Without a chat template an empty text has no tokens; of the context, 128, 8 are the answer's."""
+    """Without a chat template an empty text has no tokens. The context is 128 tokens, 8 for the answer."""
     source = checkpoint.open(str(tiny_chat))
     tokenizer = source.tokenizer()
     tokenizer.chat_template = None
@@ -266,7 +266,7 @@ def test_a_prompt_that_no_answer_can_follow_is_named_by_its_text(tiny_chat):
 
 
 def test_a_tokenizer_that_is_larger_than_the_model_is_told(tiny_chat):
-    """Else its tokens end in an index error, on a GPU in an assertion that ends the process."""
+    """Otherwise its tokens cause an index error, on a GPU a failed assertion that ends the process."""
     source = checkpoint.open(str(tiny_chat))
     smaller, task = copy.deepcopy(source.config), Task([], [], operator.itemgetter("prompt"), None)
     smaller.vocab_size = 3

@@ -30,17 +30,17 @@ import runs
 import train
 
 ROOT = Path(train.__file__).parent
-# what a replayed step may write differently
+# keys in which the record of a replayed step may differ
 TIMINGS = ("rollout_s", "update_s", "rollout_tok_s", "update_tok_s", "memory_gb", "segment")
 GOOD = dict(signal=.5, finished=.9, reward=.4, mismatch=1.01)
-# six short steps in which an answer is paid for being short, so that there is signal; three checkpoints
+# six short steps with three checkpoints; short answers earn more, so rewards differ within a group
 FLAGS = ("--quant nvfp4 --steps 6 --prompts 4 --group-size 4 --max-new-tokens 8 --rank 4 --lr 5e-3 "
          "--overlong penalty --eval-every 3 --save-every 2 --sigma-stages 3 --device cpu").split()
 
 
-# --- train.py in a process of its own, forked from one that has imported torch and all of ours
+# --- train.py in a new process, forked from a server that has already imported torch and our modules
 def child(code, arguments, said, out, env):
-    """Run the code, or train.py as a command, with stdout and stderr in these files."""
+    """Run the code, then train.py as a command, with stdout and stderr written to these files."""
     for number, path in ((1, out), (2, said)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", 1, closefd=False)
@@ -51,7 +51,7 @@ def child(code, arguments, said, out, env):
 
 
 def forks():
-    """multiprocessing's context in which a process has torch and ours from the start."""
+    """A multiprocessing context whose new processes have torch and our modules imported."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{ROOT}:{ROOT}/results:{ROOT}/tests")
         multiprocessing.set_forkserver_preload(["train", "bench", "test_runs", "test_train"])
@@ -60,7 +60,7 @@ def forks():
 
 
 class Command:
-    """python train.py FLAGS… after some code, begun. `code`, `said`: the exit code and stderr, waited for."""
+    """Starts code, then python train.py FLAGS…; `code` and `said` wait for its exit code and stderr."""
 
     def __init__(self, folder, *flags, code="", out=os.devnull, env=()):
         self.file = Path(folder) / f"stderr-{time.time_ns()}"
@@ -80,7 +80,7 @@ class Command:
 
 @pytest.fixture(autouse=True)
 def handlers():
-    """main() installs its own; the next test gets pytest's."""
+    """main() installs signal handlers; restore pytest's for the next test."""
     old = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in old.items():
@@ -88,7 +88,7 @@ def handlers():
 
 
 def main(*flags):
-    """python train.py in this process → the exit code. Nothing of the run stays alive, its lock neither."""
+    """python train.py in this process → the exit code. Collects garbage, which releases the run's lock."""
     try:
         config = launch.parse(train.Config, list(map(str, flags)))
         return launch.start(config, train.train, train.preflight) or 0
@@ -101,7 +101,7 @@ def main(*flags):
 
 
 def outcome(folder):
-    """What must not depend on accidents: the adapter's bytes and every record but its timings."""
+    """What an accident must not change: the adapter's bytes, and the records except their timings."""
     adapter = (folder / "adapter/adapter_model.safetensors").read_bytes()
     records = runs.read(folder).values()
     return adapter, [{k: v for k, v in r.items() if k not in TIMINGS} for r in records]
@@ -113,7 +113,7 @@ def lines(folder):
 
 @pytest.fixture(scope="module")
 def whole(tiny_chat, tmp_path_factory):
-    """The folder of a run that nothing happened to."""
+    """The folder of a run without any accident."""
     out = tmp_path_factory.mktemp("runs")
     assert main(*FLAGS, "--model", tiny_chat, "--out", out / "whole") == 0
     return out / "whole"
@@ -121,12 +121,12 @@ def whole(tiny_chat, tmp_path_factory):
 
 @pytest.fixture
 def start(tiny_chat, tmp_path):
-    """start(more flags) → exit code of the same run in tmp_path/run."""
+    """start(more flags) runs the same in tmp_path/run → the exit code."""
     return lambda *more: main(*FLAGS, "--model", tiny_chat, "--out", tmp_path / "run", *more)
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(whole, start, tmp_path):
-    """Adapter bytes and metrics; the run has signal, noise, steps that move, and all its files."""
+    """Compares adapter bytes and metrics. The run has unequal rewards, noise, gradients and all its files."""
     assert start() == 0 and outcome(tmp_path / "run") == outcome(whole)
     records = runs.read(whole)
     assert list(records) == [("eval", 0), *(("step", s) for s in range(3)), ("eval", 3),
@@ -149,7 +149,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(whole, start,
     (signal.SIGINT, "evaluate", 130, 3)])
 def test_a_stopped_run_saves_its_last_whole_step_and_resumes_to_the_same_end(
         whole, start, tmp_path, monkeypatch, capsys, number, where, code, done):
-    """In the fourth step; while it samples it is not begun, in its update it is made, logged and saved first.
+    """A signal in the fourth step: the step is dropped while it samples, and finished in its update.
 
     Then half a record is appended, as by a power cut: it is passed over, and the next one has its own line.
     """
@@ -177,7 +177,7 @@ def test_a_stopped_run_saves_its_last_whole_step_and_resumes_to_the_same_end(
 
 
 def test_under_nohup_a_closed_terminal_stops_nothing(whole, start, tmp_path, monkeypatch):
-    """A signal that was ignored when the run began stays ignored, in an update too."""
+    """A signal that is ignored when the run starts stays ignored, also during an update."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for name, real in (("collect", train.collect), ("update", train.update)):
         def hung_up(*args, real=real):
@@ -189,7 +189,7 @@ def test_under_nohup_a_closed_terminal_stops_nothing(whole, start, tmp_path, mon
 
 @pytest.mark.parametrize("where, done", [("collect", 3), ("update", 3)])
 def test_a_run_that_a_library_ends_is_saved(whole, start, tmp_path, monkeypatch, where, done):
-    """PyTorch says RuntimeError when a peer is gone or a CPU's memory is over."""
+    """PyTorch raises RuntimeError when another rank ends or the CPU's memory is full."""
     real, count = getattr(train, where), []
 
     def broken(*args):
@@ -208,8 +208,8 @@ def test_a_run_that_a_library_ends_is_saved(whole, start, tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("eval_every", [1, 100])
 def test_a_run_whose_output_nobody_reads_any_more_is_saved(tiny_chat, tmp_path, eval_every):
-    """`python train.py … | tee log`: Ctrl-C ends tee, too, and the next line, a sample's, an evaluation's or
-    a step's, has no reader. Resumed, it ends as one that nothing happened to."""
+    """`python train.py … | tee log`: Ctrl-C ends tee, too, so the next line cannot be printed, be it of a
+    sample, an evaluation or a step. Resumed, the run ends like one without an accident."""
     folder, pipe = tmp_path / "run", tmp_path / "pipe"
     flags = [*FLAGS, "--model", tiny_chat, "--save-every", 100, "--eval-every", eval_every]
     os.mkfifo(pipe)
@@ -247,7 +247,7 @@ def test_a_second_interrupt_does_not_cost_what_the_first_one_saves(whole, start,
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 def test_a_run_whose_output_cannot_be_written_is_saved(whole, tiny_chat, tmp_path, number):
-    """A terminal that was closed, a full disk behind `> log`: the run's own folder is not at fault."""
+    """The terminal was closed, or the disk behind `> log` is full, while the run's own folder is writable."""
     code = (f"class Full:\n    fileno, flush = sys.stdout.fileno, lambda self: None\n"
             f"    reconfigure = lambda self, **_: None\n    def write(self, text):\n"
             f"        if 'step    2 ' in text:\n            raise OSError({number}, os.strerror({number}))\n"
@@ -261,9 +261,9 @@ def test_a_run_whose_output_cannot_be_written_is_saved(whole, tiny_chat, tmp_pat
 
 @pytest.mark.parametrize("crash", range(1, 13))
 def test_a_crash_between_any_two_files_loses_nothing(whole, start, tmp_path, monkeypatch, crash):
-    """Renames are counted: config.json, three files in the first save, four in each of the two others, where
-    the checkpoint before is kept. Dying at one of them and resuming
-    ends as if nothing had happened, and what was replayed is in the log twice, the last record holding."""
+    """The run dies at its n-th rename: of config.json, of three files in the first save, of four in each
+    later save, which keeps the previous checkpoint. Resumed, it ends like one without an accident; steps
+    that were replayed are in the log twice, and the last record counts."""
     real, count = os.replace, []
 
     def dies(source, target):
@@ -286,7 +286,7 @@ def test_a_crash_between_any_two_files_loses_nothing(whole, start, tmp_path, mon
 
 
 def test_a_write_that_fails_midway_leaves_the_old_file(tiny_chat, tmp_path, monkeypatch):
-    """Half a file is written under .tmp and the disk is full: the file itself has the bytes it had."""
+    """The disk is full after half of the .tmp file: the file itself keeps its old bytes."""
     model = decoder.load(str(tiny_chat), "nvfp4", 4, 32)
     optimizer = torch.optim.AdamW(model.parameters())
     run = runs.Run(train.Config(out=str(tmp_path / "run")))
@@ -310,7 +310,7 @@ def test_a_write_that_fails_midway_leaves_the_old_file(tiny_chat, tmp_path, monk
 
 @pytest.fixture
 def copy(whole, tmp_path):
-    """A finished run's folder, to be damaged: its checkpoints are of steps 6 and 4."""
+    """A copy of a finished run's folder, for damaging it; its checkpoints are of steps 6 and 4."""
     return Path(shutil.copytree(whole, tmp_path / "run"))
 
 
@@ -325,7 +325,7 @@ def damage(path, how):
 
 @pytest.mark.parametrize("how", [0, .001, .5, .999, 3, 100, 800, 10**6 + 1])
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_and_that_is_said(whole, copy, capfd, how):
-    """The run goes on from step 4 and ends as it did; the good one outlives the first save after that."""
+    """The run continues from step 4 to the same end; its next save keeps the good checkpoint."""
     damage(copy / "checkpoint.safetensors", how)
     before = (copy / "checkpoint.previous.safetensors").read_bytes()
     assert main("--resume", copy) == 0 and outcome(copy) == outcome(whole)
@@ -337,7 +337,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_and_that_is_said
 
 
 def test_any_bit_that_turns_is_noticed(whole, tmp_path):
-    """300 single bits: the first 150 bytes' (length, header) and any; and a file cut at 50 places."""
+    """Flips 300 single bits, half of them in the file's length and header, and cuts the file at 50 places."""
     path, rng, good = tmp_path / "checkpoint", random.Random(0), whole / "checkpoint.safetensors"
     size = good.stat().st_size
     assert runs._read(good)[1] == 6
@@ -350,7 +350,7 @@ def test_any_bit_that_turns_is_noticed(whole, tmp_path):
 
 
 def test_a_run_without_a_whole_checkpoint_is_not_begun_from_nothing(copy):
-    """Both damaged: one sentence that names the adapter. The last one gone, as in a crash: the one before."""
+    """Both checkpoints damaged: a sentence names the adapter. The last one missing: the previous is read."""
     (copy / "checkpoint.safetensors").unlink()
     assert main("--resume", copy) == 0 and runs._read(copy / "checkpoint.safetensors")[1] == 6
     for name in ("checkpoint.safetensors", "checkpoint.previous.safetensors"):
@@ -362,8 +362,8 @@ def test_a_run_without_a_whole_checkpoint_is_not_begun_from_nothing(copy):
 @pytest.mark.parametrize("name, room", [("checkpoint", 20_000), ("metrics.jsonl", 100)])
 def test_a_full_disk_is_one_sentence_and_keeps_the_checkpoint(
         whole, start, tmp_path, monkeypatch, name, room):
-    """The kernel lets no file grow beyond a limit: the log goes on, but the adapter does not fit; or the log
-    fits in part, and is not written again on closing. Resumed with room, all ends as if nothing had been."""
+    """The kernel limits the size of files: the adapter does not fit, or only a part of a log's line fits, and
+    closing must not write it again. Resumed without the limit, the run ends like one without an accident."""
     folder, real, count = tmp_path / "run", train.collect, []
 
     def stopped(*args):
@@ -385,7 +385,7 @@ def test_a_full_disk_is_one_sentence_and_keeps_the_checkpoint(
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "config.json", "curves.png"])
 def test_any_file_that_cannot_be_written_is_named(start, tmp_path, monkeypatch, name):
-    """A folder stands in its place: for root, no mode of a file would stop a write."""
+    """A folder of the file's name prevents writing; root could write to a file of any mode."""
     (tmp_path / "run" / name).mkdir(parents=True)
     with pytest.raises(OSError, match=rf"^.*run/{name} cannot be written \(.*Is a directory.*\)") as error:
         start()
@@ -394,7 +394,7 @@ def test_any_file_that_cannot_be_written_is_named(start, tmp_path, monkeypatch, 
 
 def test_a_record_that_fits_in_part_is_passed_over_and_the_next_has_its_own_line(
         start, whole, tmp_path, monkeypatch):
-    """The disk takes some bytes of a record, then none; resumed, the run ends as if nothing had happened."""
+    """The disk is full in the middle of a record; resumed, the run ends like one without an accident."""
     real = runs.append
 
     def full(path, record):
@@ -411,7 +411,7 @@ def test_a_record_that_fits_in_part_is_passed_over_and_the_next_has_its_own_line
 
 
 def poison(monkeypatch, steps, what="gradient"):
-    """In these of the steps that have a gradient, one number of it is NaN, or the loss is infinite."""
+    """Make one number of the gradient NaN, or the loss infinite, in these of the steps with a gradient."""
     real, count = train.backward, []
 
     def backward(config, model, *rest, **more):
@@ -427,7 +427,7 @@ def poison(monkeypatch, steps, what="gradient"):
 
 @pytest.mark.parametrize("what", ["gradient", "loss"])
 def test_a_step_without_a_finite_gradient_is_skipped_and_counted(start, tmp_path, monkeypatch, capsys, what):
-    """The first step with a gradient is: neither adapter nor AdamW sees it, and the next ones learn."""
+    """The first gradient is NaN: it reaches neither adapter nor AdamW, and later steps learn."""
     poison(monkeypatch, {1}, what)
     assert start("--save-every", 1) == 0
     steps = [r for (kind, _), r in runs.read(tmp_path / "run").items() if kind == "step"]
@@ -442,7 +442,7 @@ def test_a_step_without_a_finite_gradient_is_skipped_and_counted(start, tmp_path
 
 
 def test_five_skipped_steps_in_a_row_stop_the_run(start, tmp_path, monkeypatch):
-    """Four do not. The adapter is that of before."""
+    """Four in a row do not. The saved adapter is the one from before the skipped steps."""
     folder = tmp_path / "run"
     more = ("--steps", 12, "--seed", 1)
     with monkeypatch.context() as patch:
@@ -462,8 +462,8 @@ def test_five_skipped_steps_in_a_row_stop_the_run(start, tmp_path, monkeypatch):
     ("step", "--micro-tokens 512 --gradient-checkpointing", 2)])
 def test_out_of_memory_names_the_flags_and_saves_the_last_whole_step(
         whole, start, tmp_path, monkeypatch, where, flags, done):
-    """In the fourth step, or in the optimizer when one parameter has moved: that is not saved, and the
-    checkpoint of step 2 holds. Resumed, all end as if nothing had happened."""
+    """In the fourth step; or within the optimizer's step, which must not be saved, so that a resume begins at
+    step 2. Resumed, all end like a run without an accident."""
     real, count = getattr(train, where, torch.optim.AdamW.step), []
 
     def short(*args, **kwargs):
@@ -485,8 +485,7 @@ def test_out_of_memory_names_the_flags_and_saves_the_last_whole_step(
 
 
 def test_a_failing_reward_costs_no_finished_step(start, whole, tmp_path, monkeypatch):
-    """A ValueError in the fourth step: three are saved. A stop in the first evaluation: nothing is, and the
-    name is free for another seed."""
+    """A ValueError in the fourth step: three steps are saved. Ctrl-C in the first evaluation: nothing is."""
     real, count = train.collect, []
 
     def fails(*args):
@@ -511,7 +510,7 @@ def test_evaluating_does_not_speak_of_an_adapter_that_it_did_not_write(start, ca
 
 
 def test_a_task_of_ones_own_trains_from_an_empty_folder(tiny_chat, tmp_path, monkeypatch):
-    """README's ten lines, copied: two steps, whose gradient is not 0; the folder is named after the file."""
+    """README's ten lines make two steps with a gradient, in a folder named after the file."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(OWN)
     flags = "--task mine.py --steps 2 --prompts 8 --group-size 8 --max-new-tokens 6 --rank 4 --device cpu"
@@ -524,8 +523,8 @@ def test_a_task_of_ones_own_trains_from_an_empty_folder(tiny_chat, tmp_path, mon
 
 def test_preflight_changes_nothing_and_says_whether_training_would_work(
         tiny_chat, tmp_path, monkeypatch, capsys):
-    """Shaped rewards: it would, 0. Times tables, which a random model cannot do: 3, with training's advice.
-    In both cases the folder goes as it came. Of a rollout for two steps each takes half the seconds."""
+    """Rewards for short answers: exit code 0. Times tables, which a random model cannot do: 3, and advice.
+    The folder is removed. A rollout that serves two steps counts half for each."""
     flags = (*FLAGS, "--model", tiny_chat, "--out", tmp_path / "run", "--preflight")
     assert main(*flags) == 0
     said = capsys.readouterr().out
@@ -561,7 +560,7 @@ def test_preflight_judges_as_the_training_does(tmp_path, capsys, change, code, w
 
 
 def test_a_stop_while_the_checkpoint_is_read_does_not_overwrite_it(whole, start, tmp_path, monkeypatch):
-    """Ctrl-C in the middle of load(): the model is half the old one, and must not be saved."""
+    """Ctrl-C in the middle of load(): a half-loaded model must not be saved."""
     assert start() == 0
     path = tmp_path / "run/checkpoint.safetensors"
     before = path.read_bytes()
@@ -575,7 +574,7 @@ def test_a_stop_while_the_checkpoint_is_read_does_not_overwrite_it(whole, start,
 
 
 def test_kills_at_random_moments_change_nothing(whole, tiny_chat, tmp_path):
-    """Three SIGKILLs of a real process, each at a random moment after a random record; then to the end."""
+    """SIGKILL a real process three times, at random moments, then let it run to the end."""
     seed = random.SystemRandom().randrange(10**6)
     print("seed", seed)
     rng, folder = random.Random(seed), tmp_path / "run"
@@ -595,7 +594,7 @@ def test_kills_at_random_moments_change_nothing(whole, tiny_chat, tmp_path):
 
 
 def test_a_folder_holds_one_run_and_one_writer(whole, start, tmp_path, capsys):
-    """A second run of that name is refused, a second process too, and neither writes a byte."""
+    """A second run in that folder is refused, and so is a second process; neither writes a byte."""
     before = (whole / "metrics.jsonl").read_bytes(), (whole / "config.json").read_bytes()
     again = train.Config(out=str(whole))
     with pytest.raises(ValueError, match="whole holds a run already: go on with --resume, or take another"):
@@ -620,7 +619,7 @@ def test_a_folder_holds_one_run_and_one_writer(whole, start, tmp_path, capsys):
                                           (("--steps", "12", "--updates-per-rollout", "4"), "4: .* made 6"),
                                           (("--model", "/nonexistent"), "/nonexistent is neither a folder")])
 def test_a_resume_that_is_refused_spoils_nothing(whole, start, tmp_path, flags, words):
-    """With another rank or model: one sentence; without the flag the run goes on."""
+    """A wrong flag beside --resume gets one sentence; without that flag the run still continues."""
     assert start() == 0
     with pytest.raises(ValueError, match=words):
         main("--resume", tmp_path / "run", *flags)
@@ -628,15 +627,15 @@ def test_a_resume_that_is_refused_spoils_nothing(whole, start, tmp_path, flags, 
 
 
 def test_a_start_that_failed_leaves_its_name_free(whole, start, tmp_path):
-    """A mistyped --model is not a run: the right one may take the same name."""
+    """After a mistyped --model, the same folder may be given again."""
     with pytest.raises(ValueError, match="nonexistent"):
         start("--model", "/nonexistent")
     assert start() == 0 and outcome(tmp_path / "run") == outcome(whole)
 
 
 def test_an_adapter_is_evaluated_and_trained_on_from_also_after_a_crash(whole, start, tmp_path, monkeypatch):
-    """--steps 0 --adapter: the evaluation of the run that made it. A run from an adapter that dies before its
-    first checkpoint begins from that adapter again."""
+    """--steps 0 --adapter repeats the evaluation of the run that made the adapter. A run from an adapter that
+    dies before its first checkpoint resumes from that adapter."""
     assert start("--steps", 0, "--adapter", whole / "adapter", "--out", tmp_path / "eval") == 0
     keys = [k for k in runs.read(whole)["eval", 6] if k not in (*TIMINGS, "step")]
     (got,), last = runs.read(tmp_path / "eval").values(), runs.read(whole)["eval", 6]
@@ -674,14 +673,14 @@ def test_a_diagnosis_needs_five_steps_or_a_mismatch_and_comes_once(
 
 
 def test_a_flat_reward_gets_the_advice_that_fits():
-    """All right: a harder task. All wrong: an easier one."""
+    """If all answers are right, take a harder task; if all are wrong, an easier one."""
     for reward, words in ((1.0, "harder"), (0.0, "easier problems (in arithmetic --operands")):
         (_, advice), = runs.diagnose([GOOD | dict(signal=0, reward=reward)] * 5)
         assert words in advice
 
 
 def test_samples_hold_the_best_and_the_worst_answer(whole, tmp_path, capsys):
-    """Two records of each step after an evaluation; show prints them, also behind a half-written line."""
+    """Two records of each step after an evaluation; show prints them and leaves out a half-written line."""
     samples = [json.loads(text) for text in (whole / "samples.jsonl").read_text().splitlines()]
     assert [(s["step"], s["which"]) for s in samples] == [
         (step, which) for step in (0, 3) for which in ("worst", "best")]
@@ -701,8 +700,7 @@ def test_samples_hold_the_best_and_the_worst_answer(whole, tmp_path, capsys):
 
 
 def test_the_last_record_of_a_step_holds_and_they_come_in_order(tmp_path):
-    """Evaluation before the step it precedes; a line that was cut off, in front or behind, and one
-    that somebody wrote by hand are passed over."""
+    """An evaluation comes before the step of its number. Lines cut off or written by hand are left out."""
     whole_lines = [json.dumps(dict(kind=kind, step=step, segment=segment)) for kind, step, segment in (
         ("step", 0, 0), ("step", 1, 0), ("eval", 2, 0), ("step", 2, 0), ("step", 1, 1), ("eval", 2, 1))]
     by_hand = ['{"note": "lr was wrong here"}', "5", "[" * 99_999,
@@ -721,7 +719,7 @@ def test_the_last_record_of_a_step_holds_and_they_come_in_order(tmp_path):
     (["plot", "{run}", "{run}"], None, "curves.png"), (["show"], 1, "usage"), ([], 1, "usage"),
     (["plot", "/nowhere"], 1, "holds no metrics.jsonl"), (["show", "/nowhere"], 1, "holds no samples.jsonl")])
 def test_runs_py_shows_and_plots(whole, tmp_path, monkeypatch, capsys, argv, code, words):
-    """One run into its folder, several into this one; anything else is one line and exit code 1."""
+    """plot writes into the only run's folder, or for several into the current one; errors exit with 1."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["runs.py", *(a.format(run=whole) for a in argv)])
     (whole / "curves.png").unlink(missing_ok=True)
@@ -739,7 +737,7 @@ def test_runs_py_shows_and_plots(whole, tmp_path, monkeypatch, capsys, argv, cod
 
 
 def test_a_reward_beyond_0_and_1_is_in_the_picture(tmp_path, monkeypatch):
-    """--overlong penalty goes down to -1; one's own task may pay anything."""
+    """With --overlong penalty a reward may be -1, and a user's task may give any number."""
     from matplotlib.figure import Figure
     limits, save = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **more: limits.append(
@@ -753,14 +751,14 @@ def test_a_reward_beyond_0_and_1_is_in_the_picture(tmp_path, monkeypatch):
 
 
 def test_peak_memory_is_in_units_of_1e9_bytes(monkeypatch):
-    """Linux counts a process's in KiB."""
+    """Linux reports a process's memory in KiB."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(runs.resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=10**6))
     assert runs.peak_memory_gb() == 1.024
 
 
 def test_signals_wait_until_the_block_is_left():
-    """All three, and the handlers are as before."""
+    """All three signals wait, and afterwards the handlers are the ones from before."""
     seen = []
     ends = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
     for number in ends:

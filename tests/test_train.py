@@ -52,7 +52,7 @@ def gradient(model, flags, sampled, adv, old, first=True):
 
 
 def all_at_once(model, flags, sampled, adv, old, first):
-    """The same gradient with nothing skipped and nothing cut: every row in one call of the loss."""
+    """The same gradient from all rows in a single call of the loss: none skipped, no micro-batches."""
     where = (sampled.tokens, sampled.prompt_lengths, sampled.lengths, flags.temperature)
     new, reference = model.logprobs(*where)[0], None
     before = new.detach() if first and flags.correction != "bypass" else old
@@ -75,7 +75,7 @@ def assert_same(got, want):
 @pytest.mark.parametrize("loss, correction", CASES)
 @pytest.mark.parametrize("beta", [0.0, .1])
 def test_the_gradient_does_not_depend_on_cut_or_order_or_skipped_rows(tiny_chat, loss, correction, beta):
-    """Micro-batches of 1 row, of some and recomputed, of all, shuffled: the gradient of all rows at once."""
+    """Micro-batches of one row, of some (recomputed), of all rows, shuffled: always the same gradient."""
     model, order = actor(tiny_chat), torch.randperm(16)
     sampled = rollout(model)
     assert 1 < len(sampled.lengths.unique()) and 0 < sampled.finished.sum() < 16
@@ -91,7 +91,7 @@ def test_the_gradient_does_not_depend_on_cut_or_order_or_skipped_rows(tiny_chat,
 
 
 def ranks_gradients(rank, folder, shared):
-    """What one of two ranks computes; rows 0-7 are rank 0's, or all that have an advantage are."""
+    """The gradients of one of two ranks. Rank 0 has rows 0-7, then all rows with an advantage."""
     if rank is not None:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", f"file://{shared}/meet", rank=rank, world_size=2)
@@ -111,7 +111,7 @@ def ranks_gradients(rank, folder, shared):
 
 
 def test_two_ranks_get_the_gradient_of_one_process(tiny_chat, tmp_path):
-    """Over gloo, for every loss, also when the second rank has rows but none to run: it joins the sum."""
+    """Over gloo, for every loss, also when the second rank has no row to run and adds zeros."""
     torch.multiprocessing.start_processes(ranks_gradients, (str(tiny_chat), str(tmp_path)), nprocs=2,
                                           start_method=forks().get_start_method())
     alone = ranks_gradients(None, str(tiny_chat), "")
@@ -124,7 +124,7 @@ def test_two_ranks_get_the_gradient_of_one_process(tiny_chat, tmp_path):
 
 
 def test_only_rows_with_an_advantage_run_and_they_are_the_sampled_tokens(tiny_chat, monkeypatch):
-    """B rows in = rows run + rows skipped; with beta all run. What runs is what was sampled."""
+    """Only rows with an advantage run, with beta all rows; their tokens are the sampled ones."""
     model, seen = actor(tiny_chat), []
     sampled, logprobs = rollout(model), model.logprobs
 
@@ -156,7 +156,7 @@ def test_a_masked_truncated_answer_is_in_neither_numerator_nor_denominator(tiny_
 
 @pytest.mark.parametrize("loss", grpo.CLIP)
 def test_without_any_advantage_or_any_trained_answer_nothing_moves(tiny_chat, loss):
-    """No step, no NaN, not even where AdamW has momentum from before: the adapter's bytes stay."""
+    """No step and no NaN: the adapter keeps its bytes although AdamW has momentum from an earlier step."""
     model = actor(tiny_chat)
     sampled = rollout(model)
     flags = config(loss=loss, correction="none", overlong="mask", updates_per_rollout=2, steps=2)
@@ -269,7 +269,7 @@ def test_kl_to_the_base_is_zero_before_the_first_step_and_its_reference_never_mo
 
 
 class Script:
-    """A sampler that says what it is told, prompt by prompt: [(text, finished)] of its answers."""
+    """A sampler whose answers are given by a function (prompt, temperature) → text, finished."""
 
     def __init__(self, model, tokenizer, answers):
         self.model, self.tokenizer, self.answers, self.calls = model, tokenizer, answers, []
@@ -328,7 +328,7 @@ def test_evaluation_is_repeatable_and_refuses_noise(tiny_chat):
 
 
 def test_only_the_sampled_answers_of_an_evaluation_are_cut(tiny_chat, tmp_path, monkeypatch):
-    """A step with resampling, mismatch and two evaluations around it: training does not even say top_p."""
+    """A step with resampling and mismatch between two evaluations: training never passes top_p."""
     generate, calls = Sampler.generate, []
 
     def spy(self, prompts, group_size, new, temperature, stop_ids, seed, step, *rest, **more):
@@ -342,7 +342,7 @@ def test_only_the_sampled_answers_of_an_evaluation_are_cut(tiny_chat, tmp_path, 
 
 
 def test_the_whole_test_file_is_evaluated_on(tiny_chat, tmp_path, capsys):
-    """--steps 0 reads nothing else; to train, --data is what the banner counts, without what is in both."""
+    """--steps 0 reads only --test. Training takes the problems of --data that are not in --test."""
     def file(name, numbers):
         path = tmp_path / f"{name}.jsonl"
         path.write_text("".join(f'{{"question": "Is it {n}?", "answer": "#### {n}"}}\n' for n in numbers))
@@ -360,7 +360,7 @@ def test_the_whole_test_file_is_evaluated_on(tiny_chat, tmp_path, capsys):
 
 @pytest.mark.parametrize("updates, resample", [(1, 0), (4, 0), (2, 2)])
 def test_batch_is_a_function_of_seed_and_step_and_each_epoch_covers_every_problem(updates, resample):
-    """20 problems, 8 a rollout: 5 rollouts are two epochs, whatever was asked for before; epochs differ."""
+    """20 problems, 8 per rollout: five rollouts are two epochs of different orders."""
     problems = list(range(20))
     flags = config(prompts=8, updates_per_rollout=updates, steps=40, resample=resample)
     where = [(step, attempt) for step in range(0, 40, updates) for attempt in range(1 + resample)]
@@ -431,7 +431,7 @@ def test_resampling_replaces_groups_without_signal_and_counts_them(tiny_chat, mo
 
 @pytest.mark.parametrize("limit, cache", [(8, 2), (3, 1)])
 def test_a_long_answer_pays_the_overlong_penalty(tiny_chat, monkeypatch, limit, cache):
-    """On top of its reward, over the last quarter of the tokens before the limit, at least one."""
+    """The penalty is added to the reward, in the last quarter of the tokens before the limit."""
     generate, lengths = Sampler.generate, torch.arange(16) % limit + 1
     monkeypatch.setattr(Sampler, "generate", lambda *a, **b: generate(*a, **b)._replace(lengths=lengths))
     plain, paid = (collected(tiny_chat, lambda i, g: i + g / 8, **flags)[1]
@@ -447,7 +447,7 @@ def test_a_long_answer_pays_the_overlong_penalty(tiny_chat, monkeypatch, limit, 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_has_its_own_problems_and_numbers(tiny_chat, monkeypatch, rank):
-    """Of two ranks, in each attempt: half of the problems, and random bits that no other answer has."""
+    """In each attempt, each of two ranks gets half of the problems, and numbers that no other answer has."""
     generate, seen = Sampler.generate, []
 
     def spy(self, prompts, *rest, **more):
@@ -467,7 +467,7 @@ def test_rewards_that_differ_by_a_rounding_are_equal(tiny_chat):
 
 
 def test_mismatch_is_the_factor_by_which_they_differ(tiny_chat):
-    """Recorded half a nat a token too high: e^½, as if it were too low."""
+    """Log-probabilities recorded half a nat too high, or too low, give a factor of e^½."""
     class High(Sampler):
         def generate(self, *given, **more):
             r = super().generate(*given, **more)
@@ -493,7 +493,7 @@ def test_adamw_gets_the_clipped_gradient_and_its_flags(tiny_chat):
 
 
 def test_flags_reach_what_they_name(tiny_chat, tmp_path, monkeypatch):
-    """What a run hands to the schedule of σ, to the advantages, to the loss, and the model's switch."""
+    """A run passes its flags to the schedule of σ, the advantages, the loss and the model."""
     seen = {}
 
     def spy(of, name):
@@ -515,7 +515,7 @@ def test_flags_reach_what_they_name(tiny_chat, tmp_path, monkeypatch):
 
 
 def test_the_learning_rate_by_hand():
-    """Linear to 0, cosine half of it in the middle, constant, and two steps of warm-up: 1/3, 2/3, 1."""
+    """Linear and cosine fall to half in the middle; two steps of warm-up give 1/3, 2/3, 1."""
     flags = dict(steps=8, lr=3.0)
     for schedule, want in dict(linear=[3, 2.25, 1.5], constant=[3, 3, 3], cosine=[3, 2.56066, 1.5]).items():
         assert [train.learning_rate(config(schedule=schedule, **flags), s) for s in (0, 2, 4)] == \
@@ -525,7 +525,7 @@ def test_the_learning_rate_by_hand():
 
 
 def test_what_is_due_every_so_many_steps_is_due_once_for_each_multiple_that_rollouts_of_four_pass():
-    """One step a rollout: the multiples themselves. Four: the first rollout at or behind each of them."""
+    """One step per rollout: at the multiples. Four: at the first rollout at or after each multiple."""
     for every in (1, 2, 3, 5, 7):
         assert [s for s in range(24) if train.due(config(), every, s)] == list(range(0, 24, every))
         four = config(updates_per_rollout=4, steps=24)
