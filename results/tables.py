@@ -2,6 +2,7 @@
 
     results, hardware               README.md: what was measured, and which model needs which card
     gemm, rollout, step, recipes    results/README.md: every measurement of speed and memory
+    turns                           results/README.md: the kernel before and after it was shortened
 """
 
 import argparse
@@ -37,11 +38,18 @@ def model(shape):
 
 
 def note(records, text):
-    """The conditions of the records that a table shows; they differ in nothing but the commit."""
-    shown = list(records)
-    (place,) = {f"{r['gpu']}, torch {r['torch']}, triton {r['triton']}" for r in shown}
-    commits = " and ".join(dict.fromkeys(r["commit"] for r in shown))
-    say(f"{place}, commit {commits}; {text}")
+    """The conditions of the records that a table shows: each machine with the commits that ran on it."""
+    places = {}
+    for r in records:
+        place = f"{r['gpu']}, torch {r['torch']}, triton {r['triton']}"
+        places.setdefault(place, {})[r["commit"]] = True
+    found = [f"{place}, commit {' and '.join(commits)}" for place, commits in places.items()]
+    say("; ".join([*found, text]))
+
+
+def card(r):
+    """"NVIDIA H100 80GB HBM3, 580.159.04" → "H100"."""
+    return r["gpu"].split()[1].strip(",")
 
 
 def say(text):
@@ -86,7 +94,8 @@ def rollout():
     for kind, shape, weights in sorted(dict.fromkeys(key[:3] for key in latest), key=lambda key: key[0]):
         row = [latest.get((kind, shape, weights, b)) for b in batches]
         cells = "".join(f" {r['tok_s']:,.0f} ({r['of_bound']:.2f}) |" if r else " |" for r in row)
-        print(f"| {model(shape)}, {NAMES[weights]}{', nothing in common' * (kind == 1)} |{cells}")
+        what = {0: "", 1: ", nothing in common", 2: f", {card(next(filter(None, row)))}"}[kind]
+        print(f"| {model(shape)}, {NAMES[weights]}{what} |{cells}")
         plain = [latest.get((kind, shape, "bf16", b)) for b in batches]
         if weights == "nvfp4" and any(plain):
             ratios = "".join(f" ×{r['tok_s'] / p['tok_s']:.2f} |" if r and p else " |"
@@ -146,6 +155,17 @@ def recipes():
          "`results/recipes_bench.jsonl`.")
 
 
+def turns():
+    records = [json.loads(line) for line in (LOGS / "turns.jsonl").read_text().splitlines()]
+    head("work", "rows", *(f"{tree}, ms" for tree in dict.fromkeys(r["tree"] for r in records)), "speed kept")
+    for old, new in zip(records[::2], records[1::2], strict=True):
+        entry(f"{'an update' if old['work'] == 'update' else 'a decode step'} of {model(old['shape'])}, "
+              f"{NAMES[old['weights']]}", f"{old['batch']}", f"{old['ms']:.3f}", f"{new['ms']:.3f}",
+              f"{1 + new['faster']:.3f}")
+    note(records[1::2], f"both commits in turns in one process, median of {records[0]['rounds']} turns. By "
+         "`python results/turns.py`, log in `results/turns.jsonl`.")
+
+
 def entry(*cells):
     print("| " + " | ".join(cells) + " |")
 
@@ -176,18 +196,20 @@ def results():
     ours, plain = ([latest[0, "7b", weights, B] for B in (8, 64, 256)] for weights in ("nvfp4", "bf16"))
     rates = [r["tok_s"] for r in ours]
     ratios = [r["tok_s"] / p["tok_s"] for r, p in zip(ours, plain, strict=True)]
-    entry(f"decodes, Qwen2.5-7B + LoRA, H200, {each('{}', [r['batch'] for r in ours])} answers at once",
+    rows = each("{}", [r["batch"] for r in ours])
+    entry(f"decodes, Qwen2.5-7B + LoRA, {card(ours[0])}, {rows} answers at once",
           f"{each('{:,.0f}', rates)} tokens/s ({each('×{:.2f}', ratios)} over our own bf16)",
           f"{each('{:.1f}', [r['ms_step'] for r in ours])} ms a step",
           each("{:.1f}", [r["peak_gb"] for r in ours]))
     r = whole["7b", "nvfp4", 256]
-    entry(f"a whole rollout of the 7B, H200: 32 × 16 answers, {r['mean_length']:.0f} tokens on average",
+    entry(f"a whole rollout of the 7B, {card(r)}: 32 × 16 answers, {r['mean_length']:.0f} tokens on average",
           f"{r['tok_s']:,.0f} tokens/s", f"{r['seconds']:.0f} s", f"{r['peak_gb']:.1f}")
     for (shape, prompts, samples, new, _, weights, cap, ranks), found in steps().items():
         if weights == "nvfp4" and ranks == 1 and prompts * samples >= 32:
             sampling, update, peak = (statistics.median(r[k] for r in found)
                                       for k in ("rollout_s", "update_s", "peak_gb"))
-            entry(f"a step of the {shape.upper()}, H200: {prompts} × {samples} answers of {new} tokens",
+            answers = f"{prompts} × {samples} answers of {new} tokens"
+            entry(f"a step of the {shape.upper()}, {card(found[0])}: {answers}",
                   f"memory capped at {cap:g} GB" if cap else "",
                   f"sampling {sampling:.0f} s, update {update:.0f} s", f"{peak:.1f}")
 
@@ -206,7 +228,7 @@ def hardware():
 
 if __name__ == "__main__":
     tables = {"results": results, "hardware": hardware, "gemm": gemm, "rollout": rollout, "step": step,
-              "recipes": recipes}
+              "recipes": recipes, "turns": turns}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("table", choices=tables)
     tables[parser.parse_args().table]()

@@ -111,7 +111,7 @@ def test_the_quickstart_table_is_what_its_script_makes_of_the_logs():
 
 @pytest.mark.parametrize("name, rows, text", [
     ("results", 7, README), ("hardware", 7, README), ("gemm", 20, LOGBOOK), ("rollout", 7, LOGBOOK),
-    ("step", 13, LOGBOOK), ("recipes", 6, LOGBOOK)])
+    ("step", 13, LOGBOOK), ("recipes", 6, LOGBOOK), ("turns", 9, LOGBOOK)])
 def test_the_tables_are_what_their_script_makes_of_the_logs(name, rows, text):
     """And so are their conditions."""
     table = subprocess.run([sys.executable, "results/tables.py", name], cwd=ROOT, capture_output=True,
