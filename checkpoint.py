@@ -80,7 +80,7 @@ def config_of(name):
 
 
 class Source:
-    """Tensors by transformers' names, config and tokenizer. A subclass finds the tensors and reads one."""
+    """A checkpoint's tensors, config and tokenizer. A subclass sets `names` and defines read(name)."""
 
     gguf, parsed = {}, nullcontext                # GGUF sets both, because transformers reads that file too
 
@@ -256,7 +256,7 @@ class GGUF(Source):
         return tensor
 
     def parsed(self):
-        """A context in which transformers uses our reader, as parsing a vocabulary takes seconds."""
+        """A context in which transformers reuses our open GGUFReader: parsing again takes seconds."""
         return patch("gguf.GGUFReader", return_value=self.reader)
 
 

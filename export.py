@@ -38,8 +38,8 @@ ENDS = {CT: ("_packed", "_scale", "_global_scale"), MODELOPT: ("", "_scale", "_s
 def export(source, destination, format, adapter="", quant="", merge=False):
     """Write the folder `destination`, read it again → how far its logits are off, as a share of their size.
 
-    source: a run's folder, or what checkpoint.open takes. adapter, quant: in place of the run's own.
-    ValueError: the place is taken, there is nothing to write, or what was written has other logits.
+    source: a run's folder, or what checkpoint.open takes. adapter, quant: override the run's own.
+    ValueError: destination is not empty, nothing to write, or the folder read back gives other logits.
     """
     place, run, layout = Path(destination), Path(source), {"nvfp4": CT, "modelopt": MODELOPT}.get(format)
     if place.exists() and (not place.is_dir() or any(place.iterdir())):

@@ -35,7 +35,7 @@ MOST = dict(seed=2**32 - 1, eval_top_p=1, rank=512)          # rank: the kernel 
 
 
 def main(Config, train, preflight):
-    """Run the command line with train.py's dataclass of flags and its two functions; SystemExit always."""
+    """Parse the command line into a Config, then call train or preflight. Always ends in SystemExit."""
     sys.stdout.reconfigure(errors="replace")                # a terminal may not have Unicode
     try:
         sys.exit(start(parse(Config, sys.argv[1:]), train, preflight))
@@ -90,8 +90,8 @@ def start(config, train, preflight):
 
 
 def parse(Config, arguments):
-    """→ a checked Config. Each field is a --flag, its comment the help; --resume makes the flags of its run
-    the defaults. SystemExit 2: an unknown flag or a wrong type; ValueError: another flag that cannot work."""
+    """→ a checked Config. Each field is a --flag, its comment the flag's help. With --resume, the defaults
+    are that run's stored flags. SystemExit 2: an unknown flag or a wrong type; ValueError: a bad value."""
     comments = dict(re.findall(r"^    (\w+):.*?#\s*(.*)$", inspect.getsource(Config), re.M))
     parser = ArgumentParser(allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter)
     for f in dataclasses.fields(Config):

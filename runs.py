@@ -76,8 +76,8 @@ class Run:
 
     @contextmanager
     def guarded(self, model, optimizer):
-        """Encloses the training loop and yields its first step. When the loop is stopped or fails, saves its
-        last whole step. Ctrl-C and signals become SystemExit, out of memory becomes a ValueError."""
+        """Context manager around the training loop; yields the first step. If the loop is stopped or fails,
+        it saves the last finished step. Ctrl-C and signals become SystemExit, out of memory a ValueError."""
         first = self.load(model, optimizer)     # outside the try: never save a half-loaded model
         optimizer.register_step_pre_hook(lambda *_: setattr(self, "whole", False))
         try:
@@ -272,7 +272,7 @@ def stored(Config, folder):
             raise ValueError(odd)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged ({error}): mend it, or {instead}") from error
-    # flags of earlier versions → the values with which they mean what this version does without them
+    # removed flags → the values that ask for what this version always does; other values cannot resume
     gone = dict(name=[flags.get("name")], samples_every=[4, flags.get("eval_every")], mismatch_every=[10],
                 cispo_max=[5.0], overlong_cache=[0, flags.get("max_new_tokens", 16) // 4 or 1],
                 scale=["none" if flags.get("loss") == "dr_grpo" else "group"])

@@ -42,7 +42,7 @@ class Config:
     task: str = "multiplication"        # addition, countdown, gsm8k, math, or the PATH.py of your own
     data: str = ""                      # problems: FILE.jsonl, or owner/name[/config][:split] on the hub
     test: str = ""                      # as --data: evaluate on all of these problems, train on none of them
-    operands: str = ""                  # LOW-HIGH, both included, in arithmetic tasks; empty: the task's own
+    operands: str = ""                  # LOW-HIGH, ends included, of arithmetic tasks; empty: the task's own
     steps: int = 16                     # optimizer steps; 0 evaluates only
     prompts: int = 8                    # P, prompts a step over all ranks
     group_size: int = 8                 # G, answers to each prompt (paper: 8 for GSM8K, 16 for BigMath)
@@ -239,7 +239,7 @@ def evaluate(config, sampler, task, tokenizer, stop_ids):
 
 @torch.no_grad()
 def measure_mismatch(config, model, sampled):
-    """Mean exp|Δ ln π| of sampler and trainer, with the same weights and noise, on fewer than 128 answers."""
+    """Mean exp|ln π_trainer − ln π_sampler|, equal weights and noise, over at most 127 of the answers."""
     ratios, every = [], max(1, len(sampled.tokens) // 64)
     for micro in sampled.micro_batches(torch.arange(0, len(sampled.tokens), every), config.micro_tokens):
         part = sampled.rows(micro)

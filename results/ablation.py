@@ -3,19 +3,19 @@
     phase     arms × learning rates × seeds
     entropy   5 formats, before training: 256 prompts × 4 answers                                          5
     grid      11 × 3 × 2   seeds 0, 1: the rate with the best final accuracy, arm by arm                  66
-    main      11 × 1 × 5   seeds 2 … 6, which chose nothing: these are reported                           55
+    main      11 × 1 × 5   seeds 2 … 6, which did not choose the rate: these are reported                 55
     extras    noise schedules 3 × 2, sigma ranges 2 × 2, LoRA ranks 3 × 1, losses 2 × 3, all beside main's
               sweep+aqn (exponential, 1e-2 to 1e-4, rank 32, dapo), which is not run again                19
-    more      of none alone, planned with it: seeds 7 … 12 of bf16, rtn, sweep, each with noise and without 36
-    follow-up of bypass alone: a ratio of 1 on two more bases, and six more seeds of sweep with and without:
-              what main's results asked for, so decided after they were seen                              22
+    more      correction none only, planned: seeds 7 … 12 of bf16, rtn, sweep, with noise and without       36
+    follow-up correction bypass only: a ratio of 1 on two more bases, six more seeds of sweep, noise or not:
+              questions that main's results raised, so decided after they were seen                       22
 
-All of it for one --correction, what the ratio is taken to: "none", the trainer's own policy, as the release
-does, or "bypass", the policy that sampled, as in the paper; an arm named after another one has that.
+All phases run with one --correction, the policy in the ratio's denominator: "none", the trainer's own, as in
+the release; "bypass", the sampler's, as in the paper. An arm named after a correction uses that one.
 
 An arm is a base {bf16, rtn, sweep, nf4, full} and flags of train.py. rtn and sweep are NVFP4; nf4 and mxfp4
-are rounded and multiplied out when the checkpoint is read, as QLoRA computes; full trains all projections,
-without LoRA, on rates ten times lower, LoRA's being that much higher by the usual rule. At one seed all arms
+are rounded and dequantised as the checkpoint loads, equal to what QLoRA computes; full trains all
+projections, without LoRA, at rates ten times lower than LoRA's, by the usual rule. At one seed all arms
 see the same prompts in the same order, random bits and noise, and all LoRA arms of a rank start alike.
 
 Sums of 0-99, 100 steps of 16 prompts × 16 answers. Every 10 steps 64 held-out problems, greedy and 4 samples
@@ -23,7 +23,7 @@ each; after the last step 256 problems: a standard error of at most .063 and .03
 every run, so that it mostly cancels between arms. One line a run in results/ablation/CORRECTION/runs.jsonl.
 
     python results/ablation.py run sweep+aqn 2                  one run again, on a CPU or a GPU
-    python results/ablation.py all --workers 12 --minutes 25    what its log has not yet, in that order
+    python results/ablation.py all --workers 12 --minutes 25    run what the log lacks, in that order
     python results/ablation.py list                             what is left
 
 Needs: train.py and what it needs.
@@ -77,7 +77,7 @@ ARMS |= {f"sweep+aqn+{c}": dict(base="sweep", aqn=True, correction=c) for c in C
 ARMS["full"] = dict(base="full", aqn=False)
 VARIANTS = {  # name: flags beside those of sweep+aqn, seeds
     **{name: (dict(sigma_schedule=name), (2, 3)) for name in ("linear", "cosine", "logarithmic")},
-    # the paper's Table 4 and its §4.1; 1e-2 to 1e-4, main's, is its scripts'
+    # σ ranges of the paper's Table 4 and of its §4.1; main uses that of its scripts, 1e-2 to 1e-4
     "sigma-table4": (dict(sigma_end=5e-4), (2, 3)),
     "sigma-text": (dict(sigma_start=5e-2, sigma_end=5e-4), (2, 3)),
     **{f"rank{r}": (dict(rank=r, alpha=r), (2,)) for r in (16, 64, 128)},
@@ -86,7 +86,7 @@ VARIANTS = {  # name: flags beside those of sweep+aqn, seeds
 ARMS |= {name: ARMS["sweep+aqn"] | flags for name, (flags, _) in VARIANTS.items()}
 RATES, FULL_RATES = (5e-4, 2.5e-4, 1e-3), (5e-5, 2.5e-5, 1e-4)         # the middle first
 GRID_SEEDS, MAIN_SEEDS, MORE_SEEDS = (0, 1), (2, 3, 4, 5, 6), (7, 8, 9, 10, 11, 12)
-# arm: whose rate it takes, seeds
+# arm: (the arm whose learning rate it uses, its seeds)
 FOLLOW_UP = {"sweep": ("sweep", MORE_SEEDS), "sweep+aqn+none": ("sweep+aqn+none", MORE_SEEDS),
              "rtn+aqn+none": ("rtn", (2, 3, 4, 5, 6)), "bf16+aqn+none": ("bf16", (2, 3, 4, 5, 6))}
 ARMS |= {f"{base}+aqn+none": dict(base=base, aqn=True, correction="none") for base in ("rtn", "bf16")}
@@ -103,8 +103,8 @@ def main_arms(correction):
 
 
 def plan(records, given_up=(), correction="none"):
-    """Every run as (phase, arm, learning rate, seed), in the order in which they are worth their time. The
-    rate is None where the grid has yet to choose it; given_up: jobs that it will not wait for."""
+    """Every run as (phase, arm, learning rate, seed), the most valuable first. The rate is None until the
+    grid has chosen it; given_up: failed grid jobs, for which the choice does not wait."""
     arms = main_arms(correction)
     best = {arm: best_rate(records, arm, given_up) for arm in arms}
     return ([("entropy", name, 0.0, 0) for name in FORMATS]
@@ -140,7 +140,7 @@ def read(folder):
 
 
 def append(folder, record):
-    """One line, whole, whoever else writes: on the disk before we go on."""
+    """Append one line under a lock, because other workers write too; the line is on the disk on return."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     with open(Path(folder) / "runs.jsonl", "ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -178,7 +178,7 @@ BASES = {"bf16": ("bf16", None), "full": ("bf16", None), "rtn": ("rtn", None), "
 
 
 class Rounded(checkpoint.Source):
-    """A checkpoint whose projections come rounded to a format and back."""
+    """A checkpoint whose projections are rounded to a format and dequantised."""
 
     def __init__(self, source, rounding):
         self.source, self.rounding = source, rounding
@@ -192,7 +192,7 @@ class Rounded(checkpoint.Source):
 
 
 class Whole(lora.LoRALinear):
-    """In the place of a LoRA: the weight itself learns, in fp32; the sampler reads the base, its copy."""
+    """Full fine-tuning in a LoRA layer's place: the fp32 weight learns; the sampler reads base, its copy."""
 
     def __init__(self, layer):
         torch.nn.Module.__init__(self)
@@ -211,7 +211,7 @@ class Whole(lora.LoRALinear):
 
 @functools.cache
 def opened(name):
-    """Once a process: it takes longer than loading a model."""
+    """Cached per process: opening a checkpoint takes longer than loading the model."""
     source = checkpoint.open(name)
     return source, source.tokenizer(), source.stop_ids()
 
@@ -244,9 +244,9 @@ class Record(runs.Run):
         return 0
 
     def made(self, step, stats, sampler, sampled):
-        """Skipped steps do not stop it: they are a result. "surprise", the mean −ln π of all sampled tokens,
-        is the entropy of the policy that sampled, noise on; "entropy" is that of the clean one, on the
-        answers that were trained on."""
+        """Skipped steps do not stop the run: they are a result. "surprise", the mean −ln π of all sampled
+        tokens, is the entropy of the sampling policy, noise included; "entropy" is that of the policy
+        without noise, on the answers that were trained on."""
         nats = sampled.logprobs.sum() / sampled.lengths.sum()
         self.log("step", step, stats | dict(surprise=-nats.item()))
         self.done, self.whole = step + self.config.updates_per_rollout, True
@@ -300,7 +300,7 @@ def entropy(config, model, task, tokenizer, stop_ids):
 
 # --- many runs
 def worker(connection, folder, gpu, share, options):
-    """Runs what it is sent, one after another; answers with the record, or with what went wrong."""
+    """Run each job that the connection sends; answer with (record, ""), or with (None, error) and exit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)                        # Ctrl-C is the parent's
     torch.set_num_threads(1)
     if torch.cuda.is_available() and not options.get("device", "").startswith("cpu"):
@@ -311,7 +311,7 @@ def worker(connection, folder, gpu, share, options):
             record = measure(job, **options)
             append(folder, record)
             connection.send((record, ""))
-        except Exception as error:          # another process takes over: CUDA errors outlive what made them
+        except Exception as error:          # a new process takes over: a CUDA error breaks this one
             traceback.print_exc()
             connection.send((None, f"{type(error).__name__}: {error}"))
             return
@@ -321,17 +321,17 @@ def worker(connection, folder, gpu, share, options):
 
 
 def run_all(folder, phases=PHASES[:-1], arms=(), workers=12, minutes=25.0, **options):
-    """Run what is in the plan and not in the folder, on every GPU → the jobs that failed; ten are too many.
+    """Run the planned jobs that the folder lacks, on every GPU → the failed jobs; ten failures stop it.
 
-    Nothing is begun that would not end in time, judged by the slowest run so far; what still runs when the
-    time is up is given up, and leaves no line.
+    A job starts only if it would end in time, judged by the slowest run so far. A job still running when the
+    time is up is killed, and leaves no line.
     """
     began, context = time.time(), multiprocessing.get_context("spawn")
     records = [r for r in read(folder) if r["steps"] in (0, options.get("steps", COMMON["steps"]))]
     failed, slowest = {}, max((r["seconds"] for r in records), default=0.0)
     crew, busy = [], {}                                                 # (process, connection), its job
     count = max(1, torch.cuda.device_count())
-    gpus, share = itertools.cycle(range(count)), 0.9 / math.ceil(workers / count)   # a tenth for contexts
+    gpus, share = itertools.cycle(range(count)), 0.9 / math.ceil(workers / count)   # a tenth: CUDA contexts
 
     def todo():
         done = {key(r) for r in records} | set(busy.values())
@@ -350,7 +350,7 @@ def run_all(folder, phases=PHASES[:-1], arms=(), workers=12, minutes=25.0, **opt
                     process = context.Process(target=worker, daemon=True,
                                               args=(theirs, folder, next(gpus), share, options))
                     process.start()
-                    theirs.close()                                      # so that its death ends the pipe
+                    theirs.close()                                      # if the worker dies, recv must fail
                     crew.append(idle := (process, ours))
                 busy[idle] = ready.pop(0)
                 idle[1].send(busy[idle])

@@ -10,8 +10,8 @@ rank 32 at temperature 1: tokens a second, and their share of the bound
     B / (max(bytes of the weights / 4.3 TB/s, 2 · B · weights / 790 TFLOP/s) + the same of lm_head
          + (bytes of adapters + B · context · bytes of a token's keys and values + 8 · B · V) / 4.3 TB/s)
     (8: logits in fp32, written and read; a GPU with other rates: other constants)
---samples rows have a prompt in common, most of the context, which L2 gives to all but the first; the bound
-counts it for each. --samples 1: nothing in common, as when answers are much longer than their prompts.
+--samples rows share a prompt, most of the context: L2 serves the prompt to all rows but the first, while the
+bound counts it for each. --samples 1: nothing in common, as when answers are much longer than their prompts.
 hf is transformers' generate in bf16 on the same GPU, hf-lora has lora.py's plain lines at its projections.
 
 step: whole GRPO steps of train.py on random weights: --prompts × --samples answers of --new tokens each, then
@@ -50,7 +50,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"        # rollout and ste
 
 # the products of each model that are timed, and with how many rows M of x
 DECODE, FEW = (1, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192), (1, 8, 16)
-BETWEEN = 48, 96, 192                  # tiles of x have a power of two
+BETWEEN = 48, 96, 192                  # rows that do not fill a tile, whose sizes are powers of two
 TIMED = {"7b": ("gate_up down qkv o", sorted(DECODE + BETWEEN)), "32b": ("gate_up down o", DECODE),
          "135m": ("qkv o gate_up down", DECODE[:8]), "0.5b": ("gate_up down", DECODE[:8]),
          "1.5b": ("gate_up", FEW), "3b": ("gate_up down", FEW), "14b": ("gate_up down", FEW),
@@ -106,7 +106,7 @@ def main(arguments):
 
 
 class Records(list):
-    """Of what is measured. Each is in the file, with its conditions, before the next is begun."""
+    """The measurements. Each is written to the file, with its conditions, before the next one starts."""
 
     def __init__(self, path, info):
         super().__init__()
@@ -128,7 +128,7 @@ def numbers(text):
 def conditions():
     query = ["nvidia-smi", "--id=0", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     gpu = "cpu" if DEVICE == "cpu" else subprocess.run(query, capture_output=True, text=True).stdout.strip()
-    # a machine without the repository is told by COMMIT which state it runs
+    # on a machine without the repository, the variable COMMIT names the commit that runs
     commit = os.environ.get("COMMIT")
     if not commit and shutil.which("git"):
         commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True,
@@ -138,8 +138,8 @@ def conditions():
 
 
 def graph_times(kinds, replays=25, at_least=16):
-    """kinds: name → calls. → name → seconds of one call, its calls run one after the other, some rounds, in a
-    CUDA graph. The graphs take turns: a GPU at its power limit is slower a second later."""
+    """kinds: name → calls. → name → seconds of one call. A CUDA graph replays each kind's calls several times
+    in a row. The graphs alternate, because a GPU at its power limit slows down within a second."""
     graphs, times = {}, {name: [] for name in kinds}
     for name, calls in kinds.items():
         calls = calls * math.ceil(at_least / len(calls))      # so that the start of the graph weighs little
@@ -228,7 +228,7 @@ def gemm(args, records):
 
 
 def check_row(what, x, dy, packed, exact, lora):
-    """Stop unless forward, forward with LoRA and dx agree with float64 to 2^-8; bf16 rounds to half."""
+    """Stop unless forward, forward with LoRA and dx agree with float64 to 2^-8, twice bf16's rounding."""
     ref, (A, B, sizes, _) = x.double() @ exact.T, lora
     adapted = ref + x.double() @ A.double().T @ torch.block_diag(*B.double().split(sizes)).T
     errors = {"forward": rel_err(fp4_gemm.linear(x, packed), ref),
@@ -260,7 +260,7 @@ class RandomWeights(checkpoint.Source):
 
 
 def random_model(shape, quant):
-    """Random weights and an adapter that is not zero. NVFP4 by round-to-nearest, the sooner to be there."""
+    """Random weights and an adapter that is not zero. NVFP4 by round-to-nearest, the fastest to load."""
     decoder = load(RandomWeights(shape), "rtn" if quant == "nvfp4" else quant, 32, 32, DEVICE)
     for layer in lora.lora_layers(decoder).values():
         torch.nn.init.normal_(layer.lora_B, std=0.01)
@@ -301,7 +301,7 @@ def rollout(args, records):
           f"{'slots':>5}")
     shape, c = args.model_shape, memory.config(args.model_shape)
     for quant in args.quant.split(","):
-        model = None                                       # the last one's memory first
+        model = None                                       # free the previous model first
         model, decode = ((hf_model(c, quant == "hf-lora"), hf_decode) if quant in ("hf", "hf-lora")
                          else (random_model(shape, quant), our_decode))
         for batch in args.batch:
@@ -324,23 +324,23 @@ def rollout(args, records):
 
 
 def our_decode(model, prompts, group, new):
-    """Tokens, seconds and steps of decoding, without prefill, capture and compilation, and the slots that
-    memory gave: with fewer than the batch it goes in waves."""
+    """Tokens, seconds and steps of decoding, without prefill, capture and compilation, and the slots that fit
+    in memory: with fewer slots than rows, the sampler decodes the rows in waves."""
     sampler = Sampler(model, slots=len(prompts) * group)
-    for _ in range(2):                                     # the first time the kernels are compiled
+    for _ in range(2):                                     # the first call compiles the kernels
         tokens = sampler.generate(prompts, group, new, 1.0, [], 0, 0).lengths.sum().item()
     return tokens, *(sampler.stats[name] for name in ("decode_s", "steps", "slots"))
 
 
 def whole_rollout(model, slots, prompts=32, samples=16, mean=600, limit=2048):
-    """Prompts of 50 to 340 tokens. Random weights choose nearly uniformly among V tokens, so V / μ of them as
-    stops give lengths that are geometric, cut off at the limit, with mean μ (1 − exp(−limit / μ))."""
+    """Prompts of 50 to 340 tokens. Random weights draw nearly uniformly from V tokens: with V / μ stop
+    tokens, lengths are geometric, cut off at the limit, with mean μ (1 − exp(−limit / μ))."""
     V, mu, sampler = model.config.vocab_size, mean, Sampler(model, slots=slots)
     for _ in range(50):
         mu = mean / (1 - math.exp(-limit / mu))
     stops = torch.randperm(V)[:round(V / mu)].tolist()
     asked = [torch.randint(V, (50 + 300 * i // prompts,)).tolist() for i in range(prompts)]
-    for _ in range(2):                                     # the first time the kernels are compiled
+    for _ in range(2):                                     # the first call compiles the kernels
         began = clock()
         done = sampler.generate(asked, samples, limit, 1.0, stops, 0, 1)
         seconds, lengths = clock() - began, done.lengths.double()
@@ -360,10 +360,10 @@ def hf_model(c, adapted=False):
 
 
 def hf_decode(model, prompts, group, new, most=32):
-    """The same of model.generate: the time of more tokens, at most `most`, than two, after a first call."""
+    """As our_decode, for model.generate: the time of 2 + n tokens (n ≤ `most`) less that of 2, once warm."""
     ids = torch.tensor(prompts, device=DEVICE).repeat_interleave(group, 0)
     seconds, tokens = [], min(most, new)
-    for count in (2, 2, 2 + tokens):                       # two: a decode step is loaded by the first call
+    for count in (2, 2, 2 + tokens):                       # the warm-up decodes too, to load its kernels
         began = clock()
         model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=True, pad_token_id=0)
         seconds.append(clock() - began)
@@ -384,7 +384,7 @@ def step(args, records):
     B, length = args.prompts * args.samples, args.prompt_length + args.new
     prompts = torch.randint(c.vocab_size, (args.prompts, args.prompt_length)).tolist()
     for quant in args.quant.split(","):
-        model = sampler = optimizer = None                 # the last one's memory first
+        model = sampler = optimizer = None                 # free the previous model first
         forget_peak()
         model = random_model(shape, quant)
         model.gradient_checkpointing = True
@@ -393,7 +393,7 @@ def step(args, records):
                               gradient_checkpointing=True)
         sampler, optimizer = Sampler(model), train.adamw(config, model)
         for number in range(args.steps):
-            launch.all_sum(torch.zeros(1))                  # all begin together
+            launch.all_sum(torch.zeros(1))                  # a barrier: all ranks start together
             began = clock()
             if args.update_only:
                 sampled = made_up(prompts, args.samples, args.new, c.vocab_size)

@@ -3,12 +3,12 @@
     python results/plot.py      reward.png, entropy.png, final.png, sigma.png and table.md beside each log
 
 Tests: at one seed two arms share prompts, their order, random bits and the start of the adapter, so they are
-compared seed by seed: a paired t test on the differences (Welch's would take for independent what is not).
+compared seed by seed: a paired t test on the differences (Welch's test would need independent arms).
 p values are Holm-adjusted within each group of claims, intervals are not. From the 95 % interval of the mean
 difference A − B and MARGIN, .02 (two points of accuracy, .02 nats), the verdict on "A is above B" is
 
     holds         p < .05 and A above B
-    does not      the interval ends below MARGIN: whatever there may be, it is not worth having
+    does not      the interval ends below MARGIN: any gain is too small to matter
     cannot tell   else, and always with fewer than 3 pairs
 
 and on "A is not below B": holds if the interval begins above −MARGIN, does not if it ends below it.
@@ -69,17 +69,17 @@ OWN = (
     ("bypass ends above no correction", "no correction", "final", "sweep+aqn", "sweep+aqn+none", "above"),
     ("a ratio of 1 ends above bypass", "not tried", "final", "sweep+aqn", "sweep+aqn+bypass", "above"),
     ("the ratio is not below tis", "not tried", "final", "sweep+aqn", "sweep+aqn+tis", "not below"))
-# asked of none when those were known
+# added for correction none after the results of the claims above were known
 LATER = (
     ("rtn with AQN is ahead before any noise: its rate is higher", "not tried", "start", "rtn+aqn", "rtn",
      "above"),
     ("the sweep learns faster than rtn, both at one rate", "not tried", "speed", "sweep", "rtn", "above"))
-# All those have the rate that suited each arm on two seeds; where two arms' rates differ, so do they from the
-# first step on. The grid has every arm at the same rates, where one thing alone differs, but of two seeds
+# The claims above compare each arm at its own best rate, so two arms may also differ in the rate. EQUAL asks
+# again in the grid, which runs every arm at the same rates, but on two seeds only
 PAIRS = {arm for arm in ARMS if "+aqn+" not in arm and arm != "full"}
 EQUAL = tuple(row for row in (*PAPER, *OWN, *LATER[1:]) if row[2] != ENTROPY and {*row[3:5]} <= PAIRS)
-# asked of bypass when those were known: + none has a ratio of 1, as the release, but its twin without noise
-# has not, so that these rows measure both; "start" tells how much is the ratio's own
+# added for correction bypass after those results: "+none" has a ratio of 1, as the release, its twin without
+# noise has not, so these rows measure noise and ratio together; "start", before any noise, the ratio alone
 SWEEP = (
     ("a ratio of 1 learns faster before any noise", "not tried", "start", "sweep+aqn+none", "sweep", "above"),
     ("AQN, ratio 1, speeds NVFP4 (sweep) up", "not tried", "speed", "sweep+aqn+none", "sweep", "above"),
@@ -145,7 +145,7 @@ def paired(a, b):
 
 
 def holm(ps):
-    """The p values times how many are left, from the least on, and never falling; NaN stays apart."""
+    """Holm's p: in ascending order, each p times the number still left, never decreasing; NaN is left out."""
     adjusted, most = list(ps), 0.0
     order = sorted((i for i, p in enumerate(ps) if not math.isnan(p)), key=lambda i: ps[i])
     for place, i in enumerate(order):
@@ -164,8 +164,8 @@ def verdict(kind, mean, half, p):
 
 
 def compare(records, measure, a, b, phases=PLANNED):
-    """The values of arms A and B, pair by pair: of a seed, the mean over its runs where it has one at each
-    rate; of a prompt for the entropy before training."""
+    """The paired values of arms A and B. A pair is a seed, averaged over its runs if it ran at several rates;
+    for the entropy before training, a pair is a prompt."""
     if measure == ENTROPY:
         one, other = (of(records, arm, ("entropy",)).get(0, {}).get("entropy", []) for arm in (a, b))
         return (one, other) if len(one) == len(other) else ([], [])
@@ -250,7 +250,7 @@ def grid_row(records, name, arms):
 
 
 def rates(runs):
-    """Their learning rates: one, unless a follow-up had another."""
+    """The learning rates of these runs: one, unless a follow-up used another."""
     return ", ".join(f"{v:g}" for v in sorted({r["lr"] for r in runs}))
 
 
@@ -276,7 +276,7 @@ def smooth(values, width=5):
 
 
 def curves(records, key, label, scale, title, path):
-    """Six panels of a quantity against the step: mean, least and most of the seeds; bf16 to compare."""
+    """Six panels of a quantity against the step: mean, minimum and maximum over seeds; bf16 to compare."""
     figure = Figure(figsize=(11, 6.4), layout="constrained")
     panels = figure.subplots(2, 3, sharex=True, sharey=True).flat
     for axis, arms in zip(panels, PANELS, strict=True):
@@ -346,7 +346,7 @@ def sigmas(records, path):
 
 
 def save(figure, path):
-    """Without the date and the version, so that one log makes one file."""
+    """Leave date and version out, so that the same log gives the same bytes."""
     figure.savefig(path, dpi=110, metadata={"Software": None})
 
 

@@ -1,11 +1,11 @@
-"""What most people run, timed beside `bench.py step`: transformers, bitsandbytes NF4, PEFT; random weights.
+"""The usual QLoRA stack, to compare with `bench.py step`: transformers, bitsandbytes, PEFT; random weights.
 
     python results/qlora_step.py --model-shape 7b --prompts 1 --samples 8 --prompt-length 128 --new 2048
 
 One GRPO step of QLoRA: model.generate with the adapter in it, then forward and backward of −Σ A·log π with
 gradient checkpointing, as many rows at a time as --micro-tokens hold, and AdamW. Its sampling takes minutes:
 --sampled tokens are timed in the middle of the answers, at a context of --prompt-length + --new / 2, and the
-seconds multiplied. The step of ours is that of bench.py.
+seconds multiplied. bench.py times our own step.
 
 Needs: bitsandbytes, peft; bench.py, memory.py, runs.py.
 """
@@ -38,7 +38,7 @@ def qlora(c):
             four.weight = weight.to(bench.DEVICE)
             four.bias = linear.bias
             model.set_submodule(name, four)
-    model.is_loaded_in_4bit = True                         # what from_pretrained would say; PEFT asks
+    model.is_loaded_in_4bit = True                         # from_pretrained would set it; PEFT reads it
     model.gradient_checkpointing_enable()
     model.enable_input_require_grads()
     return peft.get_peft_model(model, peft.LoraConfig(r=32, lora_alpha=32, target_modules=[

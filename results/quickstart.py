@@ -26,7 +26,7 @@ def run(*seeds):
                                "--out", f"runs/quickstart/seed{seed}"], cwd=ROOT)
         seconds = round(time.perf_counter() - began)
         if made.returncode:
-            sys.exit(made.returncode)                                       # it has said why
+            sys.exit(made.returncode)                                       # train.py printed why
         (LOGS / f"seed{seed}").mkdir(parents=True, exist_ok=True)
         for file in ("config.json", "metrics.jsonl"):
             shutil.copy(ROOT / "runs" / "quickstart" / f"seed{seed}" / file, LOGS / f"seed{seed}" / file)

@@ -4,7 +4,7 @@
     python results/recipes.py try 7b-gsm8k --data train.jsonl --out FILE.jsonl
 
 The flags are those of Table 4 of QeRL (arXiv 2510.11696), and of its released scripts where that is silent.
-Ours are AdamW's 32 bits (theirs 8), norms that do not learn, and the prompts and rewards of tasks.py.
+We differ in AdamW's 32 bits (theirs: 8), frozen norms, and the prompts and rewards of tasks.py.
 
 Evaluation, the second command, is the paper's: --steps 0 trains nothing, --test takes all problems of a test
 set, and eval_sampled is the mean over 8 answers to each (the paper: several), right and ended, at temperature
@@ -14,10 +14,10 @@ set, and eval_sampled is the mean over 8 answers to each (the paper: several), r
 the recipe's shape, made on the device layer by layer. Memory and seconds are real, the rest is STAND-INS:
 
     tokenizer   SmolLM2's: its 49152 ids are ids of Qwen's vocabulary too, the others decode to nothing
-    ends        every --new'th id, which random weights draw once in --new tokens: five answers of eight
-                end, the others are cut off and, as the recipe says, not trained on
-    rewards     an answer that ended gets 0 or 1 by a hash of its text, for random text is always wrong, and
-                without signal nothing is updated. The task judges too: that takes its time
+    ends        every --new'th id ends an answer; random weights draw one once in --new tokens, so five
+                answers of eight end; the others are cut off and, as the recipe says, not trained on
+    rewards     an answer that ended gets 0 or 1 by a hash of its text: random text is always wrong, and
+                equal rewards update nothing. The task still judges, so that its time counts
     evaluation  of 4 held-out problems, and once more at the end, 8 answers each at temperature 0.6,
                 top-p 0.95
 
@@ -50,19 +50,19 @@ from tasks import TASKS  # noqa: E402
 PAPER = dict(
     quant="rtn", rank=32, alpha=32,                     # paper: AWQ; scripts: rtn, rank 16, alpha 16
     correction="none",                                  # compared with the trainer's own policy: a ratio of 1
-    # of both losses, and idle at a ratio of 1. Scripts with grpo: 0.2, and a KL of weight 0.04; paper: no KL
+    # clipping: no effect at a ratio of 1. Scripts with grpo: both 0.2, and a KL of weight 0.04; paper: no KL
     clip_low=0.2, clip_high=0.28, overlong="mask", temperature=1.0,
     # one update a rollout, as by default: Table 4 says 4 on GSM8K, its authors 1 (in their issue 12)
-    lr=1e-5, schedule="cosine", weight_decay=0.1, max_grad_norm=0.2,        # but for the rate the scripts'
+    lr=1e-5, schedule="cosine", weight_decay=0.1, max_grad_norm=0.2,        # all but lr: the scripts'
     sigma_start=1e-2, sigma_end=5e-4, sigma_stages=10,  # scripts: to 1e-4; §4.1: from 5e-2
     gradient_checkpointing=True, eval_every=50, save_every=50)
-# Table 4's batch of 128 is read as answers, as TRL counts: 128 prompts would make of 600 steps ten epochs.
+# Table 4's batch of 128 is read as answers, as TRL counts: with 128 prompts a step, 600 steps are ten epochs.
 # Scripts: groups and batches of 2 (32B: 8), answers of 2048 and 4096 tokens; the warm-up of a tenth is theirs
 GSM8K = PAPER | dict(
     task="gsm8k", data="openai/gsm8k/main", loss="grpo", prompts=16, group_size=8, max_new_tokens=4096,
     steps=600, warmup=60, micro_tokens=8192)
-# It does not say how long it trained, but evaluates after 500 to 1000 steps. The data, that of its scripts,
-# has BigMath's levels 3 to 5, for the 32B 4 and 5. micro_tokens: the longest row
+# The paper does not say how long it trained, but evaluates after 500 to 1000 steps. The scripts' data has
+# BigMath's levels 3 to 5, for the 32B 4 and 5. micro_tokens: the longest row
 BIGMATH = PAPER | dict(
     task="math", data="open-r1/Big-Math-RL-Verified-Processed/level_3_4_5", loss="dapo", prompts=8,
     group_size=16, max_new_tokens=8192, steps=1000, warmup=100, micro_tokens=9216)
@@ -72,8 +72,8 @@ RECIPES = {name: dict(out=f"runs/{name}", model=f"Qwen/Qwen2.5-{name.split('-')[
 RECIPES["32b-bigmath"]["data"] = "open-r1/Big-Math-RL-Verified-Processed/level_4_5"
 SAMPLED = dict(eval_samples=8, temperature=0.6, eval_top_p=0.95)
 EVALUATION = SAMPLED | dict(steps=0, max_new_tokens=4096)
-PROMPT, MEAN = 150, 500             # tokens of a prompt and an answer for which a run's time is told
-# what a task is tested on, and the tokens of its longest prompts in the scripts, which cut them; we do not
+PROMPT, MEAN = 150, 500             # assumed tokens of a prompt and an answer, for a step's expected time
+# task: (its test set, the tokens of a prompt at which the scripts truncate it; we do not)
 TESTS = {"gsm8k": ("openai/gsm8k/main:test", 256), "math": ("HuggingFaceH4/MATH-500:test", 1024)}
 
 

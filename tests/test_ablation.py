@@ -28,7 +28,7 @@ TINY = dict(steps=2, prompts=4, group_size=4, max_new_tokens=4, problems=(4, 8),
 
 # --- formats
 def test_nf4s_levels_are_bitsandbytes_quantiles():
-    """create_normal_map: 8 quantiles above 0 and 7 below, evenly from .9677083 to ½, over the largest."""
+    """create_normal_map: normal quantiles, 8 above 0 and 7 below, p even from .9677083 to ½, over the max."""
     ppf = statistics.NormalDist().inv_cdf
     above, below = ([ppf(q) for q in np.linspace(.9677083, .5, n)[:-1]] for n in (9, 8))
     want = np.sort([*above, 0, *(-v for v in below)])
@@ -51,7 +51,7 @@ def test_nf4_by_hand_and_against_the_nearest_level():
 
 
 def test_mxfp4_by_hand_and_against_the_nearest_value():
-    """The scale is 2^(⌊log2 amax⌋ − 2): 7 saturates at 6; 5, between 4 and 6, goes to the even code."""
+    """The scale is 2^(⌊log2 amax⌋ − 2): 7 saturates at 6; 5, a tie of 4 and 6, rounds to even."""
     w = torch.zeros(2, 96)
     w[0, :3], w[0, 32:35], w[0, 64:66] = (torch.tensor(v) for v in ([7., 5, -.2], [.75, -.3, .1], [8., 7]))
     want = torch.zeros(2, 96)
@@ -80,7 +80,7 @@ def test_a_rounded_checkpoint_rounds_projections_and_nothing_else(tiny_chat):
 # --- runs
 @pytest.fixture
 def toy(tiny_chat, monkeypatch):
-    """A task that a random model sometimes solves → (measure, the prompts that were asked for)."""
+    """A task that a random model sometimes solves → (a function that runs a job, the problems it asked)."""
     asked = []
     task = Task([{"i": i} for i in range(40)], [{"i": i} for i in range(40, 48)],
                 lambda p: asked.append(p["i"]) or f"{p['i']} + 7",
@@ -91,7 +91,7 @@ def toy(tiny_chat, monkeypatch):
 
 
 def test_a_run_of_each_kind_records_what_the_figures_need_and_replays_to_the_same_record(toy):
-    """AQN on NVFP4, NF4 and full fine-tuning; problems are those of the seed whatever the arm."""
+    """AQN on NVFP4, NF4, full fine-tuning. At one seed, every arm trains on the same problems."""
     measure, asked = toy
     records, prompts = {}, {}
     for arm in ("sweep+aqn", "nf4", "full", "sweep+aqn"):
@@ -112,7 +112,7 @@ def test_a_run_of_each_kind_records_what_the_figures_need_and_replays_to_the_sam
         assert (r["kl_noise"][1] > 1e-4) == ("aqn" in arm)
         assert .5 < r["surprise"][0] < 3.5 and abs(r["surprise"][0] - r["entropy"][0]) < .5
         assert set(r["final"]) == {"greedy", "greedy_loose", "sampled"}
-        assert len(json.dumps(r)) / 2 * 100 * 145 < 5e6                # all runs in 5 MB
+        assert len(json.dumps(r)) / 2 * 100 * 145 < 5e6                # 145 runs log < 5 MB
 
 
 def test_every_arm_is_a_valid_config_and_differs_from_main_only_in_what_it_names():
@@ -123,7 +123,7 @@ def test_every_arm_is_a_valid_config_and_differs_from_main_only_in_what_it_names
         config = launch.check(train.Config(**ablation.COMMON | flags))
         assert {k for k in vars(config) if getattr(config, k) != getattr(common, k)} <= set(flags)
     assert (common.aqn, common.sigma_schedule, common.rank, common.loss, common.correction) == (
-        True, "exponential", 32, "dapo", "none")                     # what the variants vary
+        True, "exponential", 32, "dapo", "none")                     # each variant changes one
 
 
 def test_full_fine_tuning_trains_every_projection_and_the_sampler_reads_it(tiny_chat, toy, monkeypatch):
@@ -135,7 +135,7 @@ def test_full_fine_tuning_trains_every_projection_and_the_sampler_reads_it(tiny_
     weights = {name.removesuffix(".weight"): p for name, p in model.named_parameters()}
     assert weights.keys() == bases.keys() and len(bases) == 8
     for name, p in weights.items():
-        assert p.dtype == torch.float32 and 0 < (p - bases[name]).abs().max() < .02   # AdamW: lr a step
+        assert p.dtype == torch.float32 and 0 < (p - bases[name]).abs().max() < .02   # AdamW: ±lr per step
         assert torch.equal(p, model.get_submodule(name).base.W.weight)
     x, layer = torch.randn(3, 64), model.get_submodule("layers.0.self_attn.qkv_proj")
     with torch.no_grad():
@@ -146,14 +146,14 @@ def test_full_fine_tuning_trains_every_projection_and_the_sampler_reads_it(tiny_
 
 
 def test_entropy_before_training_is_that_of_each_prompts_answers(toy):
-    """One number a prompt, below ln V; another format, another policy."""
+    """One number per prompt, below ln V; another weight format gives other numbers."""
     one, other = (toy[0](arm, rate=0.0, phase="entropy")["entropy"] for arm in ("bf16", "mxfp4"))
     assert len(one) == 8 and all(.5 < v < np.log(32) for v in one) and one != other
 
 
 # --- the list
 def fake(phase, arm, lr, seed, sampled=.5, steps=20, shift=0.0):
-    """A record; what a real one holds, from a seed."""
+    """A record with the fields of a real one; its values are drawn from `seed`."""
     noise = np.random.default_rng(seed)
     reward = np.clip(np.linspace(0, sampled, steps) + noise.normal(0, .02, steps), 0, 1).round(3).tolist()
     flags = ablation.ARMS[arm]
@@ -167,14 +167,14 @@ def fake(phase, arm, lr, seed, sampled=.5, steps=20, shift=0.0):
 
 
 def grid():
-    """The grid's records: the accuracy rises with the rate, but for arm `bf16`, where it falls."""
+    """Fake grid records: accuracy rises with the learning rate, but falls in arm `bf16`."""
     return [fake("grid", arm, lr, seed, .3 + 100 * lr * (-1 if arm == "bf16" else 1))
             for _, arm, lr, seed in (j for j in ablation.plan([], (), "bypass") if j[0] == "grid")]
 
 
 def test_the_run_list_is_what_the_issue_asks_for():
-    """8 arms and 3 more, three rates and two seeds each; then 5 fresh seeds; variants with seeds of those;
-    then noise with a ratio of 1, on the seeds of its twin without noise."""
+    """Grid: 8 + 3 arms × 3 rates × 2 seeds. Main: 5 new seeds. Extras: variants on some of main's seeds.
+    Follow-up: noise with a ratio of 1, on the seeds of the same arm without noise."""
     jobs = ablation.plan([], (), "bypass")
     runs = [job for job in jobs if job[0] != "smoke"]
     assert len(set(ablation.plan(grid(), (), "bypass"))) == len(set(jobs)) == len(jobs)
@@ -219,7 +219,7 @@ def test_the_grid_chooses_each_arms_rate_when_it_is_complete():
 
 
 def test_many_runs_resume_lose_nothing_and_end_in_time(tiny_chat, tmp_path, capfd):
-    """A line that a crash cut off is made again, a run that fails is reported, none is made twice."""
+    """Resuming reruns a job whose log line a crash cut off, repeats no finished job, and reports failures."""
     options = dict(phases=("grid",), arms=("bf16",), workers=2, model=str(tiny_chat)) | TINY
     assert ablation.run_all(tmp_path, minutes=0, **options) == {} and ablation.read(tmp_path) == []
     log = tmp_path / "runs.jsonl"
@@ -260,7 +260,7 @@ def test_the_verdict_follows_its_rule(kind, mean, half, p, says):
 
 
 def synthetic(folder):
-    """Logs in which AQN lifts rtn by .1, rtn is above bf16 by nothing, and nf4 is noise."""
+    """Logs in which AQN adds .1 to rtn's accuracy, rtn equals bf16, and nf4 is noise."""
     rng, level = np.random.default_rng(0), dict.fromkeys(ablation.main_arms("bypass"), .6) | {"rtn+aqn": .7}
     records = grid()
     for phase, arm, lr, seed in (j for j in ablation.plan(records, (), "bypass") if j[0] in plot.ALL):
@@ -293,7 +293,7 @@ def test_known_effects_get_the_right_verdicts_and_noise_cannot_tell(tmp_path):
     assert sorted(set(pairs.values())) == [5, 11] and all(pairs[row[0]] == 11 for row in plot.SWEEP)
     assert {n for _, n, *_ in plot.claims(records, plot.SWEEP, ("follow-up",))} == {6}
     equal = {row[0]: (n, v) for row, n, *_, v in plot.claims(records, plot.EQUAL, ("grid",))}
-    assert set(equal.values()) == {(2, "cannot tell")}                # three rates of a seed are one pair
+    assert set(equal.values()) == {(2, "cannot tell")}                # a seed's 3 rates average to one pair
     few = [r for r in records if r["phase"] != "main" or r["seed"] < 4]
     assert {v for *_, v in plot.claims(few, plot.PAPER[4:])} == {"cannot tell"}        # 2 pairs
 
@@ -352,7 +352,7 @@ def test_the_logs_hold_what_was_planned_and_their_tables(correction, count):
 
 
 def test_the_evidence_in_the_log_book_is_what_plot_makes_of_the_log():
-    """Every row of a table under "What we found" stands in table.md."""
+    """Every row of a table under "What we found" is also in table.md."""
     table = (plot.LOGS / "none" / "table.md").read_text()
     section = (plot.LOGS.parent / "README.md").read_text().split("## What we found\n")[1].split("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("|")]

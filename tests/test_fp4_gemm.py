@@ -35,12 +35,12 @@ def reference(x, W, bias, lora_A, lora_B, splits, scale):
 
 
 def adapter(lora_A, lora_B, splits):
-    """What `linear` takes of the parameters: lora and learn."""
+    """The arguments `lora` and `learn` of `linear`, from the parameters."""
     return (lora_A.detach(), lora_B.detach(), splits, .5), (lora_A, lora_B)
 
 
 def dense(W, lora_B, splits):
-    """The same weight without quantisation, with the adapter beside it."""
+    """W as an unquantised Dense weight, with the same adapter."""
     plain = fp4_gemm.Dense(W.to(lora_B.device, lora_B.dtype))
     plain.adapt(lora_B.detach(), splits)
     return plain
@@ -59,7 +59,7 @@ def adapted_layer(M, sizes, K, rank, device="cpu", dtype=torch.float32):
 
 
 def watched(linear):
-    """The same, with a look at what autograd keeps: x, x @ A.T, A and B, nothing as large as the weight."""
+    """`linear`, checked to save only x, x @ A.T, A and B for backward: nothing as large as the weight."""
     def call(x, packed, bias, lora_A, lora_B):
         saved = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
@@ -90,10 +90,10 @@ def test_a_word_by_hand():
     packed[0, [0, 16, 32, 48]] = torch.tensor([0x07, 0x09, 0x60, 0x1B], dtype=torch.uint8)
     one = torch.full((1, 8), 1.).to(torch.float8_e4m3fn)
     p = fp4_gemm.pack((packed, one, torch.tensor(1.)))
-    # low half: 6 = 0 111 at 15 and 8..6; -½ = 1 001 at 11..9, its sign at 2 of the high half; 0; and -1.5 =
-    # 1 01 1: s at 3, 01 at 1..0, m at 4
+    # low half: 6 = 0 111: sign at bit 15, 111 at 8..6; -½ = 1 001: 001 at 11..9, sign at bit 2 of the high
+    # half; 0 sets no bit; -1.5 = 1 01 1: sign at 3, exponent 01 at 1..0, mantissa at 4
     low = 0b0000_0011_1101_1001
-    # high half: that sign; 0; 0; 4 = 0 110 at 14..12, its sign at 5 of the low half; and ½ = 0 00 1: m at 4
+    # high half: -½'s sign at 2; 4 = 0 110: 110 at 14..12, sign at bit 5 of the low half; ½: mantissa at 4
     high = 0b0110_0000_0001_0100
     assert p.words[0, 0, 0, 0].item() & 0xFFFFFFFF == high << 16 | low
     assert p.words.count_nonzero() == 1
@@ -114,7 +114,7 @@ def test_every_code_with_every_scale_is_decoded_exactly():
 
 
 def test_unpack_returns_what_went_in():
-    """Bit for bit, only a block of scale 0 has lost its codes. 77 and 208 are no multiple of a tile."""
+    """Bit for bit, but a block with scale 0 loses its codes. 77 and 208 are no multiple of a tile."""
     for group in ([random_weight(77, 208, .3), random_weight(5, 208, .7)], [all_codes_and_scales()]):
         back = fp4_gemm.unpack(fp4_gemm.pack(*group))
         for (codes, scale, g), (codes2, scale2, g2) in zip(group, back, strict=True):
@@ -171,7 +171,7 @@ SHAPES = [(37888, 3584), (24576, 4096), (59136, 8192), (9728, 896), (3584, 18944
 
 @pytest.mark.parametrize("N, K", SHAPES)
 def test_a_plan_covers_every_tile_once(N, K):
-    """No split has an empty range of k, no tile a half of unused rows; whatever the GPU."""
+    """On every GPU: no split of K is empty, and no tile leaves half of its rows unused."""
     for M, generation, sms in itertools.product(range(1, 257), (8, 9, 10), (78, 108, 114, 132, 148, 188)):
         plan, at = fp4_gemm._plan(M, N, K, gpu(generation, sms)), 0
         for launch in plan:
@@ -184,15 +184,15 @@ def test_a_plan_covers_every_tile_once(N, K):
 
 
 def test_a_plan_of_large_tiles_splits_only_the_last_wave():
-    """gate_up of a 7B on an H200: two waves of 132 tiles, and 32 tiles that three CTAs share each."""
+    """gate_up of a 7B on an H200: two full waves of 132 tiles, then 32 tiles with K split over three CTAs."""
     whole, rest = fp4_gemm._plan(256, 37888, 3584, gpu(9))
     assert whole == (0, 264, 256, 128, 1, 3) and rest == (264, 32, 256, 128, 3, 3)
     assert len(fp4_gemm._plan(256, 37888, 3584, gpu(8))) == 1, "no wgmma, no large tiles"
 
 
 def test_two_kernels_that_overlap_share_no_memory(monkeypatch):
-    """LoRA's kernel still runs when the large one starts (PDL): were its sums freed before those of the large
-    one are allocated, the allocator would give both the same memory."""
+    """With PDL the LoRA kernel still runs when the large kernel starts. If its sums were freed before those
+    of the large kernel are allocated, the allocator would give both kernels the same memory."""
     sums, alive = [], []
     shrink, large = mock.MagicMock(), mock.MagicMock()
     shrink.__getitem__.return_value = lambda *args, **options: sums.append(weakref.ref(args[4]))
@@ -267,12 +267,12 @@ def compiled_for(cc):
             continue
         tma, kept = m >= 64, max(launch.split_k, 2)
         types = names_of | ({f"tensordesc<bf16[{m},64]>": "x"} if tma else {})
-        # CTAS says how many run on an SM: of 32 n / 16 threads, and registers are allocated by eights
+        # CTAS: how many CTAs, of 32 n / 16 threads each, fit on an SM; registers are allocated by eights
         most = min(255, 65536 // (2 * n) // fp4_gemm.CTAS.get(m, 1) // 8 * 8)
         with_lora = common | {"TILE_M": m, "TILE_N": n, "SPLIT_K": kept, "TMA": tma, "RANK": 32,
                               "SPLITS": (3584, 512, 512), "bias": None}
         without = with_lora | {"RANK": 0, "SPLITS": (), "xa": None, "lora_B": None, "SPLIT_K": 1}
-        # a large tile needs all 255 registers: one address, 8 bytes, is kept in memory outside the loop
+        # a large tile uses all 255 registers and spills one address, 8 bytes, outside the loop
         _, cubin = build(fp4_gemm._linear_kernel, cc, with_lora, types, "NKR", n // 16, launch.stages, most,
                          stack=8 if m == 256 else 0)
         build(fp4_gemm._linear_kernel, cc, without, types, "NKR", n // 16, launch.stages, most)
@@ -296,8 +296,8 @@ def compiled():
 
 
 def main_loop(sass):
-    """The main loop's instructions, target of a backward branch to branch: the shortest with all 8 products.
-    (The way back from a barrier that made a warp wait is longer.)"""
+    """The main loop's instructions: of the ranges from a backward branch's target to the branch, the shortest
+    with all 8 products. (A warp that waited at a barrier jumps back over a longer range.)"""
     code = [(int(at, 16), text.strip()) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/ +([^;]*);", sass)]
     jumps = [(at, re.search(r"BRA.* 0x([0-9a-f]+)", text)) for at, text in code]
     loops = [(int(target[1], 16), at) for at, target in jumps if target and int(target[1], 16) < at]
@@ -306,10 +306,10 @@ def main_loop(sass):
 
 
 def check_registers_of_wgmma(loop, expected, turn):
-    """No register that a wgmma reads is written before the wait; and they run in a row, not one by one. turn:
-    waits in a turn of the loop."""
+    """No instruction overwrites a register that a wgmma in flight reads, and the wgmmas share waits instead
+    of each having its own. turn: waits in one iteration of the loop."""
     in_flight, seen, waits = set(), 0, 0
-    for text in 2 * loop:                      # twice, for the last wait of a turn may stand in the next one
+    for text in 2 * loop:                      # twice: an iteration's last wait may be in the next one
         words = re.sub(r"^@!?U?P\d+ ", "", text).split()
         if wgmma := re.match(r"HGMMA\S* R\d+, R(\d+), gdesc", " ".join(words)):
             in_flight |= set(range(int(wgmma[1]), int(wgmma[1]) + 4))
@@ -359,10 +359,10 @@ def test_gpu_forward_and_backward(M, sizes, K):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("M, K", [(64, 576), (256, 576), (2048, 576), (300, 18944)])
 def test_gpu_an_adapter_below_the_last_bit_is_not_lost(M, K, bias, plain):
-    """δ, what an adapter adds, is an eighth of y's last bit. If y is rounded once, <y(B) − y(0), δ> / <δ, δ>
-    is 1 in the mean, here ± .013 (M = 64: 0.4 ulp / 0.125 ulp / √61440); if x @ W.T is rounded before δ is
-    added, .39 (roundings by hand on a CPU, which give 1.01, 1.00 and 1.00 for once); an H200's cuBLAS does
-    that at β = 1. The sampler's kernels take M = 64 and 256, the trainer's product more."""
+    """δ, what the adapter adds, is an eighth of y's last bit. If the kernel rounds y once, <y(B) − y(0), δ> /
+    <δ, δ> is 1 on average, here ± .013 (M = 64: 0.4 ulp / 0.125 ulp / √61440). If it also rounds x @ W.T
+    before it adds δ, as cuBLAS does on an H200 at β = 1, the ratio is .39 (both simulated on a CPU).
+    The sampler's kernels run at M = 64 and 256, the trainer's product at larger M."""
     sizes = (576, 192, 192)
     x, packed, W, b, lora_A, lora_B = adapted_layer(M, sizes, K, 32, "cuda", torch.bfloat16)
     b = b if bias else None
@@ -382,8 +382,8 @@ def test_gpu_an_adapter_below_the_last_bit_is_not_lost(M, K, bias, plain):
 @pytest.mark.gpu
 @pytest.mark.parametrize("M", [1, 16, 32, 64, 128, 256, 512])
 def test_a_thousand_launches_give_the_same_bits(M):
-    """Eagerly and in a CUDA graph: a race between the splits of K, or with the shrink kernel, would show. Two
-    inputs take turns, at one address: what the launch before left, in L1 too, is not what is wanted."""
+    """Eagerly and in a CUDA graph: a race between the splits of K, or with the shrink kernel, changes bits.
+    Two inputs alternate at one address: data that the previous launch left, in L1 too, would show as well."""
     shapes = SIZES[0], ((27648, 27648), 5120), SIZES[2]
     for (sizes, K), plain in itertools.product(shapes, (False, True)):
         x, packed, W, bias, lora_A, lora_B = adapted_layer(M, sizes, K, 32, "cuda", torch.bfloat16)
@@ -404,14 +404,14 @@ def test_a_thousand_launches_give_the_same_bits(M):
 
 @pytest.mark.gpu
 def test_rows_from_the_middle_of_a_tensor():
-    """Two bytes beyond a multiple of 16, where neither TMA nor a vector load may begin."""
+    """x begins two bytes past a multiple of 16: neither TMA nor a vector load may start there."""
     _, packed, W, *_ = adapted_layer(1, (128,), 256, 32, "cuda", torch.bfloat16)
     x = torch.randn(64 * 256 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(64, 256)
     assert x.data_ptr() % 16 and rel_err(fp4_gemm.linear(x, packed), x.double() @ W.T) < 2**-8
 
 
 def test_plain_tensors_of_an_adapter_learn():
-    """As when both sides are given: A and B themselves, where nothing was rounded from others."""
+    """Without `learn`, A and B of `lora` get the gradients that the tensors of `learn` would get."""
     x, packed, _, bias, lora_A, lora_B = adapted_layer(5, (20, 12), 48, 4)
     (A, B, *more), learn = adapter(lora_A, lora_B, (20, 12))
     fp4_gemm.linear(x, packed, bias, (A, B, *more), learn).sum().backward()

@@ -16,19 +16,19 @@ import train
 sys.path.insert(0, str(Path(__file__).parent.parent / "results"))
 import recipes  # noqa: E402
 
-# wide enough in vocabulary for the stand-in tokenizer's ids, and in nothing else
+# a tiny shape whose vocabulary still holds every id of the stand-in tokenizer
 TINY = (64, 2, 4, 2, 96, 49152, False)
 RECORD = {"gpu", "torch", "triton", "commit", "recipe", "rewards", "flags", "planned_gb", "load_s"}
 
 
 def test_every_recipe_is_there():
-    """Or those below would find nothing to check."""
+    """The tests below are parametrized by this dict: over an empty one they would check nothing."""
     assert list(recipes.RECIPES) == ["3b-gsm8k", "7b-gsm8k", "7b-bigmath", "14b-bigmath", "32b-bigmath"]
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)
 def test_a_recipe_is_a_config_with_the_papers_batch(name):
-    """Only flags that exist, 128 answers a step, a warm-up of a tenth, a model that the planner knows."""
+    """Only flags that exist, 128 answers a step, a warm-up of a tenth of the steps, a model of memory.py."""
     config = launch.check(train.Config(**recipes.RECIPES[name]))
     assert config.prompts * config.group_size == 128 and config.warmup * 10 == config.steps
     assert config.out == f"runs/{name}" and name.split("-")[0] in memory.MODELS
@@ -36,7 +36,7 @@ def test_a_recipe_is_a_config_with_the_papers_batch(name):
 
 @pytest.mark.parametrize("name", recipes.RECIPES)
 def test_evaluation_is_the_papers_on_a_whole_test_set(name):
-    """§4.1: temperature 0.6, top-p 0.95, 4096 tokens, several samples; no problem to train on is read."""
+    """§4.1: temperature 0.6, top-p 0.95, 4096 tokens, several samples; no training data is loaded."""
     config = launch.check(train.Config(**recipes.evaluation(name)))
     trained = train.Config(**recipes.RECIPES[name])
     assert (config.temperature, config.eval_top_p, config.max_new_tokens) == (.6, .95, 4096)
@@ -46,8 +46,8 @@ def test_evaluation_is_the_papers_on_a_whole_test_set(name):
 
 
 def test_list_prints_commands_that_parse_back(capsys):
-    """Two lines for each, to copy: they make the same Config; below them the memory, and the time that its
-    answers and prompts of 500 and 150 tokens would take at the rates in the log."""
+    """Each recipe's two commands parse back into its Configs. Below them: the planned memory, and the seconds
+    of a step with prompts of 150 and answers of 500 tokens at the logged rates."""
     recipes.main(["list"])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5 * len(recipes.RECIPES)
@@ -75,7 +75,7 @@ def problems(tmp_path):
 
 @pytest.fixture(scope="module")
 def tokenizer(smollm2):
-    """It decodes every id of Qwen's vocabulary, also those that it lacks."""
+    """SmolLM2's tokenizer: ids of Qwen's larger vocabulary that it lacks decode to an empty string."""
     _, made = smollm2
     assert made.decode([9906, len(made), 152063], skip_special_tokens=True) == made.decode([9906]) != ""
     return made
@@ -83,7 +83,7 @@ def tokenizer(smollm2):
 
 @pytest.mark.parametrize("name", ["3b-gsm8k", "7b-bigmath"])
 def test_try_trains_and_leaves_nothing_behind(name, problems, tokenizer, tmp_path, monkeypatch, capsys):
-    """Through train.train: rows trained on and rows masked, a finite gradient, noise in the second step."""
+    """Through train.train: some rows train, some are masked, gradients are finite, step 2 has noise."""
     source = SimpleNamespace(tokenizer=lambda: tokenizer)
     monkeypatch.setattr(checkpoint, "open", {"smollm2": source}.get)
     monkeypatch.setitem(memory.MODELS, name.split("-")[0], TINY)
