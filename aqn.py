@@ -22,7 +22,6 @@ Use: with noisy_norms(model, sigma(step, total_steps), seed, step): sample answe
 Left out: relative noise w · (1 + z); trained norms.
 Needs: torch.
 """
-
 import math
 from contextlib import contextmanager
 

@@ -17,7 +17,6 @@ neighbouring pairs, transformers pairs i with i + Dh/2); reading undoes that.
 
 Needs: torch, transformers, safetensors, huggingface_hub, nvfp4.py, lora.py; gguf to read .gguf.
 """
-
 import importlib.util
 import json
 import re

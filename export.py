@@ -9,7 +9,6 @@ W + (alpha/rank) B A to 4 bits instead: part of what the adapter learned is lost
 The folder appears at DST only after it was loaded again and its logits compared; a wrong one is DST.wrong.
 Needs: torch, transformers, safetensors, huggingface_hub, model.py, checkpoint.py, lora.py, fp4_gemm.py.
 """
-
 import argparse
 import json
 import os

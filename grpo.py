@@ -19,7 +19,6 @@ token ids: padding may have the end token's id. The sampled end token is an acti
 Left out: value networks, entropy bonuses, whole-batch reward scaling.
 Needs: torch.
 """
-
 import torch
 
 # (ε_low, ε_high) by default: DAPO's clip-higher, PPO's 0.2, GSPO §5.1; cispo ignores them for cispo_max

@@ -10,14 +10,12 @@ while its predecessor still runs, and waits for it before reading.
 
 Needs: torch; on a GPU also triton.
 """
-
 import torch
 
 try:
     import triton
     import triton.language as tl
-    from triton import jit
-    from triton.language import constexpr
+    jit, constexpr = triton.jit, tl.constexpr
 except ImportError:      # a CPU machine may lack Triton: its kernels are then never launched
     jit, constexpr = (lambda kernel=None, **options: kernel or jit), int
 

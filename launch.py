@@ -3,7 +3,6 @@
 Exit codes: 0 done, 2 an error, 3 --preflight finds training pointless, 128 + n stopped by signal n.
 Needs: torch; checkpoint.py, model.py, runs.py, tasks.py, aqn.py, grpo.py, lora.py.
 """
-
 import dataclasses
 import inspect
 import math
@@ -31,7 +30,8 @@ CHOICES = {"quant": QUANT, "task": TASKS, "loss": grpo.CLIP, "correction": ("non
 LEAST = dict.fromkeys("steps warmup resample beta clip_low clip_high lr weight_decay seed".split(), 0)
 LEAST |= dict.fromkeys("prompts max_new_tokens updates_per_rollout eval_every eval_samples save_every "
                        "micro_tokens rank alpha".split(), 1) | dict(group_size=2, sigma_stages=3)
-MOST = dict(seed=2**32 - 1, eval_top_p=1, rank=512)          # rank: the kernel keeps lora_B in shared memory
+MOST = dict.fromkeys("lr weight_decay beta temperature sigma_start sigma_end".split(), 1e9)  # not infinity
+MOST |= dict(seed=2**32 - 1, eval_top_p=1, rank=512)         # rank: the kernel keeps lora_B in shared memory
 
 
 def main(Config, train, preflight):
@@ -119,8 +119,8 @@ def check(config):
            f"must be one of {', '.join(known)}") for name, known in CHOICES.items()),
         *((name, getattr(c, name) is None or getattr(c, name) >= low, f"must be at least {low}")
           for name, low in LEAST.items()),
-        *((name, getattr(c, name) <= high, f"must be at most {high}") for name, high in MOST.items()),
         *((name, getattr(c, name) > 0, "must be positive") for name in positive),
+        *((name, getattr(c, name) <= high, f"must be at most {high:.10g}") for name, high in MOST.items()),
         ("device", c.device in ("", "cpu") or c.device == "cuda" and torch.cuda.is_available(),
          "must be cpu, or cuda where torch finds a GPU"),
         ("task", not own_task or not (c.data or c.test or c.operands),

@@ -17,7 +17,6 @@ base that fuses LoRA into its GEMM reads the copies; for any other base forward(
 Adapter files are PEFT's, with fused projections split into their parts.
 Left out: dropout, bias, DoRA, rsLoRA, several adapters at once. Needs: torch, safetensors.
 """
-
 import json
 import os
 from contextlib import contextmanager

@@ -15,7 +15,6 @@ CPU computes in fp32 and keeps each weight twice, packed and decoded.
 
 Needs: transformers; checkpoint.py for configs; model.py, rollout.py, fp4_gemm.py for sizes and families.
 """
-
 import argparse
 import bisect
 import sys

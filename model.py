@@ -14,7 +14,6 @@ transformers supplies the config and the formulas of scaled RoPE; its own models
 Left out: mixtures of experts, sliding windows, encoder parts, dropout.
 Needs: torch, transformers; nvfp4.py, fp4_gemm.py, lora.py, ops.py, checkpoint.py.
 """
-
 from functools import partial
 
 import torch

@@ -23,7 +23,6 @@ Use: q = quantize(w); dequantize(q) is then close to w, a (N, K) matrix with K a
 Left out: quantised activations, stochastic rounding, calibration data (AWQ, GPTQ).
 Needs: torch.
 """
-
 import math
 from typing import NamedTuple
 

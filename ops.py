@@ -23,15 +23,13 @@ their common prompt from the slot of the group's first row, so that L2 holds the
 
 Needs: torch; on a GPU also triton.
 """
-
 import torch
 import torch.nn.functional as F
 
 try:
     import triton
     import triton.language as tl
-    from triton import jit
-    from triton.language import constexpr
+    jit, constexpr = triton.jit, tl.constexpr
 except ImportError:      # a CPU machine may lack Triton: its kernels are then never launched
     jit, constexpr = (lambda kernel=None, **options: kernel or jit), int
 

@@ -23,7 +23,6 @@ Training takes no top-k and no top-p: the trainer's probabilities would include 
 excludes, and their ratio would be wrong. Evaluation computes no ratio and may use top-p.
 Needs: torch, tqdm; ops.py, gumbel.py, model.py.
 """
-
 import time
 from collections import deque
 from typing import NamedTuple

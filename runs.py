@@ -13,7 +13,6 @@ last record of a step. The batch, the noise and every sampled token are function
 a resumed run ends with the same bytes as a run without a stop. `python runs.py show|plot RUN…`
 Needs: torch, safetensors, matplotlib; lora.py, memory.py.
 """
-
 import fcntl
 import hashlib
 import json

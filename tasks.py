@@ -32,7 +32,6 @@ data is a JSONL file, or a dataset of the hub as owner/name[/config][:split]. It
 Left out: partial credit; 1.000,00 and 1 000 for a thousand.
 Needs: nothing; math-verify for math; datasets for the hub.
 """
-
 import ast
 import hashlib
 import inspect

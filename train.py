@@ -16,7 +16,6 @@
 
 Needs: aqn.py, grpo.py, lora.py, model.py, rollout.py; launch.py to start, runs.py to log, save and resume.
 """
-
 import dataclasses
 import math
 import random

@@ -218,6 +218,6 @@ def test_turns_tells_the_slower_of_two_checkouts(tmp_path):
     assert [(r["tree"], r["batch"]) for r in found] == [("old", 1), ("new", 1), ("old", 4), ("new", 4)]
     for old, new in (found[:2], found[2:]):
         assert old["faster"] == 0 and new["faster"] == pytest.approx(-.9)
-        assert new["ms_step"] == pytest.approx(10 * old["ms_step"])
+        assert new["ms"] == pytest.approx(10 * old["ms"])
     done = Command(tmp_path, "log.jsonl", "nowhere", code=code)
     assert done.code == 1 and done.said == "nowhere has no bench.py: give the folder of a checkout\n"
