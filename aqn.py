@@ -8,7 +8,7 @@ norm (before q, k, v) and the post-attention norm (before gate, up). The final n
 stages of equal length; stage 0 adds no noise, because the quantiser's own error already explores:
 
     stage   0            1 … stages−1, u = (stage − 1)/(stages − 2) from 0 to 1
-    σ       0            exponential  start · (end/start)^u                       (eq. 8, but reaching `end`)
+    σ       0            exponential  start · (end/start)^u                       eq. 8; our last σ is `end`
                          linear       start + (end − start) · u
                          cosine       end + (start − end) · (1 + cos πu) / 2      our reading of the paper's
                          logarithmic  start + (end − start) · ln(1 + (e−1)u)      curves; it gives no formula

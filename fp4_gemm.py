@@ -2,35 +2,35 @@
 
     W[n, k] = E2M1[code[n, k]] · block_scale[n, k // 16] · global_scale[n]
 
-With few rows in x, as in a decode step, a linear layer takes as long as its weight takes to load: .5625 bytes
-a weight where bf16 loads 2, so 3.56 times bf16's speed is the bound. To come near it the kernel must decode a
-weight in few instructions: an H200 can issue four while one weight arrives.
+With few rows in x, as in a decode step, a linear layer takes as long as its weights take to load. A weight is
+.5625 bytes here and 2 in bf16, so a speedup of 3.56 is the bound. To approach it the kernel must decode a
+weight in few instructions: an H200's threads execute about four in the time that one weight takes to arrive.
 
 1. The packed word: an int32 holds 8 codes, placed so that masks and rotations turn them into bf16. A bf16 is
-s eeeeeeee mmmmmmm; a code is s ee m with exponent bias 1, and ee = 0 encodes 0 or ½. With s in bit 15 and eem
-in bits 8..6 the bf16 is worth value · 2^-126 exactly, ½ as a subnormal. Each half of a word holds four codes,
-one from each quarter ("sub-tile") of 128 columns. Code 0 is in its place. Rotating the word right by 3 or 6
-moves code 1 or 2 there, with signs from the other half. Code 3 (marked ') fills the bits that are left:
+s eeeeeeee mmmmmmm; a code is s ee m with exponent bias 1, and ee = 0 encodes 0 or ½. A bf16 with s in bit 15,
+eem in bits 8..6 and zeros elsewhere is value · 2^-126 exactly; ½ is subnormal. Each half word holds 4 codes,
+one from each quarter ("sub-tile") of 128 columns. Code 0 lies in these bits. A rotation right by 3 moves code
+1 there, by 6 code 2; the sign arrives from the other half. Code 3 (marked ') fills the bits that are left:
 
     bit    15  14  13  12  11  10   9   8   7   6   5   4   3   2   1   0
            s0  e2  e2  m2  e1  e1  m1  e0  e0  m0  s2  m'  s'  s1  e'  e'
 
-2. The decode: eight integer operations (>> is a rotation, one instruction) give four pairs of bf16. Halves of
-word j hold elements 2j and 2j + 1 of a sub-tile: neighbours in k, as a tensor core needs them.
+2. The decode: eight integer instructions (>> is a rotation; masks are hex) turn a word into four pairs of
+bf16, one pair a sub-tile. Word j holds columns 2j and 2j + 1: a tensor core takes neighbours in k as a pair.
 
-    t0 = w & 81C081C0    t1 = w >> 3 & 81C081C0    t2 = w >> 6 & 81C081C0                       1 + 2 + 2
-    t3 = (w & 001B001B) · (2^12 + 2^7 + 2^2) & 81C081C0      adds three copies that never overlap       3
+    t0 = w & 81C081C0    t1 = w >> 3 & 81C081C0    t2 = w >> 6 & 81C081C0     instructions:     1 + 2 + 2
+    t3 = (w & 001B001B) · (2^12 + 2^7 + 2^2) & 81C081C0      adds three copies that never overlap     + 3
 
 A block scale, (1 + m/8) · 2^e in e4m3, is stored as the byte (e + 9) << 3 | m: five exponent bits cover its
-subnormals. OR it with 7000: a bf16 worth scale · 2^106. Then t · scale is value · scale · 2^-20, exactly, in
-6 of bf16's 8 significant bits. The epilogue multiplies the fp32 sum by 2^20 · global_scale.
+subnormals. In bits 11..4, ORed with hex 7000, it is the bf16 scale · 2^106. Then t · scale is value · scale ·
+2^-20, exact in bf16's 8 significant bits: it needs 6. The epilogue multiplies by 2^20 · global_scale.
 
-3. The kernel computes y.T = W @ x.T: a tensor core's wide side must be the weights when x has few rows. A
-small W has too few tiles to fill a GPU, so several CTAs share a tile and each sums a range of k (split-K).
-The last to finish adds their sums in a fixed order: timing does not change the result. LoRA adds (x @ A.T) @
-B.T: a small kernel computes x @ A.T, the epilogue multiplies by B. With programmatic dependent launch (PDL,
-from Hopper on) a kernel loads weights while its predecessor still runs. With many rows, and in backward,
-arithmetic is the bound: W is decoded to bf16 for one cuBLAS call.
+3. The kernel computes y.T = W @ x.T: a tensor core's tile has 16 rows or more, which weights always fill, and
+only 8 columns for the few rows of x. A small W has too few tiles to fill a GPU, so several CTAs share a tile
+and each sums a range of k (split-K). The last to finish adds their sums in a fixed order: timing does not
+change the result. LoRA: a small kernel computes xa = x @ A.T, and the epilogue adds xa @ B.T. With PDL
+(programmatic dependent launch, from Hopper on) a kernel loads weights while its predecessor still runs. With
+many rows, and in backward, arithmetic is the bound: W is decoded to bf16 for one cuBLAS call.
 
 Left out: 4-bit activations (Hopper's tensor cores have no FP4), experts. Needs: torch; on a GPU triton ≥ 3.6.
 """
@@ -49,8 +49,8 @@ except ImportError:      # the CPU path needs no triton
 
 BLOCK = 16               # weights that share a scale
 ROWS, COLS = 64, 128     # weights of a stored tile: 4 KB of words and 512 B of scales, each contiguous
-FUSED_MAX = 256          # rows of x; with more, decoding W once for cuBLAS is faster than once a tile
-EXPONENT = 0x70007000    # a kernel argument: ptxas merges AND and OR only if one mask is in a register
+FUSED_MAX = 256          # rows of x; above, decode W once for cuBLAS, not again in each tile of x
+EXPONENT = 0x70007000    # a kernel argument, so in a register: ptxas merges no AND and OR of two constants
 
 
 class PackedNVFP4(NamedTuple):
@@ -60,7 +60,7 @@ class PackedNVFP4(NamedTuple):
     global_scales: torch.Tensor    # (N,) f32: each part, and each shard of a foreign checkpoint, has its own
     sizes: tuple                   # N_i
     shape: tuple                   # (N, K)
-    counters: torch.Tensor         # int32, how many CTAs of a tile have finished; for one stream at a time
+    counters: torch.Tensor         # int32, CTAs done per tile (first 2048: _shrink_kernel's); for one stream
     dense: torch.Tensor            # (N, K) fp32, what a CPU multiplies with; None on a GPU
 
 
@@ -78,7 +78,7 @@ def pack(*qs):
     scale = torch.cat([s.view(torch.uint8) for s in block_scales])                            # (N, K/16)
     scale = F.pad(scale, (0, pad_k // BLOCK, 0, pad_n))
     assert not (scale > 0x7E).any(), "a block scale is negative or NaN"
-    # Pack some rows at a time: the temporaries take 20 bytes a code, 10 GB for a layer of a 72B.
+    # Pack some rows at a time: the temporaries take 20 bytes a code, 10 GB for a layer of a 72B model.
     pieces = zip(byte.split(64 * ROWS), scale.split(64 * ROWS), strict=True)
     words, scales = zip(*[_words(b.int(), s.int()) for b, s in pieces], strict=True)
     words, scales = torch.cat(words), torch.cat(scales)
@@ -99,12 +99,12 @@ def _words(byte, scale):
     """Whole tiles, as (64 n, K/2) two codes a byte and (64 n, K/16) e4m3 bytes, int32 → words, scales."""
     n, k = byte.shape[0] // ROWS, scale.shape[1] * BLOCK // COLS
     code = torch.stack((byte & 15, byte >> 4), -1).view(*scale.shape, BLOCK)
-    code = code * (scale > 0)[..., None]             # no stored scale means 0: give a zero block zero codes
+    code = code * (scale > 0)[..., None]             # a stored scale cannot be 0: zero the codes instead
     a, b, c, d = code.view(n, ROWS, k, 4, 16, 2).transpose(1, 2).unbind(3)                 # (n, k, 64, 16, 2)
     fields = *((f & 8) << 12 | (f & 7) << 6 for f in (a, b, c)), d & 8 | d >> 1 & 3 | (d & 1) << 4
     a, b, c, d = (half[..., 0] | half[..., 1] << 16 for half in fields)                       # (n, k, 64, 16)
     s = _to_ue5m3(scale).view(n, ROWS, k, 4, 2).transpose(1, 2)                             # (n, k, 64, 4, 2)
-    # Order the sub-tiles 0 2 1 3: each mask of the decode then finds two scales in the two half words.
+    # Order the sub-tiles 0 2 1 3: one mask then extracts two sub-tiles' scales, one from each half word.
     s = s[..., 0, :] | s[..., 2, :] << 8 | s[..., 1, :] << 16 | s[..., 3, :] << 24
     return a | _rotate(b, 3) | _rotate(c, 6) | d, _rotate(s, 4)
 
@@ -115,7 +115,7 @@ def _rotate(word, left):
 
 
 def _to_ue5m3(byte):
-    """e4m3 → (e + 9) << 3 | m. A normal number stores e + 7; 0 becomes 143, which no other scale does."""
+    """e4m3 → (e + 9) << 3 | m. A normal number stores e + 7. Scale 0 becomes 143, used by no other scale."""
     table = torch.tensor([143, 0, 8, 12, 16, 18, 20, 22], dtype=torch.int32, device=byte.device)
     return torch.where(byte < 8, table[byte.clamp(max=7)], byte + 16)
 
@@ -141,7 +141,7 @@ def linear(x, weight, bias=None, lora=None, learn=None, needed=True):
     weight: a PackedNVFP4 or a Dense. lora = (A (R, K), B (N, R / S), splits, scale): the S parts of a fused
     projection, splits[s] columns of y each, use R / S rows of A each; call a Dense's `adapt` with B first.
     learn = (lora_A, lora_B): parameters to receive the gradients where A and B are rounded copies of them.
-    Gradients flow to x, bias and these, never to W. needed=False: nobody reads y, skip the large product."""
+    Gradients flow to x, bias and these, never to W. needed=False: skip x @ W.T, because y goes unread."""
     N, K = weight.shape
     A, B, splits, scale = lora or (None, None, (), 1.)
     stored = weight.wide if isinstance(weight, Dense) else weight.words
@@ -214,8 +214,8 @@ def dequantize(packed, dtype=torch.bfloat16, out=None):
 
 
 def _beside(weight, B, splits):
-    """[W, B] (N, K + R). Its product with [x, xa] is rounded once, as in the fused kernel. cuBLAS would round
-    x @ W.T before adding to it, and what a young adapter adds is less than that error."""
+    """[W, B] (N, K + R). Its product with [x, xa] is rounded once, as in the fused kernel. Two cuBLAS
+    calls would round x @ W.T first, by more than what an adapter adds early in training."""
     if isinstance(weight, Dense):
         return weight.wide
     N, K = weight.shape
@@ -247,25 +247,25 @@ def _plan(M, N, K, gpu):
     """→ [Launch]. gpu: torch's device properties."""
     sms, tiles, large = gpu.multi_processor_count, triton.cdiv(N, ROWS), N // (2 * ROWS)
     if gpu.major == 9 and M >= 192 and tiles == 2 * large:
-        # Tiles of 128 × 256, one a SM, load x half as often. Whole waves run unsplit. All SMs share the rest,
-        # in pieces of 1024 columns or more (4096 without whole waves): shorter ones cost more than they save.
-        # Such a tile takes 1.8 times as long as one of 64 × 128, of which an SM runs two.
+        # Tiles of 128 × 256 load x half as often. A wave is one such tile on each SM. Full waves run unsplit;
+        # all SMs share the rest, split along k into 1024 columns or more (4096 without a full wave): shorter
+        # pieces cost more than they save. A tile takes 1.8 times as long as two of 64 × 128 on one SM.
         whole = large // sms * sms
         split = max(1, min(4, sms // max(1, large - whole), K // (1024 if whole else 4096)))
         waves = whole / sms + (large > whole) / split
         if 1.8 * waves <= triton.cdiv(tiles * triton.cdiv(M, 128), 2 * sms):
             parts = Launch(0, whole, 256, 128, 1, 3), Launch(whole, large - whole, 256, 128, split, 3)
             return [launch for launch in parts if launch.tiles]
-    # A tile with all rows of x decodes its weights once; without wgmma more than 32 rows decode twice.
+    # If one tile holds all rows of x, each weight is decoded once. Without wgmma a tile holds 32 at most.
     most = max(8, min(32, triton.next_power_of_2(M)))
     if gpu.major in (9, 10) and M >= 64:
         most = 64 if M < 128 else 128
-    # But a small W has too few tiles for all SMs: tiles of fewer rows are faster, though they decode the same
-    # weights again. A long row is rather split: 14 steps of 128 columns count as a tile of its own.
+    # But a small W has too few such tiles for all SMs: smaller tiles are faster, though each decodes the same
+    # weights again. If k is long, split it instead: count every 14 steps of 128 columns as one tile.
     m = min(most, 16 if K < 3584 else 32)
     while m < most and tiles * max(1, K // 1792) * triton.cdiv(M, m) > sms:
         m *= 2
-    # Split a row of at least eight steps until all CTAs run at once, each with two steps or more.
+    # Split k, if it has eight steps or more, as far as all CTAs run at once and each has two steps or more.
     split = CTAS[m] * sms // (tiles * triton.cdiv(M, m)) if K >= 8 * COLS else 1
     return [Launch(0, tiles, m, ROWS, max(1, min(split, 14, K // (2 * COLS))), 3 if m >= 64 else 4)]
 
@@ -273,7 +273,7 @@ def _plan(M, N, K, gpu):
 def _fused(x, weight, bias, A, B, splits, scale, plan, major):
     """→ y (M, N), and xa = scale · x @ A.T (M, R) or None. major: the GPU's compute capability."""
     (M, K), N, plain = x.shape, weight.shape[0], isinstance(weight, Dense)
-    # CTAs of a dependent launch occupy slots while they wait. cuBLAS needs them, except with few rows.
+    # A dependent kernel's CTAs hold SM slots while they wait. With many rows a Dense's cuBLAS call needs all.
     pdl = major >= 9 and (M <= 16 or not plain)
     flags = {"PDL": pdl, "launch_pdl": pdl, "F32": x.dtype == torch.float32}
     xa, rank, sums = None, 0, []           # kernels overlap: keep all sums alive, so that no two share memory
@@ -362,7 +362,7 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
     words += (pid_n * (TILE_N // 64) * tiles_k + begin) * 1024            # the first stored tile of this CTA
     scales += (pid_n * (TILE_N // 64) * tiles_k + begin) * 128
     if PDL:
-        if RANK == 0:        # The kernel before makes x. With LoRA it is _shrink_kernel, which waited for x.
+        if RANK == 0:        # Wait for the writer of x; with LoRA, _shrink_kernel has already done so.
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     stored = (row + row // 64 * (tiles_k - 1) * 64)[:, None]     # rows 64 and up lie in the next row of tiles
@@ -375,7 +375,7 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
     if RANK > 0:
         r = tl.arange(0, max(16, triton.next_power_of_2(RANK)))
         B = tl.load(lora_B + offs_n[:, None] * RANK + r[None, :], in_n[:, None] & (r < RANK)[None, :], 0.)
-    # If the loop could be empty, acc could still be these zeros: ptxas would then serialise all wgmmas.
+    # Promise at least one step: if acc might leave the loop as zeros, ptxas would serialise all wgmmas.
     tl.assume(end - begin > 0)
     for k in range(end - begin):
         w, s = tl.load(w_ptr + k * 1024), tl.load(s_ptr + k * 128)
@@ -400,7 +400,7 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
         acc = acc * scale + add
         if RANK > 0:
             if PDL:
-                tl.extra.cuda.gdc_wait()                                            # for xa
+                tl.extra.cuda.gdc_wait()                                            # xa is ready
             first_n = 0
             for part in tl.static_range(len(SPLITS)):
                 last_n = first_n + SPLITS[part]
@@ -435,7 +435,7 @@ def _sum_splits(acc, sums, counters, tile, part, R: constexpr, C: constexpr, SPL
 @jit(do_not_specialize=["M"])
 def _shrink_kernel(x, lora_A, xa, sums, counters, M, R, K, scale, TILE_M: constexpr, SPLIT_K: constexpr,
                    PDL: constexpr, F32: constexpr):
-    """xa (M, R) = scale · x @ lora_A.T, transposed and split like the GEMM. Grid: (x tiles, R/32, splits)."""
+    """xa (M, R) = scale · x @ lora_A.T, as xa.T and with split-K, as above. Grid: (x tiles, R/32, splits)."""
     offs_m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
     offs_r, offs_k, steps = tl.program_id(1) * 32 + tl.arange(0, 32), tl.arange(0, 64), tl.cdiv(K, 64)
     first, last = tl.program_id(2) * steps // SPLIT_K, (tl.program_id(2) + 1) * steps // SPLIT_K
@@ -459,7 +459,7 @@ def _shrink_kernel(x, lora_A, xa, sums, counters, M, R, K, scale, TILE_M: conste
 
 @jit
 def _dequantize_kernel(words, scales, global_scales, out, N, K, stride, tiles_k, exponent, F32: constexpr):
-    """A CTA decodes one stored tile (64, 128). stride: of the rows of out."""
+    """A CTA decodes one stored tile (64, 128). stride: elements from one row of out to the next."""
     tile = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, 64)
     w = tl.load(words + tile * 1024 + row[:, None] * 16 + tl.arange(0, 16)[None, :])

@@ -150,8 +150,8 @@ def philox(seed, c0, c1, c2, c3):
 def append(token, logprob, rows, positions, stops, limit, last, rollout):
     """Write each running row's new token to the rollout; end the row at a stop token or at `limit` tokens.
     token, logprob (B,): from sample. rows (B,) int64: each row's index in the rollout. stops (n,) int64.
-    Changed in place: positions (B,) int64, of the token the model just read, becomes the next one or, when
-    the row ends, −1 (such rows are skipped); last (B,) int64 becomes the new token; rollout, a Rollout."""
+    Changed in place: positions (B,) int64, of the token that the model just read, grow by 1 or, when the
+    row ends, become −1 (then skipped); last (B,) int64 takes the token; rollout, a Rollout, as well."""
     if _fused(logprob):
         _append_kernel[len(token),](token, logprob, rows, positions, stops, len(stops), limit, last,
                                     *rollout[:4], rollout.tokens.shape[1], **_flags(token), num_warps=1)

@@ -36,9 +36,9 @@ class LoRALinear(nn.Module):
     """A frozen base and its adapter: x (…, K) → (…, N) in the dtype of x.
 
     base: a module with in_features, out_features and forward(x). If base.fuses_lora is True, the base adds
-    the adapter itself: base(x, (copy_A, copy_B, splits, scale), (lora_A, lora_B), needed) multiplies by the
-    copies and passes gradients to the parameters; refresh() tells it of new copies by base.adapt(copy_B,
-    splits). splits: the rows of each fused part, N in all. ValueError: rank < 1.
+    the adapter: base(x, (copy_A, copy_B, splits, scale), (lora_A, lora_B), needed) multiplies by the rounded
+    copies and passes gradients to the fp32 parameters. refresh() writes the copies, then calls
+    base.adapt(copy_B, splits). splits: the rows of each fused part, N in all. ValueError: rank < 1.
     """
 
     def __init__(self, base, rank, alpha, splits=None, dtype=torch.float32, device=None, generator=None):

@@ -7,8 +7,8 @@
                bf16 weights another copy of lora_B, as a block-diagonal matrix with its zeros
     rollout    keys and values of every slot, logits twice, one weight in bf16, a prefill's activations
     update     the gradient, and what autograd saves of a micro-batch: with gradient checkpointing the
-               residual stream between layers (fp32), without it every activation. On top the largest of:
-               logits in chunks; one layer's activations in backward; those and one weight in bf16
+               residual stream between layers (fp32), without it every activation. On top the larger of:
+               logits in chunks; one layer's backward: its activations, gradients, one weight in bf16
 
 Not counted: the CUDA context and the gaps that the allocator leaves, about 1 GB. The formulas are a GPU's: a
 CPU computes in fp32 and keeps each weight twice, packed and decoded.

@@ -200,7 +200,7 @@ class Decoder(nn.Module):
         # The residual stream is fp32 on a GPU too, because bf16 would round each of its sums, and not always
         # to the same number in the sampler's and the trainer's batches.
         x = self.embed_tokens[ids].float()                                            # (B, T, D)
-        y = None                                             # the branch that the next norm adds to x
+        y = None                                             # a sublayer's output; the next norm adds it to x
         angle = positions[..., None] * self.inv_freq                                  # (B, T, Dh/2) f32
         cos, sin = angle.cos(), angle.sin()
         if self.rope_scale != 1:

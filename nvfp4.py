@@ -32,7 +32,7 @@ BLOCK = 16
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)    # magnitude of code & 7; bit 3 is the sign
 FP4_MAX, FP8_MAX = 6.0, 448.0
 SWEEP = range(-2, 8)                               # offsets in e4m3 codes from amax / 6; wider gains nothing
-CHUNK = 1 << 18                                    # weights quantised at a time: a CPU's cache holds them
+CHUNK = 1 << 18                                    # weights a pass on a CPU (they fit its cache); GPU: × 64
 
 
 class NVFP4Tensor(NamedTuple):
@@ -45,8 +45,8 @@ class NVFP4Tensor(NamedTuple):
 def quantize(w, method="sweep", global_scale=None):
     """Quantise w (N, K), of any floating-point dtype → NVFP4Tensor on the same device.
 
-    method: "sweep" or "rtn". global_scale: a number that replaces the tensor's own. Weights that one fused
-    GEMM reads need a common one: pass `shared_global_scale(q, k, v)` to each of the three calls.
+    method: "sweep" or "rtn". global_scale: use this number, not the tensor's own. vLLM and TensorRT-LLM
+    require one scale for all parts of a fused GEMM: pass `shared_global_scale(q, k, v)` to all three calls.
     ValueError: w is not a matrix, K is not a multiple of 16, a weight is NaN or infinite, unknown method.
     """
     if method not in ("sweep", "rtn"):

@@ -16,10 +16,10 @@ its predecessor, and then allows its successor to start.
 cached_attention splits a row's cached positions into pieces of 256 (split-KV). A CTA (program, in Triton's
 words) computes one piece of one row for one key head and all query heads that share it. The CTA that finishes
 last adds up the pieces in their order, so that a result does not depend on timing. The kernel reads each
-row's length from GPU memory, so one captured CUDA graph serves every length. It computes scores.T = K @ q.T,
-because a tensor core's wide side must not be the few queries. Pieces have a fixed size: of the other rows,
-only their number can change a row's bits, because it chooses the tile. Rows of one group read whole tiles of
-their common prompt from the slot of the group's first row, so that L2 holds these tiles for all of them.
+row's length from GPU memory, so one captured CUDA graph serves every length. It computes scores.T = K @ q.T:
+a tensor core's tile has 16 rows or more, which keys fill, and only 8 columns for the few queries. A piece's
+size is fixed, so only the number of rows, which chooses the tile, can change a row's bits. Rows of one group
+read whole tiles of their common prompt from the slot of the group's first row, so L2 serves all of them.
 
 Needs: torch; on a GPU also triton.
 """

@@ -157,9 +157,9 @@ class Sampler:
         model, c = self.model, self.model.config
         if model.device.type == "cpu":
             return self.slots
-        # beside the slots: a layer's largest weight in bf16, a prefill's activations, half a GB for gaps that
-        # the allocator leaves. A slot needs its keys and values, and its logits twice in fp32. Top-p takes 48
-        # bytes a logit: the logits, the sorted ones, their ids, and 32 that sort() allocates
+        # Reserve memory for a layer's largest weight in bf16, a prefill's activations, and half a GB for the
+        # allocator's gaps. A slot takes its keys and values, and its logits twice in fp32. Top-p takes 48
+        # bytes a logit: the logits, the sorted logits, their ids, and 32 that sort() allocates.
         beside = 4 * c.hidden_size * c.intermediate_size + prefill_bytes(c, prefill) + 5e8
         torch.cuda.empty_cache()             # what the allocator still holds is too fragmented to count
         free, total = torch.cuda.mem_get_info()
@@ -257,11 +257,11 @@ class _Batch:
 
     def lead(self, size):
         """Let all rows of a group read their prompt in the slot of the group's first running row."""
-        rows = self.state[0, :size]                          # ascending, because rows start in their order
+        rows = self.state[0, :size]                          # ascending: rows start in ascending order
         self.state[6, :size] = self.state[1, torch.searchsorted(rows, rows // self.group * self.group)]
 
     def advance(self, size, longest, steps, bar):
-        """Do steps of the first `size` rows, all staying below position `longest` → each row's position."""
+        """Run decode steps of the first `size` rows, none beyond position `longest` → each row's position."""
         most = -(-self.rollout.tokens.shape[1] // ops.SPLIT)
         key = self.choose(size, min(most, 1 << (longest // ops.SPLIT).bit_length()))
         began = time.perf_counter()
