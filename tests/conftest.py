@@ -106,15 +106,9 @@ def run_alone(function, interpret):
 SHARED = {90: 232448, 100: 232448, 80: 166912, 86: 101376, 89: 101376, 120: 101376}      # the slowest first
 
 
-def build(*args, **options):
-    """→ the PTX and the cubin of the kernel that compile_kernel compiles."""
-    asm = compile_kernel(*args, **options).asm
-    return asm["ptx"], asm["cubin"]
-
-
-def compile_kernel(kernel, cc, constants, names_of, aligned, warps=4, stages=3, registers=255, stack=0):
-    """→ Triton's compiled kernel. AssertionError: it spills more than `stack` bytes, or needs more than
-    `registers` or SHARED[cc].
+def build(kernel, cc, constants, names_of, aligned, warps=4, stages=3, registers=255, stack=0):
+    """Compile a kernel → its PTX and its cubin. AssertionError: it spills more than `stack` bytes, or needs
+    more than `registers` or SHARED[cc].
 
     names_of: type → the arguments of that type; others are i32. aligned: integers that 16 divides.
     """
@@ -133,7 +127,7 @@ def compile_kernel(kernel, cc, constants, names_of, aligned, warps=4, stages=3, 
     fits = used["STACK"] <= stack and used["LOCAL"] == 0 and used["REG"] <= registers
     used["SHARED"] = made.metadata.shared
     assert fits and used["SHARED"] <= SHARED[cc], f"{cc} {kernel} {constants} {used}"   # a str can be pickled
-    return made
+    return made.asm["ptx"], made.asm["cubin"]
 
 
 def cuobjdump(flag, cubin):
@@ -153,7 +147,7 @@ def on_all_cores(check, generations=(90, 100, 80, 120)):
 
 def compile_with_a_wait(cc, jobs, names_of, aligned):
     """Compile kernels and check that each waits once for its predecessor (PDL). jobs: (kernel, constants,
-    warps, most registers = 65536 / 32 / warps / CTAs on an SM, stages); the rest as in compile_kernel."""
+    warps, most registers = 65536 / 32 / warps / CTAs on an SM, stages); the rest as in build."""
     for kernel, constants, warps, registers, stages in jobs:
         ptx, _ = build(kernel, cc, constants | dict(PDL=cc >= 90), names_of, aligned, warps, stages,
                        registers)

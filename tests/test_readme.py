@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_structure import LINES
 
 import runs
 import train
@@ -20,20 +21,10 @@ GONE_OR_BENCH = {"--rows", "--whole", "--samples-every"}      # alone in spans: 
 COPYABLE = [name for name, _, text in MAP if "*Alone*" in text]
 
 
-def test_readme_is_three_screens():
-    """And without history: no commit hash outside a table's line of conditions."""
-    assert README.count("\n") <= 180 and len(README.split()) <= 2200
-    text = "\n".join(line for line in README.splitlines() if ", torch " not in line)
-    assert not re.findall(r"\b(?=\w*[a-f])(?=\w*\d)[0-9a-f]{7,40}\b", text)
-
-
-def test_the_file_map_names_every_module():
-    """Nothing at top level is unnamed, nothing named is missing. In a clone a file of one's own, such as
-    README.md's mine.py, may lie beside them."""
-    git = ["git", "ls-files", "*.py"] if shutil.which("git") else ["true"]
-    listed = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
-    listed = listed or [p.name for p in ROOT.glob("*.py")]         # without git, or in another user's clone
-    assert sorted(f"{name}.py" for name, *_ in MAP) == sorted(name for name in listed if "/" not in name)
+def test_the_file_map_names_every_module_and_its_length():
+    """test_structure.py compares LINES with the files that are there."""
+    assert [name for name, *_ in MAP] == list(dict.fromkeys(name for name, *_ in MAP)), "named twice"
+    assert {name: int(lines) for name, lines, _ in MAP} == LINES
 
 
 @pytest.mark.parametrize("name", COPYABLE)
