@@ -106,7 +106,7 @@ def _merge(decoder, method):
     error = added = 0.0
     for layer in lora.lora_layers(decoder).values():
         W, bias = layer.base.W, layer.base.bias
-        W = W.weight if isinstance(W, fp4_gemm.Dense) else fp4_gemm.dequantize(W, torch.float32)
+        W = fp4_gemm.dequantize(W, torch.float32)
         parts = zip(layer.lora_A.data.split(layer.rank), layer.lora_B.data.split(layer.splits), strict=True)
         delta = torch.cat([layer.scale * b @ a for a, b in parts])
         biases, dtype = [] if bias is None else [bias], decoder.dtype if method else torch.bfloat16

@@ -145,17 +145,18 @@ def linear(x, weight, bias=None, lora=None, learn=None, needed=True):
     N, K = weight.shape
     A, B, splits, scale = lora or (None, None, (), 1.)
     stored = weight.wide if isinstance(weight, Dense) else weight.words
-    found = {(t.dtype, t.device) for t in (x, bias, A, B) if t is not None}
-    right = torch.bfloat16 if x.is_cuda else torch.float32, stored.device
-    assert found == {right}, f"x, bias and lora are {found}, not all {right}"
-    assert x.shape[-1] == K, f"x has K={x.shape[-1]}, the weight K={K}"
+    fits = x.shape[-1] == K and (bias is None or bias.shape == (N,))
+    assert fits, f"x has K={x.shape[-1]}, bias {bias if bias is None else bias.shape}; the weight is {N, K}"
+    rows = x.reshape(-1, K).contiguous()
+    rows = rows.clone() if rows.data_ptr() % 16 else rows        # TMA needs 16-byte alignment
+    found = {(t.dtype, t.device, t.is_contiguous()) for t in (rows, bias, A, B) if t is not None}
+    right = torch.bfloat16 if x.is_cuda else torch.float32, stored.device, True
+    assert found == {right}, f"x, bias, A, B are {found}, not all {right}: dtype, device, contiguous"
     if lora:
         shapes = (*A.shape, *B.shape)
         assert shapes == (len(splits) * B.shape[1], K, N, B.shape[1]) and sum(splits) == N, \
             f"A {shapes[:2]}, B {shapes[2:]} and splits {splits} do not fit a weight {weight.shape}"
         assert stored.dim() == 4 or stored.shape[1] == K + len(A), "this Dense has no B: call its adapt"
-    rows = x.reshape(-1, K).contiguous()
-    rows = rows.clone() if rows.data_ptr() % 16 else rows        # TMA needs 16-byte alignment
     y = _Linear.apply(rows, weight, bias, A, B, tuple(splits), scale, needed, *(learn or (A, B)))
     return y.view(*x.shape[:-1], N)
 
@@ -322,8 +323,7 @@ def _decode(words, scales, exponent, HALF: constexpr, F32: constexpr):
     scale_a, scale_b = _halves((s & 0x0FF00FF0) | exponent.to(tl.uint32), F32)
     a = tl.join(*_halves(a, F32)).reshape(N, 2, 16) * scale_a[:, :, None]
     b = tl.join(*_halves(b, F32)).reshape(N, 2, 16) * scale_b[:, :, None]
-    tile = tl.join(a, b).reshape(N, 32, 2)
-    return tile.permute(0, 2, 1).reshape(N, 64)                   # only renames registers, moves no data
+    return tl.join(a, b).reshape(N, 32, 2).permute(0, 2, 1).reshape(N, 64)     # renames registers only
 
 
 @jit

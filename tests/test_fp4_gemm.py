@@ -154,7 +154,11 @@ def test_mistakes_are_named():
         fp4_gemm.linear(torch.randn(2, 16), packed)
     with pytest.raises(AssertionError, match="float64"):
         fp4_gemm.linear(torch.randn(2, 32).double(), packed)
+    with pytest.raises(AssertionError, match=r"bias torch.Size\(\[7\]\)"):
+        fp4_gemm.linear(torch.randn(2, 32), packed, torch.randn(7))
     A, B = torch.randn(4, 32), torch.randn(8, 2)
+    with pytest.raises(AssertionError, match="not all .*contiguous"):
+        fp4_gemm.linear(torch.randn(2, 32), packed, lora=(torch.randn(32, 4).T, B, (4, 4), 1.))
     with pytest.raises(AssertionError, match="splits"):
         fp4_gemm.linear(torch.randn(2, 32), packed, lora=(A, B, (4, 3), 1.))
     with pytest.raises(AssertionError, match="call its adapt"):
