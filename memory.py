@@ -2,7 +2,8 @@
 
     peak = weights + adapter and optimizer + the larger of rollout and update
 
-    weights    0.5625 byte a quantised weight (4 bits, and 8 bits for each 16), 2 for embeddings and lm_head
+    weights    0.5625 byte a quantised weight (4 bits, and 8 bits for each 16), 2 for lm_head; embeddings that
+               are not tied to it lie in host memory
     adapter    12 bytes a parameter (itself and AdamW's two moments, fp32) and 2 for its bf16 copy. With
                bf16 weights another copy of lora_B, as a block-diagonal matrix with its zeros
     rollout    keys and values of every slot, logits twice, one weight in bf16, a prefill's activations
@@ -10,8 +11,8 @@
                residual stream between layers (fp32), without it every activation. On top the larger of:
                logits in chunks; one layer's backward: its activations, gradients, one weight in bf16
 
-Not counted: the CUDA context and the gaps that the allocator leaves, about 1 GB. The formulas are a GPU's: a
-CPU computes in fp32 and keeps each weight twice, packed and decoded.
+A card that is sold as 24 GB has 24 · 2³⁰ bytes; elsewhere a GB is 10⁹. The formulas are a GPU's: a CPU
+computes in fp32 and keeps each weight twice, packed and decoded.
 
 Needs: transformers; checkpoint.py for configs; model.py, rollout.py, fp4_gemm.py for sizes and families.
 """
@@ -24,8 +25,12 @@ import transformers
 
 import checkpoint
 from fp4_gemm import COLS, ROWS
-from model import LOGITS_AT_ONCE, QUANT, family, head_dim
+from logprobs import LOGITS_AT_ONCE
+from model import QUANT, family, head_dim
 from rollout import PREFILL_TOKENS, SLOTS, cached_bytes, prefill_bytes
+
+CARDS, TABLE = (12, 16, 24, 40, 48, 80), ("1.5b", "3b", "7b", "14b", "32b", "72b")
+BESIDE = 1.5e9             # bytes for CUDA's context, a display, and the gaps that the allocator leaves
 
 # hidden, layers, query heads, key heads, width of the MLP, vocabulary, lm_head tied to the embeddings
 MODELS = {
@@ -78,7 +83,7 @@ def plan(c, quant="nvfp4", rank=32, slots=64, length=1152, micro_tokens=4096, ch
     qkv, q, (*_, head_norm) = sum(linears(c)["qkv"][0]), linears(c)["o"][1], family(c)
     padded = sum(-(-N // ROWS) * ROWS * (-(-K // COLS) * COLS) for _, N, K in products)
     layer = 2 * sum(N * K for _, N, K in products) if quant == "bf16" else 0.5625 * padded
-    weights = L * layer + 2 * V * D * (1 if c.tie_word_embeddings else 2)
+    weights = L * layer + 2 * V * D
     learned = L * rank * sum(S * K + N for S, N, K in products)
     adapter = 14 * learned + 2 * L * rank * sum(S * N for S, N, _ in products) * (quant == "bf16")
     scratch = 0 if quant == "bf16" else 2 * max(N * K for _, N, K in products)
@@ -90,7 +95,7 @@ def plan(c, quant="nvfp4", rank=32, slots=64, length=1152, micro_tokens=4096, ch
     widest = max(micro_tokens * (8 * D + 4 * F), micro_tokens * (8 * D - 2 * F) + scratch)
     inside, stays = (kept, 4 * D * L) if checkpointing else (0, kept * L)
     update = 4 * learned + micro_tokens * (stays + 12 * D) + max(
-        4 * 4 * LOGITS_AT_ONCE, micro_tokens * inside + widest)
+        6 * LOGITS_AT_ONCE, micro_tokens * inside + widest)
     rollout = slots * (length * cached_bytes(c) + 8 * V) + scratch + prefill_bytes(c, prefill)
     return Plan(weights, adapter, rollout, update)
 
@@ -102,6 +107,39 @@ def plan_of(config, c, slots, length, prefill=PREFILL_TOKENS, longest=0):
                 config.gradient_checkpointing, prefill)
 
 
+def fits(c, quant, rank, prompt, new, gb):
+    """→ (answers sampled at a time, tokens of a micro-batch, tokens of the longest prompt and answer of 8 at
+    a time) on a card of so many GB, the last two with gradient checkpointing. ValueError: not one answer."""
+    room, length, context = gb * 2**30 - BESIDE, prompt + new, c.max_position_embeddings
+
+    def peak(slots, micro_tokens, length=length):
+        prefill = max(prompt, min(PREFILL_TOKENS, slots * prompt))
+        return plan(c, quant, rank, slots, length, micro_tokens, prefill=prefill).peak
+
+    if not peak(1, length) <= room:                           # this refuses NaN too
+        raise ValueError(f"--memory-gb {gb:g} is too little: one answer of {length} tokens needs "
+                         f"{(peak(1, length) + BESIDE) / 2**30:.1f} GB; lower --max-new-tokens or --rank, "
+                         "or take a smaller model")
+    return (max(s for s in range(1, SLOTS + 1) if peak(s, length) <= room),
+            length * max(n for n in range(1, 129) if peak(1, n * length) <= room),
+            bisect.bisect(range(1, context + 1), room, key=lambda n: peak(8, n, n)))
+
+
+def table(args):
+    """Print a row per card and a column per model."""
+    print("| GB | " + " | ".join(name.upper() for name in TABLE) + " |\n" + "|---" * (1 + len(TABLE)) + "|")
+    for gb in CARDS:
+        cells = []
+        for name in TABLE:
+            try:
+                slots, _, longest = fits(config(name), args.quant, args.rank, args.prompt_length,
+                                         args.max_new_tokens, gb)
+                cells.append(f"{slots} × {longest - args.prompt_length:,}")
+            except ValueError:
+                cells.append("–")
+        print(f"| {gb} | " + " | ".join(cells) + " |")
+
+
 def main(arguments):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2", help=f"one of {', '.join(MODELS)}, or a model as for "
@@ -110,7 +148,9 @@ def main(arguments):
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--prompt-length", type=int, default=256)
     parser.add_argument("--max-new-tokens", type=int, default=1024)
-    parser.add_argument("--memory-gb", type=float, default=80, help="of the card, 1e9 bytes")
+    parser.add_argument("--memory-gb", type=float, default=80, help="of the card, as it is sold")
+    parser.add_argument("--table", action="store_true", help="for all models and cards: answers at a time × "
+                        "tokens of the longest answer of 8 at a time")
     args = parser.parse_args(arguments)
     c = config(args.model) if args.model in MODELS else checkpoint.config_of(args.model)
     family(c)                                                # refuse an unsupported model before its flags
@@ -119,27 +159,17 @@ def main(arguments):
         raise ValueError(f"--rank {args.rank}, --prompt-length {args.prompt_length} and --max-new-tokens "
                          f"{args.max_new_tokens} must be at least 1 and the last two fit the model's context "
                          f"of {c.max_position_embeddings}")
-    room = args.memory_gb * 1e9 - 1e9                        # CUDA's context and the allocator's gaps
-
-    def bytes_of(slots, micro_tokens, length=length):
-        return plan(c, args.quant, args.rank, slots, length, micro_tokens,
-                    prefill=max(PREFILL_TOKENS, args.prompt_length))
-
-    least = bytes_of(1, length)
+    if args.table:
+        return table(args)
+    least = plan(c, args.quant, args.rank, 1, length, length, prefill=args.prompt_length)
     names = "weights", "adapter and AdamW", "rollout, one answer at a time", "update, one answer at a time"
     for name, value in zip(names, least, strict=True):
         print(f"{name:>30} {value / 1e9:8.2f} GB")
-    if not least.peak <= room:                               # this refuses NaN too
-        raise ValueError(f"--memory-gb {args.memory_gb:g} is too little: one answer of {length} tokens needs "
-                         f"{(least.peak + 1e9) / 1e9:.1f} GB; lower --max-new-tokens or --rank, "
-                         "or take a smaller model")
-    slots = max(s for s in range(1, SLOTS + 1) if bytes_of(s, length).peak <= room)
-    micro = max(n for n in range(1, 129) if bytes_of(1, n * length).peak <= room) * length
+    slots, micro, longest = fits(c, args.quant, args.rank, args.prompt_length, args.max_new_tokens,
+                                 args.memory_gb)
     print(f"in {args.memory_gb:g} GB: {slots} answers of {length} tokens are sampled at a time (more go in "
-          f"waves), and --micro-tokens {micro} with --gradient-checkpointing")
-    longest = bisect.bisect(range(1, c.max_position_embeddings + 1), room,
-                            key=lambda n: bytes_of(8, n, n).peak)
-    print(f"longest prompt and answer of 8 at a time: {longest} tokens")
+          f"waves), and --micro-tokens {micro} with --gradient-checkpointing\n"
+          f"longest prompt and answer of 8 at a time: {longest} tokens")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ computes in fp32, a GPU in bf16 with the residual stream and the logits in fp32.
 
 transformers supplies the config and the formulas of scaled RoPE; its own models are the tests' oracle.
 Left out: mixtures of experts, sliding windows, encoder parts, dropout.
-Needs: torch, transformers; nvfp4.py, fp4_gemm.py, lora.py, ops.py, checkpoint.py.
+Needs: torch, transformers; nvfp4.py, fp4_gemm.py, lora.py, ops.py, logprobs.py, checkpoint.py.
 """
 from functools import partial
 
@@ -23,6 +23,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import checkpoint
 import fp4_gemm
+import logprobs
 import nvfp4
 import ops
 from lora import LoRALinear
@@ -32,7 +33,6 @@ FAMILIES = {"LlamaForCausalLM": lambda c: (c.attention_bias, c.attention_bias, F
             "Qwen2ForCausalLM": lambda c: (True, False, False),
             "Qwen3ForCausalLM": lambda c: (c.attention_bias, c.attention_bias, True)}
 QUANT = {"nvfp4": "sweep", "rtn": "rtn", "bf16": None}
-LOGITS_AT_ONCE = 1 << 25                       # logits in memory at a time: 134 MB of fp32 for any vocabulary
 
 
 def load(name_or_source, quant="nvfp4", rank=32, alpha=32, device="cpu", seed=0):
@@ -170,8 +170,10 @@ class Decoder(nn.Module):
             base = FrozenLinear(weights, biases, method, self.dtype, device)
             return LoRALinear(base, rank, alpha, rows.values(), self.dtype, device, generator)
 
-        self.register_buffer("embed_tokens",
-                             source.tensor("model.embed_tokens.weight", (V, D)).to(device, self.dtype))
+        embed = source.tensor("model.embed_tokens.weight", (V, D)).to(self.dtype)
+        # embeddings that are not lm_head too stay in pinned host memory: a GPU reads few of their rows
+        in_host = device.type == "cuda" and not config.tie_word_embeddings
+        self.register_buffer("embed_tokens", embed.cpu().pin_memory() if in_host else embed.to(device))
         self.layers = nn.ModuleList()
         for i in range(config.num_hidden_layers):
             at = f"model.layers.{i}."
@@ -199,7 +201,7 @@ class Decoder(nn.Module):
         """
         # The residual stream is fp32 on a GPU too, because bf16 would round each of its sums, and not always
         # to the same number in the sampler's and the trainer's batches.
-        x = self.embed_tokens[ids].float()                                            # (B, T, D)
+        x = ops.embed(ids, self.embed_tokens)                                         # (B, T, D)
         y = None                                             # a sublayer's output; the next norm adds it to x
         angle = positions[..., None] * self.inv_freq                                  # (B, T, Dh/2) f32
         cos, sin = angle.cos(), angle.sin()
@@ -218,63 +220,22 @@ class Decoder(nn.Module):
         return self.norm(x, y)[1]
 
     def logits(self, hidden):
-        """(n, D) → (n, V) f32: the one way from hidden states to logits, in sampler and trainer."""
-        if hidden.is_cuda:
-            return torch.mm(hidden, self.lm_head.T, out_dtype=torch.float32)
-        return hidden @ self.lm_head.T
+        """(n, D) → (n, V) f32."""
+        return logprobs.logits(hidden, self.lm_head)
 
     def logprobs(self, tokens, prompt_lengths, lengths, temperature):
         """(B, T) tokens → (B, T) f32 log-probability of each answer token, and entropy of its distribution.
 
         Row b is prompt_lengths[b] prompt tokens, lengths[b] answer tokens, then padding; outside the answer
         both results are 0. Temperature divides the logits, as in sampling (0 counts as 1). Only the
-        log-probabilities have a gradient. The head runs in chunks, so no [B, T, V] tensor ever exists.
+        log-probabilities have a gradient. No [B, T, V] tensor ever exists: see logprobs.py.
         """
         mask = answer_mask(tokens, prompt_lengths, lengths)
         hidden = self(tokens, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
         chosen = hidden[:, :-1][mask[:, 1:]]                     # (n, D): the state before each answer token
-        logprobs, entropy = ChunkedLogprobs.apply(chosen, tokens[mask], self.logits, self.lm_head,
-                                                  temperature or 1.0)
+        found = logprobs.TokenLogprobs.apply(chosen, tokens[mask], self.lm_head, temperature or 1.0)
         zeros = torch.zeros(tokens.shape, device=tokens.device)
-        return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropy)
-
-
-class ChunkedLogprobs(torch.autograd.Function):
-    """log softmax(h @ W.T / temperature)[target] and the entropy, a chunk of rows at a time.
-
-    hidden (n, D), targets (n,) → (n,), (n,) f32. Backward recomputes a chunk's logits:
-    d logprob / d logits = (onehot(target) − softmax) / temperature. W is frozen; entropy has no gradient.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden, targets, logits, weight, temperature):
-        ctx.save_for_backward(hidden, targets)
-        ctx.logits, ctx.weight, ctx.temperature = logits, weight, temperature
-        logprobs, entropy = hidden.new_empty(2, len(hidden), dtype=torch.float32)
-        for rows in _chunks(len(hidden), len(weight)):
-            z = logits(hidden[rows]) / temperature
-            log_p = z - z.logsumexp(-1, keepdim=True)
-            logprobs[rows] = log_p.gather(1, targets[rows, None])[:, 0]
-            entropy[rows] = -(log_p.exp() * log_p).sum(-1)
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
-
-    @staticmethod
-    def backward(ctx, grad, _):
-        hidden, targets = ctx.saved_tensors
-        out = torch.empty_like(hidden)
-        for rows in _chunks(len(hidden), len(ctx.weight)):
-            p = (ctx.logits(hidden[rows]) / ctx.temperature).softmax(-1)
-            d = -p * (grad[rows, None] / ctx.temperature)
-            d.scatter_add_(1, targets[rows, None], grad[rows, None] / ctx.temperature)
-            out[rows] = d.to(hidden.dtype) @ ctx.weight
-        return out, None, None, None, None
-
-
-def _chunks(n, V):
-    """Slices of n rows whose logits fit into LOGITS_AT_ONCE."""
-    size = max(1, LOGITS_AT_ONCE // V)
-    return (slice(i, i + size) for i in range(0, n, size))
+        return tuple(zeros.masked_scatter(mask, values) for values in found)
 
 
 def answer_mask(tokens, prompt_lengths, lengths):

@@ -34,6 +34,8 @@ except ImportError:      # a CPU machine may lack Triton: its kernels are then n
     jit, constexpr = (lambda kernel=None, **options: kernel or jit), int
 
 SPLIT = 256              # cached positions of one piece: what one CTA of the attention reads
+# cuDNN plans its attention anew for each shape, which takes longer than an update's attention: use PyTorch's
+torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def _flags(x):
@@ -49,7 +51,26 @@ def _start(PDL: constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
-# --- norms and activations
+# --- embeddings, norms and activations
+
+def embed(ids, table):
+    """Rows ids (…) int64 of table (V, D) → (…, D) f32. For ids on a GPU the table may be pinned host memory:
+    the kernel reads the rows over the bus."""
+    if not ids.is_cuda:
+        return table[ids].float()
+    out = torch.empty(*ids.shape, table.shape[1], device=ids.device)
+    _embed_kernel[_rows(out)](ids.contiguous(), table, out, **_row(out), **_flags(out))
+    return out
+
+
+@jit
+def _embed_kernel(ids, table, out, D: constexpr, TILE: constexpr, PDL: constexpr):
+    _start(PDL)
+    row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
+    x = tl.load(table + tl.load(ids + row) * D + cols, mask=cols < D, other=0.)
+    tl.store(out + row * D + cols, x.to(tl.float32), mask=cols < D)
+
+
 
 def rms_norm(x, weight, eps, dtype=None):
     """x (…, D) / rms(x) · weight (D,) f32, computed in fp32 → (…, D) in `dtype`, by default x's."""

@@ -82,15 +82,10 @@ class Rollout(NamedTuple):
 
 
 class Sampler:
-    """slots: most sequences that run at once; if a GPU's memory is short, fewer do.
+    """slots: most sequences that run at once; if a GPU's memory is short, fewer do."""
 
-    deterministic: on a GPU, too, an answer's bits depend only on its prompt, its number and the arguments of
-    generate. A kernel's order of summation depends on the shape of its input. So each step computes `slots`
-    rows, running or not, and each prompt is prefilled alone.
-    """
-
-    def __init__(self, model, slots=SLOTS, deterministic=False):
-        self.model, self.slots, self.deterministic = model, slots, deterministic
+    def __init__(self, model, slots=SLOTS):
+        self.model, self.slots = model, slots
         # of the last generate: seconds, steps, slots, positions of a slot, prompt tokens of a forward pass
         self.stats = dict(slots=0, length=0, at_once=0)
         self.loaded = set()            # steps whose kernels are loaded: (rows, greedy?, top-p?, stop tokens)
@@ -104,7 +99,7 @@ class Sampler:
         sequence; give each rank its own, or ranks draw the same bits. progress: a bar's label, "" for none.
         top_p < 1, for evaluation only: sample from the renormalised nucleus (see gumbel.nucleus).
         ValueError: an empty prompt, or one that with max_new_tokens exceeds the model's context.
-        torch.OutOfMemoryError: one sequence does not fit, or (deterministic) the slots do not.
+        torch.OutOfMemoryError: not even one sequence fits.
         """
         context = self.model.config.max_position_embeddings
         for i, prompt in enumerate(prompts):
@@ -127,7 +122,7 @@ class Sampler:
         stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
         waiting = deque((row, prompts[row // group_size]) for row in range(B))
         at_once = max(longest, min(PREFILL_TOKENS, len(prompts) * longest))
-        slots = self.slots if self.deterministic else min(self.slots, self._room(length, at_once, top_p), B)
+        slots = min(self.slots, self._room(length, at_once, top_p), B)
         self.stats = dict(prefill_s=0.0, capture_s=0.0, decode_s=0.0, steps=0, slots=slots, length=length,
                           at_once=at_once)
         with tqdm(total=B, desc=progress, unit="seq", leave=False, disable=None if progress else True) as bar:
@@ -136,9 +131,9 @@ class Sampler:
                 try:
                     draw = temperature, seed, step, first, top_p
                     batch = _Batch(self, slots, rollout, group_size, stops, max_new_tokens, draw)
-                    batch.run(waiting, running, min(group_size, -(-slots // 4)), bar)
+                    batch.run(waiting, running, bar)
                 except torch.OutOfMemoryError:
-                    if slots == 1 or self.deterministic:
+                    if slots == 1:
                         raise
                     slots = self.stats["slots"] = -(-slots // 2)
                     tqdm.write(f"out of memory while sampling: going on with {slots} sequences at a time")
@@ -194,11 +189,12 @@ class _Batch:
         self.cuda, self.graphs, self.pool = self.model.device.type == "cuda", {}, None
         self.requested = None                          # (rows, pieces) at the last call of choose()
 
-    def run(self, waiting, running, enough, bar):
+    def run(self, waiting, running, bar):
         """Sample until every row has finished. waiting: deque of (row, prompt). running: a list, kept up to
-        date, of the (row, prompt, slot)s that run. enough: prefill when so many slots are free."""
+        date, of the (row, prompt, slot)s that run."""
         slots = self.slots
         free = list(range(slots))
+        enough = -(-slots // 16)               # free slots to wait for: a prefill of few prompts is slow
         positions = []                                              # of each running row
         while waiting or running:
             if waiting and len(free) >= min(enough, len(waiting)):
@@ -211,7 +207,6 @@ class _Batch:
                 size = min(slots, 1 << (size - 1).bit_length())
                 most = max(len(p) - at for (_, p, _), at in zip(running, positions, strict=True))
                 steps = min(STEPS, self.limit - 1 + most)      # not more than a row may still draw
-            size = slots if self.sampler.deterministic else size
             self.state[3, len(running):] = -1          # the graph's other rows are marked finished
             positions = self.advance(size, max(positions) + steps, steps, bar)[:len(running)]
             going = [i for i, at in enumerate(positions) if at >= 0]
@@ -244,7 +239,7 @@ class _Batch:
                 slots_of.setdefault(tuple(prompt[:-1]), []).append(slot)
         prompts = sorted((p for p in slots_of if p), key=len)
         while prompts:
-            fit = 1 if self.sampler.deterministic else max(1, PREFILL_TOKENS // len(prompts[-1]))
+            fit = max(1, PREFILL_TOKENS // len(prompts[-1]))
             group, prompts = prompts[-fit:], prompts[:-fit]
             # at least two columns: the model takes one column for a decode step. The cached padding is
             # never read: a row overwrites each position before it reads that position

@@ -88,7 +88,7 @@ def train(config, model, task, tokenizer, stop_ids, run):
         for step in range(first, config.steps, config.updates_per_rollout):
             evaluated = due(config, config.eval_every, step)
             if evaluated:
-                run.log("eval", step, evaluate(config, sampler, task, tokenizer, stop_ids))
+                run.log("eval", step, evaluate(config, sampler, task, tokenizer, stop_ids, run.say))
 
             sigma = aqn.sigma(step, config.steps, config.sigma_start, config.sigma_end, config.sigma_stages,
                               config.sigma_schedule) if config.aqn else 0.0
@@ -104,7 +104,7 @@ def train(config, model, task, tokenizer, stop_ids, run):
                     run.sample(step, texts, rewards.tolist(), advantages.tolist())
                 if due(config, config.save_every, run.done) or run.done >= config.steps:
                     run.save(model, optimizer)
-        run.log("eval", config.steps, evaluate(config, sampler, task, tokenizer, stop_ids))
+        run.log("eval", config.steps, evaluate(config, sampler, task, tokenizer, stop_ids, run.say))
 
 
 def collect(config, sampler, task, tokenizer, stop_ids, step):
@@ -212,26 +212,26 @@ def backward(config, model, sampled, advantages, old, first=True):
         grad_norm=None, rows=int(all_sum(torch.tensor(len(rows)))), tokens=through, loss=loss)
 
 
-def evaluate(config, sampler, task, tokenizer, stop_ids):
+def evaluate(config, sampler, task, tokenizer, stop_ids, say=print):
     """Answer the held-out problems without noise. Greedy: right and ended (strict), right if judged as ended
     (loose). Sampled: the mean reward, which is pass@1 at this temperature and top-p."""
     assert not aqn.is_noisy(sampler.model), "evaluation under noise measures another policy"
-    rank, ranks = rank_and_count()
-    began, right, size = time.perf_counter(), torch.zeros(3, dtype=torch.float64), 32
-    for start in range(rank * size, len(task.held_out), ranks * size):
-        problems = task.held_out[start:start + size]
-        prompts = launch.encoded(config, sampler.model.config, task, tokenizer, problems)
-        for G, temperature, top_p in ((1, 0.0, 1.0),
-                                      (config.eval_samples, config.temperature, config.eval_top_p)):
-            # step −1: each evaluation draws the same random bits, which training never draws
-            sampled = sampler.generate(prompts, G, config.max_new_tokens, temperature, stop_ids, config.seed,
-                                       -1, start * G, progress="eval", top_p=top_p)
-            for b, ids in enumerate(sampled.answers()):
-                text, problem = tokenizer.decode(ids), problems[b // G]
-                reward = task.reward(problem, text, bool(sampled.finished[b]))
-                right += torch.tensor([0, 0, reward / G] if temperature else
-                                      [reward, task.reward(problem, text, True), 0])
-    (strict, loose, drawn), count = all_sum(right).tolist(), len(task.held_out)
+    say(f"evaluating {len(task.held_out)} problems: greedy, and {config.eval_samples} sampled of each")
+    (rank, ranks), count, began = rank_and_count(), len(task.held_out), time.perf_counter()
+    right, start = torch.zeros(3, dtype=torch.float64), count * rank // ranks
+    problems = task.held_out[start:count * (rank + 1) // ranks]
+    prompts = launch.encoded(config, sampler.model.config, task, tokenizer, problems)
+    ways = (1, 0.0, 1.0), (config.eval_samples, config.temperature, config.eval_top_p)
+    for G, temperature, top_p in ways if problems else ():
+        # step −1: each evaluation draws the same random bits, which training never draws
+        sampled = sampler.generate(prompts, G, config.max_new_tokens, temperature, stop_ids, config.seed,
+                                   -1, start * G, progress="eval", top_p=top_p)
+        for b, ids in enumerate(sampled.answers()):
+            text, problem = tokenizer.decode(ids), problems[b // G]
+            reward = task.reward(problem, text, bool(sampled.finished[b]))
+            right += torch.tensor([0, 0, reward / G] if temperature else
+                                  [reward, task.reward(problem, text, True), 0])
+    strict, loose, drawn = all_sum(right).tolist()
     return dict(eval_greedy=strict / count, eval_greedy_loose=loose / count, eval_sampled=drawn / count,
                 problems=count, rollout_s=time.perf_counter() - began)
 

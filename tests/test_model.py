@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 import checkpoint
+import logprobs
 import lora
 import model
 import nvfp4
@@ -135,8 +136,8 @@ def test_logprobs_and_entropy_are_those_of_each_row_alone(tiny, monkeypatch, tem
     tokens, prompts, lengths = answers(m)
     with torch.no_grad():
         ref = alone(m, tokens, prompts, lengths, temperature)
-        for at_once in (model.LOGITS_AT_ONCE, 5 * 97):
-            monkeypatch.setattr(model, "LOGITS_AT_ONCE", at_once)
+        for at_once in (logprobs.LOGITS_AT_ONCE, 5 * 97):
+            monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", at_once)
             result = torch.stack(m.logprobs(tokens, prompts, lengths, temperature))
             # A row alone sums a logit's 64 products in another order, which depends on the CPU. Each of both
             # sums is off by about √64 · 2⁻²⁴ · Σ|h·w| / T, and Σ|h·w| / T < 18: together 1.7e-5
@@ -172,13 +173,13 @@ def test_gradients_equal_the_plain_computation(tiny, monkeypatch, checkpointing)
     parameters = [p for p in m.parameters() if p.requires_grad]
     assert len(parameters) == 2 * 4 * 3
     ref = torch.autograd.grad((alone(m, tokens, prompts, lengths, 0.7)[0] * weight).sum(), parameters)
-    monkeypatch.setattr(model, "LOGITS_AT_ONCE", 5 * 97)
+    monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", 5 * 97)
     m.gradient_checkpointing = checkpointing
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        logprobs = m.logprobs(tokens, prompts, lengths, 0.7)[0]
+        result = m.logprobs(tokens, prompts, lengths, 0.7)[0]
     assert (len(saved) < 40) == checkpointing      # each layer's input, or all activations
-    (logprobs * weight).sum().backward()
+    (result * weight).sum().backward()
     for p, b in zip(parameters, ref, strict=True):
         assert (p.grad - b).norm() / b.norm() < 1e-5       # fp32 sums of 22 terms
 
@@ -195,7 +196,7 @@ def test_logits_of_all_tokens_never_exist(tmp_path, monkeypatch):
     """No tensor of forward or backward is larger than the head; [n, V] would be four times as large."""
     tiny_checkpoint(tmp_path, vocab_size=1024, num_hidden_layers=1)
     m = load(tmp_path)
-    monkeypatch.setattr(model, "LOGITS_AT_ONCE", 16 * 1024)
+    monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", 16 * 1024)
     largest = [0]
 
     class Record(TorchDispatchMode):

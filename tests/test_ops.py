@@ -136,6 +136,9 @@ def interpreted():
             for used in ((0, 1), (1,), (0,)):                          # nothing may use one of the results
                 alike(lambda *i, w=w: ops.AddNorm.apply(*i, w, 1e-5, torch.float32),
                       lambda *i, w=w: ops.add_norm(*i, w, 1e-5, torch.float32), inputs, 4e-6, used)
+        table, ids, out = x, torch.tensor([[4, 0, 2], [1, 4, 3]]), torch.empty(2, 3, D)
+        ops._embed_kernel[6,](ids, table, out, **ops._row(out), **ops._flags(out))
+        same(out, ops.embed(ids, table), 0)
     for rows in (3, 17):
         alike(ops.SwiGLU.apply, ops.swiglu, [torch.randn(rows, 2 * 1501)], 4e-6)
     for H, Dh in ((4, 16), (7, 40)):
@@ -175,8 +178,8 @@ def test_kernels_in_the_interpreter():
 
 def compiled_for(cc):
     """Compile for the widest heads; the attention's PTX loads keys and values before its PDL wait."""
-    names_of = {"*bf16": "qkv k_cache v_cache gate_up y out d_out dy", "*i32": "counters",
-                "*i64": "slots leaders shared positions", "fp32": "eps scale sign",
+    names_of = {"*bf16": "qkv k_cache v_cache gate_up y out d_out dy table", "*i32": "counters",
+                "*i64": "slots leaders shared positions ids", "fp32": "eps scale sign",
                 "*fp32": "sums maxima cos sin x weight q_weight k_weight total d_total dx"}
     wide, narrow = ([dict(SPLIT=ops.SPLIT, ROWS=8, PDL=cc >= 90) | more for more in (
         dict(DH=128, REP=7, HALF=64), dict(DH=64, REP=3, HALF=32, q_weight=None, k_weight=None))])
@@ -190,7 +193,8 @@ def compiled_for(cc):
             assert len(waits) == (2 if cc >= 90 else 0), "one that does not wait lets the next overtake"
             assert not waits or ptx.count("cp.async.cg", *waits) >= (64 if few else 32)     # two tiles' loads
     compile_with_a_wait(
-        cc, [(ops._add_norm_kernel, dict(D=8192, TILE=8192), 8, 128, 1),
+        cc, [(ops._embed_kernel, dict(D=8192, TILE=8192), 8, 128, 1),
+             (ops._add_norm_kernel, dict(D=8192, TILE=8192), 8, 128, 1),
              (ops._add_norm_backward_kernel, dict(D=8192, TILE=8192), 8, 255, 1),
              (ops._swiglu_kernel, dict(TILE=1024, d_out=None), 4, 64, 1),
              (ops._swiglu_kernel, dict(TILE=512, d_out=None), 2, 64, 1),
@@ -242,6 +246,20 @@ def test_gpu_an_update_may_have_more_rows_than_a_grid_is_high():
     assert ops.add_norm(x, y, torch.ones(32, device="cuda"), 1e-5, torch.bfloat16)[1][-1].abs().sum() > 0
     angle = torch.zeros(1, 70_000, 8, device="cuda")
     assert torch.equal(ops.rope(x.view(1, -1, 2, 16), angle.cos(), angle.sin()), x.view(1, -1, 2, 16))
+
+
+@pytest.mark.gpu
+def test_gpu_reads_embeddings_in_pinned_host_memory():
+    """The same bits as from a table on the GPU, also when a CUDA graph is replayed with other ids."""
+    table, ids = torch.randn(999, 896).bfloat16().pin_memory(), torch.randint(999, (3, 70), device="cuda")
+    ops.embed(ids, table)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ops.embed(ids, table)
+    for _ in range(2):
+        ids.random_(999)
+        graph.replay()
+        assert torch.equal(out.cpu(), table[ids.cpu()].float())
 
 
 @pytest.mark.gpu

@@ -145,10 +145,10 @@ def test_slots_change_nothing(m, slots):
     slots = min(slots, 64)                                             # never more slots than rows
     assert sampler.stats["slots"] == slots
     assert sampler.stats["length"] == r.prompt_lengths.max() + 20 and sampler.stats["at_once"] == 8 * 17
-    # rows start when 8 slots, a quarter of all, or enough for all waiting rows are free
+    # rows start when a sixteenth of the slots, or enough for all waiting rows, is free
     waiting, running, steps = r.lengths.tolist(), [], 0
     while waiting or running:
-        if (free := slots - len(running)) >= min(8, -(-slots // 4), len(waiting)):
+        if (free := slots - len(running)) >= min(-(-slots // 16), len(waiting)):
             running, waiting = running + waiting[:free], waiting[free:]
         running, steps = [n - 1 for n in running if n > 1], steps + 1
     assert sampler.stats["steps"] == steps
@@ -211,22 +211,6 @@ def test_prefill_in_pieces_changes_nothing(m, monkeypatch):
     torch.testing.assert_close(s.logprobs, r.logprobs, atol=1e-4, rtol=0)
 
 
-def test_deterministic_steps_have_as_many_rows_as_slots(m, monkeypatch):
-    """A step computes finished rows too, and prompts are prefilled alone: no shape depends on other rows."""
-    r, shapes, forward = generate(m), [], m.forward
-    monkeypatch.setattr(m, "forward", lambda ids, *rest: shapes.append(ids.shape) or forward(ids, *rest))
-    s = Sampler(m, slots=70, deterministic=True).generate(PROMPTS, 8, 20, 1.0, STOPS, 5, 2)
-    assert torch.equal(s.tokens, r.tokens)
-    prefills = [shape for shape in shapes if shape[1] > 1]
-    assert sorted(prefills) == sorted((1, max(2, len(p) - 1)) for p in PROMPTS if len(p) > 1)
-    assert {shape[0] for shape in shapes if shape[1] == 1} == {70}
-    monkeypatch.setattr(Sampler, "_room", lambda *args: 2)           # as if memory held two slots
-    for deterministic, slots in ((True, 70), (False, 2)):
-        sampler = Sampler(m, slots=70, deterministic=deterministic)
-        sampler.generate(PROMPTS[:1], 4, 2, 1.0, STOPS, 5, 2)
-        assert sampler.stats["slots"] == slots
-
-
 @pytest.mark.parametrize("slots", [1, 5, 13, 64])
 def test_what_the_host_does_for_a_gpu(m, monkeypatch, slots):
     """With fake CUDA graphs that call the step: each graph is large enough, and no token changes."""
@@ -267,7 +251,7 @@ def test_what_the_host_does_for_a_gpu(m, monkeypatch, slots):
 
 def test_out_of_memory_halves_the_slots_and_loses_nothing(m, monkeypatch, capsys):
     """Memory runs out twice while sampling: running rows restart and draw the same tokens, finished rows are
-    kept. With one slot, or deterministic, the error is raised."""
+    kept. With one slot the error is raised."""
     r, step, calls = generate(m), rollout._Batch.step, []
 
     def short(batch, size, pieces):
@@ -287,10 +271,9 @@ def test_out_of_memory_halves_the_slots_and_loses_nothing(m, monkeypatch, capsys
     assert sampler.stats["slots"] == 10 and max(calls) == 40 and max(calls[11:]) == 10
     said = capsys.readouterr()
     assert "going on with 20 sequences" in said.out + said.err and "with 10 sequences" in said.out + said.err
-    for sampler in (Sampler(m, slots=1), Sampler(m, slots=40, deterministic=True)):
-        calls.clear()
-        with pytest.raises(torch.OutOfMemoryError):
-            sampler.generate(PROMPTS, 8, 20, 1.0, STOPS, 5, 2)
+    calls.clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        Sampler(m, slots=1).generate(PROMPTS, 8, 20, 1.0, STOPS, 5, 2)
 
 
 def test_rows_are_prompt_major_and_hold_the_sampled_ids(m, monkeypatch):
@@ -427,18 +410,25 @@ def test_a_smaller_graph_is_captured_when_it_is_wanted_twice():
 @pytest.mark.gpu
 @pytest.mark.parametrize("top_p", [1.0, 0.95])
 def test_gpu_graph_equals_eager(real, monkeypatch, top_p):
-    """A replayed graph gives the same bits as calling the step; also with top_p, where the sampler has
-    loaded the kernels without top_p. deterministic: fewer rows would choose another split of K."""
+    """A replayed graph gives the same bits as calling the step with as many rows; also with top_p, where the
+    sampler has loaded the kernels without top_p."""
     m, _ = real
     draw = gpu_prompts(10), 4, 30, 1.0, list(range(0, 49152, 60)), 3, 1
-    sampler = Sampler(m, 40, deterministic=True)
+    sampler = Sampler(m, 40)
     whole = sampler.generate(*draw)
     graph = sampler.generate(*draw, top_p=top_p)
     assert torch.equal(graph.tokens, whole.tokens) == (top_p == 1)
-    monkeypatch.setattr(rollout._Batch, "advance", lambda self, size, longest, steps, bar: (
-        [self.step(size, -(-self.rollout.tokens.shape[1] // ops.SPLIT)) for _ in range(steps)],
-        self.state[3].tolist())[1])
-    eager = Sampler(m, 40, deterministic=True).generate(*draw, top_p=top_p)
+
+    def advance(self, size, longest, steps, bar):
+        most = -(-self.rollout.tokens.shape[1] // ops.SPLIT)
+        key = self.choose(size, min(most, 1 << (longest // ops.SPLIT).bit_length()))
+        self.graphs[key] = None
+        for _ in range(steps):
+            self.step(*key)
+        return self.state[3].tolist()
+
+    monkeypatch.setattr(rollout._Batch, "advance", advance)
+    eager = Sampler(m, 40).generate(*draw, top_p=top_p)
     assert all(torch.equal(a, b) for a, b in zip(graph, eager, strict=True))
     assert len(graph.lengths.unique()) > 5
 
@@ -457,22 +447,6 @@ def test_gpu_recorded_logprobs_are_the_trainers_when_the_adapter_is_small(smollm
     with torch.no_grad():
         d = (rescored(m, r) - r.logprobs)[model.answer_mask(r.tokens, r.prompt_lengths, r.lengths)]
     assert len(r.tokens) == 256 and (d.expm1() - d).mean() < 1e-3
-
-
-@pytest.mark.gpu
-def test_gpu_deterministic_tokens_depend_on_nothing_else(real):
-    """Tokens and log-probabilities keep every bit without other prompts, in another order, after refill."""
-    m, _ = real
-    prompts, stops = gpu_prompts(10), list(range(0, 49152, 60))
-    sampler = Sampler(m, slots=16, deterministic=True)
-    r = sampler.generate(prompts, 4, 40, 1.0, stops, 3, 1)
-    for i in (0, 3, 9):
-        alone = sampler.generate(prompts[i:i + 1], 4, 40, 1.0, stops, 3, 1, first=4 * i)
-        part = r.rows(range(4 * i, 4 * i + 4))
-        assert alone.answers() == part.answers()
-        assert torch.equal(alone.logprobs[alone.logprobs != 0], part.logprobs[part.logprobs != 0])
-    pair = sampler.generate([prompts[9], prompts[3]], 4, 40, 1.0, stops, 3, 1, first=36)
-    assert pair.rows(range(4)).answers() == r.rows(range(36, 40)).answers()
 
 
 @pytest.mark.gpu

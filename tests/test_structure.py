@@ -11,17 +11,18 @@ import pytest
 ROOT = Path(__file__).parent.parent
 ALLOWED = {
     "nvfp4": set(), "fp4_gemm": set(), "lora": set(), "aqn": set(), "grpo": set(), "gumbel": set(),
-    "tasks": set(), "ops": set(),
+    "tasks": set(), "ops": set(), "logprobs": set(),
     "checkpoint": {"nvfp4", "lora"},
-    "model": {"nvfp4", "fp4_gemm", "lora", "ops", "checkpoint"},
+    "model": {"nvfp4", "fp4_gemm", "lora", "ops", "logprobs", "checkpoint"},
     "rollout": {"model", "gumbel", "ops"},
     "export": {"model", "checkpoint", "lora", "fp4_gemm", "nvfp4"},
-    "memory": {"checkpoint", "fp4_gemm", "model", "rollout"},
+    "memory": {"checkpoint", "fp4_gemm", "logprobs", "model", "rollout"},
     "runs": {"lora", "memory"},
     "launch": {"checkpoint", "model", "runs", "tasks", "aqn", "grpo", "lora"},
     "train": {"aqn", "grpo", "lora", "model", "rollout", "runs", "launch"}}
 LINES = dict(nvfp4=150, fp4_gemm=500, lora=195, aqn=110, gumbel=200, rollout=315, grpo=145, train=300,
-             launch=170, model=345, ops=430, tasks=420, checkpoint=290, export=180, runs=430, memory=190)
+             launch=170, model=345, ops=430, logprobs=110, tasks=420, checkpoint=290, export=180, runs=430,
+             memory=190)
 HASH = re.compile(r"\b(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}\b")
 
 

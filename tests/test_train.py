@@ -313,6 +313,7 @@ def test_evaluate_counts_strict_loose_and_sampled(tiny_chat):
     half = len(sampler.calls) // 2
     assert sampler.calls[:half] == sampler.calls[half:]               # the same bits at every evaluation
     assert {(seed, step) for *_, seed, step, _ in sampler.calls} == {(7, -1)}      # and none of training's
+    assert half == 2                                                  # one call for all problems
     drawn = [range(call[5], call[5] + len(call[0]) * call[1]) for call in sampler.calls[:half] if call[2]]
     assert sorted(i for r in drawn for i in r) == list(range(120))    # no number, so no bits, twice
 
@@ -338,7 +339,7 @@ def test_only_the_sampled_answers_of_an_evaluation_are_cut(tiny_chat, tmp_path, 
     main(*f"--model {tiny_chat} --task addition --steps 1 --prompts 2 --max-new-tokens 4 --rank 4 "
          f"--resample 1 --device cpu --temperature .7 --eval-top-p .5 --out {tmp_path}".split())
     assert set(calls) == {(0, .7, None), (-1, 0.0, 1.0), (-1, .7, .5)}
-    assert Counter(step for step, *_ in calls) == {0: 2, -1: 4}
+    assert Counter(step for step, *_ in calls) == {0: 2, -1: 4}       # greedy and sampled, before and after
 
 
 def test_the_whole_test_file_is_evaluated_on(tiny_chat, tmp_path, capsys):

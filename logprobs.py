@@ -1,0 +1,109 @@
+"""Log-probabilities of given tokens and their gradient, without a (tokens, vocabulary) tensor in memory.
+
+    z       = hidden @ W.T / temperature               W: lm_head (V, D); Qwen2.5 has 152,000 logits a token
+    logprob = z[target] − ln Σ exp z                   entropy = ln Σ exp z − Σ softmax(z) · z
+    d logprob / d hidden = (onehot(target) − softmax(z)) @ W / temperature
+
+Logits exist for a chunk of tokens at a time. W is frozen, so each log-probability needs one gradient, a
+vector like its hidden state. Forward computes that vector while the chunk's logits are in memory, so nothing
+is recomputed: backward multiplies it by one number a token. On a GPU one kernel reads a chunk's logits twice
+and writes all results; the plain torch lines beside it define them.
+
+Left out: gradients of W and of the entropy. Needs: torch; on a GPU also triton.
+"""
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+    jit, constexpr = triton.jit, tl.constexpr
+except ImportError:      # the CPU path needs no triton
+    jit, constexpr = (lambda kernel=None, **options: kernel or jit), int
+
+LOGITS_AT_ONCE = 1 << 26                       # of a chunk: 268 MB of fp32 for any vocabulary
+
+
+def logits(hidden, W):
+    """(n, D), (V, D) → (n, V) f32: the one way from hidden states to logits, in sampler and trainer."""
+    return torch.mm(hidden, W.T, out_dtype=torch.float32) if hidden.is_cuda else hidden @ W.T
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """hidden (n, D), targets (n,) int64, W (V, D), temperature → the log-probability of each target and the
+    entropy of its distribution in nats, (n,) f32. Only the first has a gradient, and only for hidden."""
+
+    @staticmethod
+    def forward(ctx, hidden, targets, W, temperature):
+        logprob, entropy = hidden.new_empty(2, len(hidden), dtype=torch.float32)
+        slope = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None         # d logprob / d hidden
+        size = max(1, LOGITS_AT_ONCE // len(W))
+        for rows in (slice(i, i + size) for i in range(0, len(hidden), size)):
+            z = logits(hidden[rows], W)
+            dz = None if slope is None else torch.empty_like(z, dtype=hidden.dtype)
+            (softmax if z.is_cuda else plain_softmax)(z, targets[rows], temperature, logprob[rows],
+                                                      entropy[rows], dz)
+            if slope is not None:
+                torch.mm(dz, W, out=slope[rows])
+        ctx.save_for_backward(slope)
+        ctx.mark_non_differentiable(entropy)
+        return logprob, entropy
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        slope, = ctx.saved_tensors
+        return (slope * grad[:, None]).to(slope.dtype), None, None, None
+
+
+def plain_softmax(z, targets, temperature, logprob, entropy, dz):
+    """z (n, V) f32, before the temperature. Writes logprob, entropy (n,) f32; dz (n, V) if not None."""
+    log_p = z.div_(temperature).log_softmax(-1)
+    p = log_p.exp()
+    logprob.copy_(log_p.gather(1, targets[:, None])[:, 0])
+    entropy.copy_(-(p * log_p).sum(-1))
+    if dz is not None:
+        dz.copy_(p.neg_().scatter_add_(1, targets[:, None], torch.ones_like(p[:, :1])) / temperature)
+
+
+def softmax(z, targets, temperature, logprob, entropy, dz):
+    """plain_softmax by one kernel."""
+    _softmax_kernel[len(z),](z, targets, 1 / temperature, logprob, entropy, dz, z.shape[1], TILE=4096,
+                             num_warps=8)
+
+
+@jit(do_not_specialize=["scale"])
+def _softmax_kernel(z, targets, scale, logprob, entropy, dz, V, TILE: constexpr):
+    """A CTA reads one token's logits twice: for their sum, and for dz. scale: 1 / temperature."""
+    row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
+    z += row * V
+    target = tl.load(targets + row)
+    # online softmax, of each column of the tile: top is its largest logit so far, total the sum of
+    # exp(logit − top), dot that of exp(logit − top) · logit; when top grows, total and dot shrink
+    top, total = tl.full((TILE,), -1e30, tl.float32), tl.zeros((TILE,), tl.float32)
+    dot = tl.zeros((TILE,), tl.float32)
+    for start in range(0, V, TILE):
+        x = tl.load(z + start + cols, mask=start + cols < V, other=-1e20) * scale
+        new = tl.maximum(top, x)
+        shrink, p = tl.exp(top - new), tl.exp(x - new)
+        total = total * shrink + p
+        dot = dot * shrink + p * x
+        top = new
+    largest = tl.max(top, 0)
+    shrink = tl.exp(top - largest)
+    total = tl.sum(total * shrink, 0)
+    log_sum = largest + tl.log(total)
+    tl.store(logprob + row, tl.load(z + target) * scale - log_sum)
+    tl.store(entropy + row, log_sum - tl.sum(dot * shrink, 0) / total)
+    if dz is not None:
+        for start in range(0, V, TILE):
+            x = tl.load(z + start + cols, mask=start + cols < V, other=-1e20) * scale
+            slope = (tl.where(start + cols == target, 1., 0.) - tl.exp(x - log_sum)) * scale
+            tl.store(dz + row * V + start + cols, slope.to(dz.dtype.element_ty), mask=start + cols < V)
+
+
+if __name__ == "__main__":
+    hidden, W, targets = torch.randn(3, 8, requires_grad=True), torch.randn(50, 8), torch.tensor([1, 2, 3])
+    logprob, entropy = TokenLogprobs.apply(hidden, targets, W, 1.)
+    exact = (hidden @ W.T).log_softmax(-1)[range(3), targets]
+    print("differences from torch:", (logprob - exact).abs().max().item(), *(
+        (a - b).abs().max().item() for a, b in zip(torch.autograd.grad(logprob.sum(), hidden),
+                                                   torch.autograd.grad(exact.sum(), hidden), strict=True)))
