@@ -40,8 +40,7 @@ class TokenLogprobs(torch.autograd.Function):
         for rows in (slice(i, i + size) for i in range(0, len(hidden), size)):
             z = logits(hidden[rows], W)
             dz = None if slope is None else torch.empty_like(z, dtype=hidden.dtype)
-            (softmax if z.is_cuda else plain_softmax)(z, targets[rows], temperature, logprob[rows],
-                                                      entropy[rows], dz)
+            softmax(z, targets[rows], temperature, logprob[rows], entropy[rows], dz)
             if slope is not None:
                 torch.mm(dz, W, out=slope[rows])
         ctx.save_for_backward(slope)
@@ -54,8 +53,13 @@ class TokenLogprobs(torch.autograd.Function):
         return (slope * grad[:, None]).to(slope.dtype), None, None, None
 
 
-def plain_softmax(z, targets, temperature, logprob, entropy, dz):
-    """z (n, V) f32, before the temperature. Writes logprob, entropy (n,) f32; dz (n, V) if not None."""
+def softmax(z, targets, temperature, logprob, entropy, dz):
+    """z (n, V) f32, before the temperature. Writes logprob, entropy (n,) f32 and, unless it is None,
+    dz (n, V), the derivative of logprob."""
+    if z.is_cuda:
+        _softmax_kernel[len(z),](z, targets, 1 / temperature, logprob, entropy, dz, z.shape[1], TILE=4096,
+                                 num_warps=8)
+        return
     log_p = z.div_(temperature).log_softmax(-1)
     p = log_p.exp()
     logprob.copy_(log_p.gather(1, targets[:, None])[:, 0])
@@ -64,13 +68,7 @@ def plain_softmax(z, targets, temperature, logprob, entropy, dz):
         dz.copy_(p.neg_().scatter_add_(1, targets[:, None], torch.ones_like(p[:, :1])) / temperature)
 
 
-def softmax(z, targets, temperature, logprob, entropy, dz):
-    """plain_softmax by one kernel."""
-    _softmax_kernel[len(z),](z, targets, 1 / temperature, logprob, entropy, dz, z.shape[1], TILE=4096,
-                             num_warps=8)
-
-
-@jit(do_not_specialize=["scale"])
+@jit(do_not_specialize=["scale"], do_not_specialize_on_alignment=["targets", "logprob", "entropy"])
 def _softmax_kernel(z, targets, scale, logprob, entropy, dz, V, TILE: constexpr):
     """A CTA reads one token's logits twice: for their sum, and for dz. scale: 1 / temperature."""
     row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
@@ -98,12 +96,3 @@ def _softmax_kernel(z, targets, scale, logprob, entropy, dz, V, TILE: constexpr)
             x = tl.load(z + start + cols, mask=start + cols < V, other=-1e20) * scale
             slope = (tl.where(start + cols == target, 1., 0.) - tl.exp(x - log_sum)) * scale
             tl.store(dz + row * V + start + cols, slope.to(dz.dtype.element_ty), mask=start + cols < V)
-
-
-if __name__ == "__main__":
-    hidden, W, targets = torch.randn(3, 8, requires_grad=True), torch.randn(50, 8), torch.tensor([1, 2, 3])
-    logprob, entropy = TokenLogprobs.apply(hidden, targets, W, 1.)
-    exact = (hidden @ W.T).log_softmax(-1)[range(3), targets]
-    print("differences from torch:", (logprob - exact).abs().max().item(), *(
-        (a - b).abs().max().item() for a, b in zip(torch.autograd.grad(logprob.sum(), hidden),
-                                                   torch.autograd.grad(exact.sum(), hidden), strict=True)))

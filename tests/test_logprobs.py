@@ -37,13 +37,17 @@ def test_results_and_gradient_equal_autograd_over_whole_logits(monkeypatch, temp
 
 def test_without_a_gradient_the_derivative_is_not_computed(monkeypatch):
     """A reference's log-probabilities need one product with the head, not two."""
-    calls, softmax = [], logprobs.plain_softmax
-    monkeypatch.setattr(logprobs, "plain_softmax", lambda *all: calls.append(all[-1]) or softmax(*all))
+    calls, softmax = [], logprobs.softmax
+    monkeypatch.setattr(logprobs, "softmax", lambda *all: calls.append(all[-1]) or softmax(*all))
     hidden, targets, W = example()
     with torch.no_grad():
         TokenLogprobs.apply(hidden.detach(), targets, W, 1.)
     TokenLogprobs.apply(hidden, targets, W, 1.)
     assert [dz is None for dz in calls] == [True, False]
+
+
+def by_kernel(z, targets, temperature, *results):
+    logprobs._softmax_kernel[len(z),](z, targets, 1 / temperature, *results, z.shape[1], TILE=4096)
 
 
 def interpreted():
@@ -54,7 +58,7 @@ def interpreted():
         z[2, 5], z[3] = 80, -3e4                                  # certain; far from 0, all alike
         for temperature in (.6, 1., 50.):
             found = [[torch.full((4,), 7.), torch.full((4,), 7.), torch.full((4, V), 7.)] for _ in range(2)]
-            for results, softmax in zip(found, (logprobs.plain_softmax, logprobs.softmax), strict=True):
+            for results, softmax in zip(found, (logprobs.softmax, by_kernel), strict=True):
                 softmax(z.clone(), targets, temperature, *results)
                 kept = [r.clone() for r in results[:2]]
                 softmax(z.clone(), targets, temperature, *results[:2], None)
