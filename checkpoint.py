@@ -269,14 +269,18 @@ def readable(path, what="cannot be read"):
         raise ValueError(f"{path} {what}: {reason}") from error
 
 
-def encode(tokenizer, text):
-    """A user message → the prompt's token ids: the chat template up to the start of the assistant's answer.
-    Without a template, the ids of the text; an end token that the tokenizer appends is removed."""
+def encode(tokenizer, prompt):
+    """A user message, or a chat of {"role", "content"} → token ids up to the start of the assistant's answer;
+    without a chat template of the text alone, less an end token. ValueError: the template refuses a role."""
+    chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if tokenizer.chat_template is None:
-        ids = tokenizer(text)["input_ids"]
+        ids = tokenizer("\n\n".join(message["content"] for message in chat))["input_ids"]
         return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
-    message = [{"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"]
+    with readable("the chat template of this model", "takes no such chat, so write it as one user message"):
+        text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        if not all(m["content"].strip() in text for m in chat if m["role"] == "system"):
+            raise ValueError("it drops the system message")
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def tensor_names(config):

@@ -64,10 +64,10 @@ def start(config, train, preflight):
     began = time.perf_counter()
     source = checkpoint.open(config.model)
     tokenizer, stop_ids = source.tokenizer(), source.stop_ids()
-    # Check prompts now, not when training draws them. A token is a byte or more: only long texts can fail.
+    # Check now, not when training draws them: one prompt's roles, and long texts (1 byte a token or more)
     room = getattr(source.config, "max_position_embeddings", math.inf) - config.max_new_tokens
-    long = [p for p in task.held_out + task.train * bool(config.steps)
-            if len(task.prompt(p).encode()) > room / 2]
+    long = task.held_out[:1] + [p for p in task.held_out + task.train * bool(config.steps)
+                                if len(str(task.prompt(p)).encode()) > room / 2]
     encoded(config, source.config, task, tokenizer, long)
     run = runs.Run(config, quiet=rank > 0)
     if tokenizer.chat_template is None:
@@ -142,11 +142,11 @@ def encoded(config, of_model, task, tokenizer, problems):
     for text in map(task.prompt, problems):
         prompts.append(prompt := checkpoint.encode(tokenizer, text))
         if not 0 < len(prompt) <= room:
-            raise ValueError(f"the prompt {text[:60]!r} has {len(prompt)} tokens: --max-new-tokens "
+            raise ValueError(f"the prompt {str(text)[:60]!r} has {len(prompt)} tokens: --max-new-tokens "
                              f"{config.max_new_tokens} leaves 1 to {room}; mend the data, or lower that flag")
         if max(prompt) >= of_model.vocab_size:
-            raise ValueError(f"the tokenizer makes token {max(prompt)} of the prompt {text[:60]!r}, and the "
-                             f"model ends at {of_model.vocab_size}: take the tokenizer it was trained with")
+            raise ValueError(f"the tokenizer makes token {max(prompt)} of the prompt {str(text)[:60]!r}, and "
+                             f"the model ends at {of_model.vocab_size}: take the model's own tokenizer")
     return prompts
 
 

@@ -29,8 +29,7 @@ data is a JSONL file, or a dataset of the hub as owner/name[/config][:split]. It
     math        problem, question or prompt, which may be a chat; and    HuggingFaceH4/MATH-500:test
                 answer, reward_model.ground_truth or solution            open-r1/DAPO-Math-17k-Processed/en
 
-Left out: partial credit; 1.000,00 and 1 000 for a thousand.
-Needs: nothing; math-verify for math; datasets for the hub.
+Left out: partial credit; 1.000,00 and 1 000. Needs: nothing; math-verify for math; datasets for the hub.
 """
 import ast
 import hashlib
@@ -43,9 +42,10 @@ import re
 import runpy
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from fractions import Fraction
-from functools import cache, lru_cache, reduce
+from functools import cache, lru_cache, partial, reduce
 from itertools import accumulate, combinations
 from typing import NamedTuple
 
@@ -73,8 +73,7 @@ HEADING = re.compile(r"[0-9]{1,2}[.)] +[*_]*[^\W\d_]")                          
 # a number and its unit, whose exponent is dropped: 540 m^2, 540\text{ m}^2, 9.8 m/s^2, 540 cm2
 SQUARE = re.compile(r"([0-9](?:[ ~$]|\\[,; ])*(?:\\(?:text|mathrm|mbox)\{[ ~]*)?(?:[a-zA-Z]{1,20}/)?"
                     r"(?:[ms]|[a-zA-Z]{2,20}))(?:([.}$]*)\^(?:\{[23]\}|[23])|[23])(?![0-9])")
-# \boxed{…} with braces nested at most five deep
-BOXED = re.compile(r"\\boxed *\{(" + r"(?:[^{}]|\{" * 4 + "[^{}]*" + r"\})*" * 4 + r")\}")
+BOXED = re.compile(r"\\boxed *\{(" + r"(?:[^{}]|\{" * 4 + "[^{}]*" + r"\})*" * 4 + r")\}")     # braces 5 deep
 # \boxed 2 without braces, as in some solutions of MATH: it ends where its formula ends
 BARE = re.compile(r"\\boxed +((?:\\\$|[^ ${])(?:\\\$|[^$])*?) *(?=\$|\\[])]|\\end)")
 BINARY = re.compile(r"(?:[^\W_]|[)\]}%]|[0-9]\$|[0-9%][ \t]{1,8})\Z")        # a minus after this subtracts
@@ -88,8 +87,7 @@ DAPO = re.compile(r"\ASolve the following math problem[^\n]*\n\n|\n\nRemember to
 HEAVY = re.compile(r"\\(?:sum|prod|i*int|lim|Gamma)(?![a-z])|\^ *(?:\{[^}]*|\w)[\^!]"
                    r"|(?:!|[0-9]{6})(?:\\right|[)} ])*!|(?:\^|binom)[{( -]*[0-9]{6}"
                    r"|\w *[-+][^()]*\) *\^[{ ]*[0-9]{3}")
-# A process that forks a child for each pair of texts it reads, so that no child has to load sympy anew.
-# SIGPROF ends a child after 1 s of processor time, even in the middle of one multiplication
+# Forks a child for each pair, so that none loads sympy anew. SIGPROF ends it even inside a multiplication
 WORKER = r"""import json, os, resource, signal, sys
 from math_verify import parse, verify
 def equal(*pair):
@@ -109,31 +107,19 @@ for line in sys.stdin:
 class Task(NamedTuple):
     train: list[dict]
     held_out: list[dict]                                # never trained on
-    prompt: Callable[[dict], str]                       # problem → the user's message
+    prompt: Callable[[dict], str | list]                # problem → the user's message, or a chat
     reward: Callable[[dict, str, bool], float]          # problem, text, did the model end it → 1.0 or 0.0
 
 
-def multiplication(data=None, operands=None, held_out=32):
-    """Times tables: all ordered pairs of operands from LOW-HIGH, "2-12" unless told otherwise.
-
-    Exactly held_out are set aside. 3 * 4 and 4 * 3 are held out together. ValueError: operands not LOW-HIGH;
-    fewer problems than twice held_out, or more than MAX_PAIRS; data given.
-    """
-    return _arithmetic("What is {a} * {b}?", operator.mul, data, operands or "2-12", held_out)
-
-
-def addition(data=None, operands=None, held_out=32):
-    """Sums: as multiplication(), with operands "0-99" unless told otherwise: 10,000 ordered pairs."""
-    return _arithmetic("What is {a} + {b}?", operator.add, data, operands or "0-99", held_out)
-
-
-def _arithmetic(question, operation, data, operands, held_out):
+def _arithmetic(question, operation, default, data=None, operands=None, held_out=32):
+    """All ordered pairs of operands from LOW-HIGH. Exactly held_out pairs are set aside, 3 * 4 together with
+    4 * 3. ValueError: operands not LOW-HIGH; under 2·held_out problems, or over MAX_PAIRS; data given."""
     if data:
-        raise ValueError(f"data={data!r}: the arithmetic tasks make their own problems and read no file")
-    low, high = _bounds(operands)
+        raise ValueError(f"{data}: the arithmetic tasks make their own problems: leave out --data and --test")
+    low, high = _bounds(operands or default)
     n = high - low + 1
     if not 2 * held_out <= n * n <= MAX_PAIRS:
-        raise ValueError(f"operands={operands!r} make {n * n} problems, not {2 * held_out} to {MAX_PAIRS}")
+        raise ValueError(f"--operands {low}-{high} makes {n * n} problems, not {2 * held_out} to {MAX_PAIRS}")
     rng, values = random.Random(SPLIT_SEED), range(low, high + 1)
     # squares, a * a, in proportion, 1 in n; odd or even as held_out is, because other pairs come in twos
     squares = 2 * round(held_out / n / 2) + held_out % 2
@@ -142,22 +128,18 @@ def _arithmetic(question, operation, data, operands, held_out):
         held += [(a, b), (b, a)]
     rng.shuffle(held)
     kept_apart = set(held)
-
-    def reward(problem, text, finished):
-        return float(bool(finished) and last_number(text) == operation(problem["a"], problem["b"]))
     return Task([{"a": a, "b": b} for a in values for b in values if (a, b) not in kept_apart],
-                [{"a": a, "b": b} for a, b in held], question.format_map, reward)
+                [{"a": a, "b": b} for a, b in held], question.format_map,
+                lambda p, text, finished: float(finished and last_number(text) == operation(p["a"], p["b"])))
 
 
 def _bounds(operands):
     match = re.fullmatch("([0-9]{1,9})-([0-9]{1,9})", operands)
-    low, high = map(int, match.groups()) if match else (1, 0)
-    if low > high:
-        raise ValueError(f"operands={operands!r} must be LOW-HIGH with LOW <= HIGH, for example 2-12")
-    return low, high
+    if not match or int(match[1]) > int(match[2]):
+        raise ValueError(f"--operands {operands} must be LOW-HIGH with LOW <= HIGH, for example 2-12")
+    return int(match[1]), int(match[2])
 
 
-# --- tasks from files
 def gsm8k(data=None, operands=None, held_out=256):
     """Word problems. ValueError: no data, or a line that cannot be read; under 4 problems; operands given."""
     return _split(read(data, _word_problem), held_out, data, operands, gsm8k_reward, GSM8K.format_map)
@@ -171,7 +153,7 @@ def _word_problem(record):
     problem = {key: _text(record, key) for key in ("question", "answer")}
     marked = _marked(_tail(problem["answer"]))
     if not marked or _value(marked) is None:
-        raise ValueError("its answer must end with '#### number'")
+        raise ValueError("its answer must end with '#### number'; --task math takes a plain answer")
     rest = marked.string[marked.end():].partition("\n")[0]
     if re.search(r"\A *[!^²³]|[0-9]", re.sub(r"\(.*?\)", "", rest)):
         raise ValueError(f"its answer {marked[0] + rest!r} is read as {marked[0]}: write one plain number")
@@ -181,7 +163,7 @@ def _word_problem(record):
 def countdown(data=None, operands=None, held_out=256):
     """Make a target from three or four numbers; without data, of operands, "1-99" unless told otherwise."""
     problems = read(data, _number_problem) if data else _made_up(*_bounds(operands or "1-99"))
-    return _split(problems, held_out, data or f"operands={operands!r}", data and operands, countdown_reward,
+    return _split(problems, held_out, data or f"--operands {operands}", data and operands, countdown_reward,
                   lambda p: COUNTDOWN.format(target=p["target"], nums=", ".join(map(str, p["nums"]))))
 
 
@@ -240,12 +222,11 @@ def _latex_problem(record):
         record = record | {"prompt": last.get("content")}
     if isinstance(record.get("reward_model"), dict):
         record = record | {"reward_model": record["reward_model"].get("ground_truth")}
-    found = {k: str(v) if type(v) in (int, float) and v == v else v for k, v in record.items()}
-    answer = BARE.sub(r"\\boxed{\1}", _text(found, "answer", "reward_model", "solution"))
+    answer = BARE.sub(r"\\boxed{\1}", _text(record, "answer", "reward_model", "solution"))
     gold = (BOXED.findall(answer) or [answer.rpartition("####")[2]])[-1].strip()
     if not 0 < len(gold) <= GOLD:
         raise ValueError(f"its answer must be short (1 to {GOLD} characters) or stand in \\boxed{{…}}")
-    return {"problem": DAPO.sub("", _text(found, "problem", "question", "prompt")), "answer": gold}
+    return {"problem": DAPO.sub("", _text(record, "problem", "question", "prompt")), "answer": gold}
 
 
 def math_reward(problem, text, finished):
@@ -275,28 +256,47 @@ def _worker():
 
 
 def own(path, held_out=32):
-    """The task that a Python file defines: problems() returns a list of dicts; reward(problem, text), from
-    -1e6 to 1e6, judges finished answers, special tokens included, or with a third argument all answers;
-    prompt(problem) returns the message. Without prompt(), problem["prompt"] is the message."""
-    def reward(problem, text, finished):
+    """The task that a Python file defines, which may import from its own folder. problems() returns a list of
+    dicts. reward(problem, text), from -1e6 to 1e6, judges finished answers, special tokens included, or with
+    a third argument all answers. prompt(problem) returns the message, or a chat: a list of {"role",
+    "content"}. Without prompt(), problem["prompt"] is either. ValueError: file, line and reason."""
+    path = os.path.abspath(path)
+    sys.path.insert(1, folder := os.path.dirname(path))             # behind ours; for reward(), too
+
+    def attempt(name, function, *given):
         try:
-            value = float(judge(problem, text, finished) if always else finished and judge(problem, text))
-            if not abs(value) <= 1e6:
-                raise ValueError(f"{value} is not between -1e6 and 1e6")
-            return value
-        except Exception as error:
-            raise ValueError(f"reward() of {path} failed on the answer {text!r}: {error!r}") from error
-    try:
-        module = runpy.run_path(path)
-        judge, prompt = module["reward"], module.get("prompt", operator.itemgetter("prompt"))
-        takes = inspect.signature(judge).parameters.values()
-        always = len([p for p in takes if p.default is p.empty or p.name == "finished"]) > 2
-        problems = list(module["problems"]())
-        if odd := [text for text in map(prompt, problems) if not isinstance(text, str)]:
-            raise TypeError(f"a prompt must be text, not {odd[0]!r}")
-        return _split(problems, held_out, path, None, reward, prompt)
-    except Exception as error:
-        raise ValueError(f"{path} is no task: {type(error).__name__}: {error}") from error
+            return function(*given)
+        except (Exception, SystemExit) as error:
+            if getattr(error, "code", None) in (129, 143):          # launch.py's SIGHUP or SIGTERM
+                raise
+            lines = [f"{f.filename}, line {f.lineno}" for f in traceback.extract_tb(error.__traceback__)
+                     if os.path.dirname(f.filename) == folder and f.filename != __file__]
+            what = " ".join(f"{type(error).__name__}: {error} in {name}{given!r:.2000}".split())
+            raise ValueError(f"{[path, *lines][-1]}: {what}") from error
+
+    def prompt(problem):
+        value = attempt("prompt", module.get("prompt", lambda problem: problem.get("prompt")), problem)
+        chat = value if isinstance(value, list) else [{"role": "user", "content": value}]
+        texts = [m.get(key) if isinstance(m, dict) else None for m in chat for key in ("role", "content")]
+        if {type(text) for text in texts} != {str}:
+            raise ValueError(f"{path}: the prompt of {problem!r:.99} is {value!r:.999}, no text and no list "
+                             "of {'role', 'content'}: define prompt(problem), or give problems a 'prompt'")
+        return value
+
+    def reward(problem, text, finished):
+        given = (problem, text, finished)[:2 + always]
+        value = attempt("reward", lambda *given: float(judge(*given)), *given) if finished or always else 0.0
+        if not abs(value) <= 1e6:
+            raise ValueError(f"{path}: {value} is not between -1e6 and 1e6, the reward of {text!r:.999}")
+        return value
+
+    module = attempt("import", lambda: runpy.run_path(path))
+    if missing := {"problems", "reward"} - module.keys():
+        raise ValueError(f"{path} defines no {max(missing)}(), and a task needs problems() and reward()")
+    takes = attempt("reward", inspect.signature, judge := module["reward"]).parameters.values()
+    always = len([p for p in takes if p.default is p.empty or p.name == "finished"]) > 2
+    problems = attempt("problems", lambda: list(module["problems"]()))
+    return _split(problems, held_out, path, None, reward, prompt)
 
 
 def tested(name, test, data=None, operands=None, trains=True):
@@ -315,8 +315,8 @@ def _split(problems, held_out, source, operands, reward, prompt):
     """The Task. Problems with the same message are one. held_out problems, at most a quarter, are set aside:
     those with the smallest hashes, so that a line edited or deleted moves at most one other problem."""
     if operands:
-        raise ValueError(f"operands={operands!r}: with problems from {source} there are no operands")
-    found = {prompt(problem): problem for problem in problems}
+        raise ValueError(f"--operands {operands} has no meaning beside problems from {source}: leave it out")
+    found = {str(prompt(problem)): problem for problem in problems}
     if len(found) < (4 if held_out else 1):
         raise ValueError(f"{source} has {len(found)} problems, too few: it takes 4, or 1 to test on")
     order = sorted(found, key=lambda message: hashlib.sha256(message.encode()).digest())
@@ -326,11 +326,11 @@ def _split(problems, held_out, source, operands, reward, prompt):
 
 
 def read(source, check):
-    """check(record) of each non-blank line, {} if it holds no object. ValueError: file, line and reason."""
+    """check(record) of each non-blank line, a JSON object. ValueError: file, line and reason."""
     problems, number, hub = [], 0, HUB.fullmatch(str(source))
-    give = "give --data FILE.jsonl, or, after pip install datasets, owner/name[/config][:split] of the hub"
+    give = "FILE.jsonl, or, after pip install datasets, owner/name[/config][:split] of the hub"
     if not source:
-        raise ValueError(f"this task needs problems: {give}")
+        raise ValueError(f"this task needs problems: give --data {give}")
     try:
         if hub and not os.path.exists(source):
             from datasets import load_dataset
@@ -341,21 +341,23 @@ def read(source, check):
         for line in lines:
             number += 1
             if line.strip():
-                record = json.loads(line)
-                problems.append(check(record if isinstance(record, dict) else {}))
+                problems.append(check({**json.loads(line)}))            # TypeError for an array
     except Exception as error:                          # datasets raises a dozen kinds
         if number:
-            raise ValueError(f"{source}, line {number}: {error}") from None
+            mend = dict.fromkeys((json.JSONDecodeError, TypeError), "; write one JSON object a line")
+            mend[UnicodeDecodeError] = "; save it as UTF-8"
+            raise ValueError(f"{source}, line {number}: {error}{mend.get(type(error), '')}") from None
         reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
-        raise ValueError(f"{source} cannot be read ({reason}): {give}") from None
+        raise ValueError(f"{source} cannot be read ({reason}): give {give}") from None
     return problems
 
 
 def _text(record, *keys):
-    for key in keys:
-        if isinstance(record.get(key), str) and record[key].strip():
-            record[key].encode()           # raises on half an emoji, which JSON allows, no tokenizer
-            return record[key].strip()
+    for value in map(record.get, keys):
+        text = str(value).strip() if type(value) in (str, int, float) and value == value else ""    # no NaN
+        text.encode()                          # raises on half an emoji, which JSON allows, no tokenizer
+        if text:
+            return text
     raise ValueError(f"it must be an object in which {' or '.join(map(repr, keys))} is some text")
 
 
@@ -377,9 +379,7 @@ def final_answer(text):
 
 def _tail(text):
     """The end of a text; fractions and thousands in LaTeX become plain numbers, units lose their exponent."""
-    tail = text[-READ:]
-    if len(text) > READ:
-        tail = tail.lstrip("0123456789.,/")             # the rest of a number that the cut split
+    tail = text[-READ:].lstrip("0123456789.,/" if len(text) > READ else "")         # a number cut in two
     tail = FRAC.sub(lambda m: f"{m[1] + ' ' if m[1] else ''}{m[2]}/{m[3]}", tail.replace("{,}", ","))
     return SQUARE.sub(r"\1\2", tail)
 
@@ -409,11 +409,12 @@ def _value(number):
     return -value if number["sign"] and not BINARY.search(before) else value
 
 
-TASKS = {task.__name__: task for task in (multiplication, addition, countdown, gsm8k, math)}
+TASKS = {"multiplication": partial(_arithmetic, "What is {a} * {b}?", operator.mul, "2-12"),
+         "addition": partial(_arithmetic, "What is {a} + {b}?", operator.add, "0-99"),
+         "countdown": countdown, "gsm8k": gsm8k, "math": math}
 
 if __name__ == "__main__":
     example = {"question": "A pen costs $3. What do 6 pens cost?", "answer": "6 * 3 = 18\n#### 18"}
-    print(GSM8K.format_map(example))
     for text in ("#### 18", r"\boxed{18}", "It is $18.00.", "#### 17, or 18", "-18", "2 * 3**2", "18 or 20"):
         print(f"    {gsm8k_reward(example, text, True)}  {text}")
 

@@ -240,6 +240,27 @@ def test_a_prompt_begins_with_one_bos():
     assert checkpoint.encode(tokenizer, "hi") == [0, 1, 2, 3]
 
 
+def test_a_chat_goes_through_the_template_with_its_system_message(smollm2, tiny_chat):
+    """Without a template the contents are joined. One sentence where the template refuses or drops a role."""
+    _, tokenizer = smollm2
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1"}]
+    text = tokenizer.decode(checkpoint.encode(tokenizer, chat))
+    assert text == ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1<|im_end|>\n"
+                    "<|im_start|>assistant\n")
+    tokenizer = checkpoint.open(str(tiny_chat)).tokenizer()
+    tokenizer.chat_template = None
+    digits = [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}]
+    assert checkpoint.encode(tokenizer, digits) == checkpoint.encode(tokenizer, "1\n\n2")
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role\n') }}{% endif %}1"
+    drops = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    for template, reason in ((refuses, "no system role"), (drops, "it drops the system message")):
+        tokenizer.chat_template = template
+        assert checkpoint.encode(tokenizer, digits[1:])
+        with pytest.raises(ValueError, match="so write it as one user message: " + reason) as error:
+            checkpoint.encode(tokenizer, digits)
+        assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_a_gguf_file_gives_the_checkpoint_back(tmp_path, family):
     """The file has llama.cpp's names and keys, and a Llama's q and k permuted. A surplus is refused."""

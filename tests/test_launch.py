@@ -7,6 +7,7 @@ import operator
 import os
 import re
 import runpy
+import shutil
 import socket
 import subprocess
 import sys
@@ -227,8 +228,8 @@ def test_a_run_is_resumed_from_another_folder(start, whole, tmp_path, monkeypatc
     ("--task gsm8k --data {tmp}/missing.jsonl", "missing.jsonl"), ("--task gsm8k", "--data FILE.jsonl"),
     ("--task gsm8k --test {tmp}/missing.jsonl", "this task needs problems"),
     ("--task gsm8k --test {tmp}/missing.jsonl --steps 0", "missing.jsonl cannot be read"),
-    ("--test {tmp}/file", "make their own problems and read no file"),
-    ("--out {tmp}/file", "file"), ("--loss nonsense", "nonsense"), ("--operands 3", "operands='3'"),
+    ("--test {tmp}/file", "make their own problems: leave out --data and --test"),
+    ("--out {tmp}/file", "file"), ("--loss nonsense", "nonsense"), ("--operands 3", "--operands 3 must"),
     ("--adapter {tmp}", "adapter_config.json"), ("--group-size 1", "--group-size 1 must be at least 2"),
     ("--max-new-tokens 129", "tokens: --max-new-tokens 129 leaves 1 to -1; mend"),
     ("--max-new-tokens 127", "the prompt '"),
@@ -264,6 +265,27 @@ def test_a_prompt_that_no_answer_can_follow_is_named_by_its_text(tiny_chat):
     for text, count in (("", 0), ("1" * 121, 121)):
         with pytest.raises(ValueError, match=f"'{text[:60]}' has {count} tokens: .* leaves 1 to 120"):
             launch.encoded(*given, [longest, {"prompt": text}])
+    with pytest.raises(ValueError, match=r"prompt ..{'role': 'user', 'content': '1+\" has 121 tok"):
+        launch.encoded(*given, [{"prompt": [{"role": "user", "content": "1" * 121}]}])
+
+
+def test_a_chat_is_trained_on_or_refused_before_the_model_loads(start, tiny_chat, tmp_path, monkeypatch):    # noqa: F811
+    """Not at the first step, because the template of this model takes no system message."""
+    (tmp_path / "mine.py").write_text(
+        "def problems():\n    return [{'n': str(n)} for n in range(40)]\n"
+        "def prompt(problem):\n    return [{'role': 'system', 'content': '1+1'},\n"
+        "            {'role': 'user', 'content': problem['n']}]\n"
+        "def reward(problem, text):\n    return float(len(text))\n")
+    assert start("--task", tmp_path / "mine.py", "--steps", 1) == 0
+    asked = runs.jsonl(tmp_path / "run/samples.jsonl")
+    assert all(s["prompt"][0] == {"role": "system", "content": "1+1"} for s in asked)
+    assert runs.show([tmp_path / "run"]).count("| [{'role': 'system', 'content': '1+1'}, ") == 2
+    refuses = shutil.copytree(tiny_chat, tmp_path / "refuses")
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}1"
+    (refuses / "chat_template.jinja").write_text(template)
+    monkeypatch.setattr(launch, "load", None)
+    with pytest.raises(ValueError, match="takes no such chat, so write it as one user message: no system$"):
+        start("--task", tmp_path / "mine.py", "--model", refuses)
 
 
 def test_a_tokenizer_that_is_larger_than_the_model_is_told(tiny_chat):

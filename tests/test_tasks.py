@@ -110,7 +110,7 @@ def cpu_seconds(reward, *answer):
 def test_no_text_takes_10_ms_of_the_processor(text):
     """Towers such as 9**9**9 score 0 without being computed."""
     nine = {"answer": "#### 9", "a": 4, "b": 5}
-    for reward in (tasks.gsm8k_reward, tasks.addition().reward):
+    for reward in (tasks.gsm8k_reward, tasks.TASKS["addition"]().reward):
         assert reward(nine, text, True) == 0
         assert cpu_seconds(reward, nine, text, True) < 0.01
 
@@ -134,7 +134,8 @@ def test_held_out_pairs_are_not_trained_on_in_either_order(name, operands, total
 def test_exactly_as_many_are_held_out_as_asked_for():
     for n in range(1, 12):
         asked = range(n * n // 2 + 1)
-        assert [len(tasks.addition(operands=f"1-{n}", held_out=held).held_out) for held in asked] == [*asked]
+        tasks_of = [tasks.TASKS["addition"](operands=f"1-{n}", held_out=held) for held in asked]
+        assert [len(task.held_out) for task in tasks_of] == [*asked]
 
 
 def test_arithmetic_prompts_and_rewards():
@@ -146,7 +147,7 @@ def test_arithmetic_prompts_and_rewards():
 
 @pytest.mark.parametrize("operands", ["12-2", "2", "2-", "-2-5", "2-3", "0-1000", "0-99999999", "٢-٩"])
 def test_bad_operands_are_named(operands):
-    with pytest.raises(ValueError, match=f"operands='{operands}'"):
+    with pytest.raises(ValueError, match=f"^--operands {operands} "):
         tasks.TASKS["addition"](operands=operands)
 
 
@@ -176,7 +177,8 @@ def test_gsm8k_holds_out_a_quarter_of_a_small_file(file):
     assert len(task.train) == 6 and len(task.held_out) == 2 and task == tasks.TASKS["gsm8k"](file)
     assert not [p for p in task.held_out if p in task.train]
     assert task.prompt(task.train[0]).startswith("Is {it} ") and "#### <number>" in task.prompt(task.train[0])
-    for args, says in ([(), "--data FILE.jsonl"], [("absent",), "absent cannot"], [(file, "2-3"), "='2-3'"]):
+    for args, says in ([(), "--data FILE.jsonl"], [("absent",), "absent cannot .*: give FILE.jsonl"],
+                       [(file, "2-3"), "--operands 2-3 has"]):
         with pytest.raises(ValueError, match=says):
             tasks.TASKS["gsm8k"](*args)
 
@@ -219,7 +221,7 @@ def test_without_data_a_test_file_is_read_to_evaluate_and_never_to_train(tmp_pat
             {"question": f"Is it {i}?", "answer": f"#### {i}"} for i in range(n)]
     with pytest.raises(ValueError, match="few.jsonl has 0 problems, too few"):
         tasks.tested("gsm8k", word_problems(test_path, range(0)), trains=False)
-    with pytest.raises(ValueError, match="operands='nonsense' must be LOW-HIGH"):
+    with pytest.raises(ValueError, match="--operands nonsense must be LOW-HIGH"):
         tasks.tested("countdown", test, operands="nonsense", trains=False)
     numbers = jsonl(tmp_path / "numbers.jsonl", [{"nums": [i, 2], "target": i + 2} for i in range(9)])
     made_up = tasks.tested("countdown", str(numbers), operands="1-20")            # countdown needs no data
@@ -228,7 +230,7 @@ def test_without_data_a_test_file_is_read_to_evaluate_and_never_to_train(tmp_pat
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_the_arithmetic_tasks_refuse_a_test_file(trains):
-    with pytest.raises(ValueError, match="data='some.jsonl': the arithmetic tasks make their own problems"):
+    with pytest.raises(ValueError, match="some.jsonl: the arithmetic tasks .*: leave out --data and --test"):
         tasks.tested("addition", "some.jsonl", trains=trains)
 
 
@@ -480,7 +482,7 @@ NESTED = st.recursive(NUMBERS | HARD, lambda inside: st.lists(inside, max_size=4
     lambda parts: f"{{{''.join(parts)}}}") | inside.map("\\boxed{{{}}}".format) | inside.map("({})".format))
 COMPLETION = (st.text() | NESTED | st.lists(HARD | NUMBERS, max_size=80).map("".join)
               | st.tuples(HARD, st.integers(1, 3000)).map(lambda pair: pair[0] * pair[1]))
-ADDITION = tasks.addition()
+ADDITION = tasks.TASKS["addition"]()
 
 
 @settings(max_examples=2_000, deadline=None)
@@ -534,28 +536,110 @@ def test_a_task_of_ones_own_is_a_file_of_ten_lines(tmp_path):
         assert [task.reward({}, "", f) for f in (True, False)] == judged
 
 
+MINE = """def problems():
+    return [{"prompt": f"What is {n} - 1?", "answer": n - 1} for n in range(10, 100)]
+def reward(problem, text):
+    return float(int(text) == problem["answer"])
+"""
+
+
 @pytest.mark.parametrize("text, says", [
-    (None, "No such file"), ("x =", "SyntaxError.*line 1"), ("1 / 0", "ZeroDivisionError"), ("", "reward"),
-    ("def reward(problem, text): pass", "problems"),
-    (OWN.replace('"prompt"', '"question"'), "KeyError: 'prompt'"),
-    (OWN + "prompt = lambda problem: 7\n", "TypeError: a prompt must be text, not 7"),
-    (OWN.replace("range(10, 100)", "range(3)"), "3 problems, too few")])
-def test_a_file_that_is_no_task_is_named_with_the_reason(tmp_path, text, says):
+    (None, ": FileNotFoundError: .* No such file"), ("x =", r": SyntaxError: .*\(mine.py, line 1\)"),
+    ("\n1 / 0", ", line 2: ZeroDivisionError: .* in import"), ("import absent", ", line 1: ModuleNotFound"),
+    ("", r" defines no reward\(\)"), ("def reward(problem, text): pass", r" defines no problems\(\)"),
+    ("import sys\nsys.exit(0)", r", line 2: SystemExit: 0 in import\(\)"),
+    (MINE + "problems = lambda: [{}][1]", r", line 5: IndexError: .* in problems\(\)"),
+    (MINE + "problems = lambda: exit(3)", r", line 5: SystemExit: 3 in problems\(\)"),
+    (MINE + "reward = 1", r": TypeError: 1 is not a callable object in reward"),
+    (MINE.replace('{"prompt"', '{"question"'), ": the prompt of {.*} is None, no text .*: define prompt"),
+    (MINE + "prompt = lambda problem: 7", ": the prompt of {.*} is 7, no text and no list of {'role'"),
+    (MINE + "prompt = lambda problem: []", r": the prompt of {.*} is \[\], no text"),
+    (MINE + "prompt = lambda problem: [{'role': 'user'}]", r": the prompt .* is \[{'role': 'user'}\], no"),
+    (MINE + "prompt = lambda problem: ['user']", r": the prompt of {.*} is \['user'\], no text"),
+    (MINE + "def prompt(problem):\n    return problem['x']", r", line 6: KeyError: 'x' in prompt\({'prompt'"),
+    (MINE.replace("range(10, 100)", "range(3)"), " has 3 problems, too few")])
+def test_a_file_that_is_no_task_is_named_with_its_line_and_the_reason(tmp_path, text, says):
+    """In one line, because train.py prints a ValueError without its traceback."""
     path = tmp_path / "mine.py"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ValueError, match=f"mine.py is no task: .*{says}"):
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}{says}") as error:
         tasks.own(str(path))
+    assert "\n" not in str(error.value)
 
 
-def test_a_reward_that_fails_is_named_with_the_answer_that_it_failed_on(tmp_path):
-    """In one line, because train.py prints a ValueError without its traceback."""
+def test_a_reward_that_fails_is_named_with_its_line_and_the_answer_that_it_failed_on(tmp_path):
     path = tmp_path / "mine.py"
-    path.write_text(OWN.replace("digits = ", "int(text)\n    digits = "))
-    with pytest.raises(ValueError, match=r"reward\(\) of .*mine.py failed on the answer 'a\\nb'") as error:
+    path.write_text(MINE)
+    says = r"mine.py, line 4: ValueError: .* in reward\({'answer': 7}, 'a\\nb'\)$"
+    with pytest.raises(ValueError, match=says) as error:
         tasks.own(str(path)).reward({"answer": 7}, "a\nb", True)
     assert "\n" not in str(error.value)
     for value in ("nan", "inf", "-1e7"):
-        path.write_text(f"{OWN}\ndef reward(problem, text):\n    return float('{value}')\n")
-        with pytest.raises(ValueError, match="answer '7': .*is not between -1e6 and 1e6"):
+        path.write_text(f"{MINE}\ndef reward(problem, text):\n    return float('{value}')\n")
+        with pytest.raises(ValueError, match="mine.py: .* is not between -1e6 and 1e6, the reward of '7'"):
             tasks.own(str(path)).reward({}, "7", True)
+    path.write_text(f"{MINE}\ndef reward(problem, text):\n    'forgets to return'\n")
+    with pytest.raises(ValueError, match=r"mine.py: TypeError: .* not 'NoneType' in reward\({}, '7'\)"):
+        tasks.own(str(path)).reward({}, "7", True)
+
+
+def raised(kind):
+    raise kind
+
+
+def test_sys_exit_in_a_reward_is_an_error_and_a_signal_is_none(tmp_path):
+    """launch.py turns SIGTERM into SystemExit(143), whatever function runs just then."""
+    path = tmp_path / "mine.py"
+    path.write_text(MINE + "def reward(problem, text):\n    problem['do']()\n")
+    reward = tasks.own(str(path)).reward
+    with pytest.raises(ValueError, match="mine.py, line 6: SystemExit: 1 in reward"):
+        reward({"do": functools.partial(sys.exit, 1)}, "7", True)
+    for stop in (KeyboardInterrupt(), SystemExit(143), SystemExit(129)):
+        with pytest.raises(type(stop)) as passed:
+            reward({"do": functools.partial(raised, stop)}, "7", True)
+        assert passed.value is stop
+
+
+def test_a_task_of_ones_own_imports_what_lies_beside_it(tmp_path):
+    """Also when reward() imports it. The helper's own line is named."""
+    path = tmp_path / "mine.py"
+    path.write_text(MINE + "import own_first\ndef reward(problem, text):\n    import own_second\n"
+                    "    return own_second.half(text) + own_first.NONE\n")
+    (tmp_path / "own_first.py").write_text("NONE = 0")
+    (tmp_path / "own_second.py").write_text("def half(text):\n    return int(text) / 2\n")
+    reward = tasks.own(str(path)).reward
+    assert reward({}, "3", True) == 1.5
+    with pytest.raises(ValueError, match="own_second.py, line 2: ValueError: .* in reward"):
+        reward({}, "three", True)
+
+
+def test_a_prompt_of_ones_own_may_be_a_chat(tmp_path):
+    """Problems with the same chat are one, as those with the same text are."""
+    path = tmp_path / "mine.py"
+    path.write_text(MINE + "def prompt(problem):\n    return [{'role': 'system', 'content': 'Be brief.'},\n"
+                    "            {'role': 'user', 'content': problem['prompt']}]\n")
+    task = tasks.own(str(path))
+    assert len(task.train) == 68 and len(task.held_out) == 22
+    assert task.prompt({"prompt": "a"}) == [{"role": "system", "content": "Be brief."},
+                                            {"role": "user", "content": "a"}]
+    path.write_text(path.read_text().replace("problem['prompt']", "problem['prompt'][:9]"))
+    assert len(tasks.own(str(path)).train) == 7                       # "What is 1" to "What is 9"
+
+
+ARRAY = b'[\n  {"question": "a", "answer": "#### 1"}\n]'
+
+
+@pytest.mark.parametrize("content, says", [
+    (ARRAY, "Expecting value.*; write one JSON object a line$"),
+    (ARRAY.replace(b"\n", b""), "'list' .*; write one JSON object a line$"),
+    (b'{"question": "a", "answer": "#### 1"},', "Extra data.*; write one JSON object a line$"),
+    ('{"question": "é"}'.encode("latin-1"), "'utf-8' codec can't decode .*; save it as UTF-8$"),
+    ('{"question": "é"}\n'.encode("utf-16"), "'utf-16.*' codec can't decode .*; save it as UTF-8$"),
+    (b'{"question": "a"}', "it must be an object in which 'answer' is some text$"),
+    *((b'{"question": "a", "answer": %s}' % four, "its answer must end with '#### number'; --task math takes")
+      for four in (b'"4"', b"4"))])
+def test_a_file_in_another_form_is_told_the_form(tmp_path, content, says):
+    (tmp_path / "some.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=f"some.jsonl, line 1: {says}"):
+        tasks.TASKS["gsm8k"](tmp_path / "some.jsonl")
