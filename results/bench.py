@@ -81,6 +81,7 @@ def main(arguments):
     step_args.add_argument("--prompt-length", type=int, default=128)
     step_args.add_argument("--new", type=int, default=1024, help="tokens of each answer")
     step_args.add_argument("--micro-tokens", type=int, default=2560)
+    step_args.add_argument("--rank", type=int, default=32, help="of the LoRA")
     step_args.add_argument("--steps", type=int, default=2)
     step_args.add_argument("--memory-gb", type=float, default=0, help="cap of the allocator, in 1e9 bytes")
     step_args.add_argument("--update-only", action="store_true")
@@ -259,9 +260,9 @@ class RandomWeights(checkpoint.Source):
         return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) * 0.5 * shape[-1]**-.5
 
 
-def random_model(shape, quant):
+def random_model(shape, quant, rank=32):
     """Random weights and an adapter that is not zero. NVFP4 by round-to-nearest, the fastest to load."""
-    decoder = load(RandomWeights(shape), "rtn" if quant == "nvfp4" else quant, 32, 32, DEVICE)
+    decoder = load(RandomWeights(shape), "rtn" if quant == "nvfp4" else quant, rank, 32, DEVICE)
     for layer in lora.lora_layers(decoder).values():
         torch.nn.init.normal_(layer.lora_B, std=0.01)
     lora.refresh(decoder)
@@ -386,9 +387,9 @@ def step(args, records):
     for quant in args.quant.split(","):
         model = sampler = optimizer = None                 # free the previous model first
         forget_peak()
-        model = random_model(shape, quant)
+        model = random_model(shape, quant, args.rank)
         model.gradient_checkpointing = True
-        config = train.Config(quant=quant, prompts=args.prompts, group_size=args.samples, lr=1e-6,
+        config = train.Config(quant=quant, rank=args.rank, prompts=args.prompts, group_size=args.samples, lr=1e-6,
                               max_new_tokens=args.new, micro_tokens=max(args.micro_tokens, length),
                               gradient_checkpointing=True)
         sampler, optimizer = Sampler(model), train.adamw(config, model)
@@ -407,7 +408,7 @@ def step(args, records):
             records.append({
                 "shape": shape, "weights": quant, "ranks": ranks, "prompts": args.prompts,
                 "samples": args.samples, "prompt_length": args.prompt_length, "new": args.new,
-                "micro_tokens": config.micro_tokens, "cap_gb": args.memory_gb,
+                "micro_tokens": config.micro_tokens, "rank": args.rank, "cap_gb": args.memory_gb,
                 "update_only": args.update_only, "step": number, "slots": slots, "rollout_s": rollout_s,
                 "rollout_tok_s": ranks * B * args.new / rollout_s, "update_s": update_s,
                 "update_tok_s": ranks * B * length / update_s, "step_s": rollout_s + update_s,
