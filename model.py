@@ -12,13 +12,14 @@ computes in fp32, a GPU in bf16 with the residual stream and the logits in fp32.
 
 transformers supplies the config and the formulas of scaled RoPE; its own models are the tests' oracle.
 Left out: mixtures of experts, sliding windows, encoder parts, dropout.
-Needs: torch, transformers; nvfp4.py, fp4_gemm.py, lora.py, ops.py, logprobs.py, checkpoint.py.
+Needs: torch, transformers, tqdm; nvfp4.py, fp4_gemm.py, lora.py, ops.py, logprobs.py, checkpoint.py.
 """
 from functools import partial
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
+from tqdm import tqdm
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import checkpoint
@@ -175,7 +176,7 @@ class Decoder(nn.Module):
         in_host = device.type == "cuda" and not config.tie_word_embeddings
         self.register_buffer("embed_tokens", embed.cpu().pin_memory() if in_host else embed.to(device))
         self.layers = nn.ModuleList()
-        for i in range(config.num_hidden_layers):
+        for i in tqdm(range(config.num_hidden_layers), "load", leave=False, unit="layer", disable=None):
             at = f"model.layers.{i}."
             attention = Attention(partial(linear, f"{at}self_attn."), partial(norm, f"{at}self_attn."),
                                   config, *traits)

@@ -389,8 +389,8 @@ def step(args, records):
         forget_peak()
         model = random_model(shape, quant, args.rank)
         model.gradient_checkpointing = True
-        config = train.Config(quant=quant, rank=args.rank, prompts=args.prompts, group_size=args.samples, lr=1e-6,
-                              max_new_tokens=args.new, micro_tokens=max(args.micro_tokens, length),
+        config = train.Config(quant=quant, rank=args.rank, prompts=args.prompts, group_size=args.samples,
+                              lr=1e-6, max_new_tokens=args.new, micro_tokens=max(args.micro_tokens, length),
                               gradient_checkpointing=True)
         sampler, optimizer = Sampler(model), train.adamw(config, model)
         for number in range(args.steps):

@@ -7,6 +7,7 @@ import weakref
 
 import gguf
 import huggingface_hub
+import numpy as np
 import pytest
 import torch
 from conftest import tiny_checkpoint
@@ -315,6 +316,20 @@ def test_a_gguf_file_gives_the_checkpoint_back(tmp_path, family):
     refuses(write(tmp_path / "odd.gguf", {"rope_freqs.weight": factors}), "not Llama 3's", "safetensors")
     refuses(write(tmp_path / "yarn.gguf", rope_scaling_type=gguf.RopeScalingType.YARN), "scales RoPE by yarn")
     refuses(write(tmp_path / "linear.gguf", rope_scaling_factor=4.0), "scales RoPE by a factor")
+
+
+def test_a_gguf_is_dequantised_in_pieces_to_what_gguf_gives(smollm2, monkeypatch):
+    """In pieces of 6 and of 7 rows. The reader's arrays are no memmaps, whose slices make parsing slow."""
+    source, _ = smollm2
+    name = "model.layers.3.mlp.down_proj.weight"
+    stored = source.names[name]
+    assert type(stored.data) is np.ndarray and stored.tensor_type.name == "Q4_1"
+    monkeypatch.setattr(nvfp4, "CHUNK", 7 * 1536)                                # 576 rows: 83 pieces
+    ours, theirs = source.read(name), gguf.quants.dequantize(stored.data, stored.tensor_type)
+    assert ours.dtype == torch.float32 and np.array_equal(ours.numpy().view("i4"), theirs.view("i4"))
+    monkeypatch.setitem(source.names, name, stored._replace(tensor_type=gguf.GGMLQuantizationType.I8))
+    with pytest.raises(ValueError, match=f"^{source.path} holds {name}, which gguf cannot dequantise: .*I8"):
+        source.read(name)
 
 
 def foreign(folder, layout, family="qwen2", fused=False):

@@ -1,5 +1,7 @@
 """python -m pytest tests/test_model.py -q"""
 import math
+import re
+import sys
 
 import pytest
 import torch
@@ -33,6 +35,17 @@ def load(folder, quant="bf16", learned=True):
             layer.lora_B.data.normal_(0, 0.05)
         lora.refresh(m)
     return m
+
+
+def test_a_terminal_sees_which_layer_is_loaded(tmp_path, monkeypatch, capsys):
+    """On stderr, erased afterwards; a file or a pipe gets nothing."""
+    tiny_checkpoint(tmp_path)
+    for terminal in (False, True):
+        capsys.readouterr()
+        monkeypatch.setattr(sys.stderr, "isatty", lambda shown=terminal: shown)
+        load(tmp_path, "bf16")
+        out, err = capsys.readouterr()
+        assert not out and (re.search(r"load: +0%.* 0/3 .*\r +\r$", err) if terminal else not err)
 
 
 @torch.no_grad()

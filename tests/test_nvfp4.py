@@ -34,6 +34,16 @@ def test_a_block_worked_out_by_hand():
     assert nvfp4.dequantize(q).tolist() == [[6, 0, 1, 1, 2, 2, 4, 4, -6, 0, -1, .5, 3, -3, 1.5, 2]]
 
 
+def test_a_weight_one_ulp_from_a_tie_rounds_to_its_own_side():
+    """On every tie between two codes: the next fp32 number above takes the upper code, below it the lower."""
+    ties = torch.tensor([.25, .75, 1.25, 1.75, 2.5, 3.5, 5])
+    above, below = (torch.nextafter(ties, ties + sign) for sign in (1, -1))
+    q = nvfp4.quantize(torch.cat([torch.tensor([6.0]), above, -below, torch.zeros(1)])[None], "rtn", 1.0)
+    assert q.block_scale.item() == 1
+    assert torch.stack([q.packed & 15, q.packed >> 4], -1).flatten().tolist() == [
+        7, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 0]
+
+
 def test_zero_blocks_and_subnormal_scales():
     """Zeros stay zeros. Subnormal scales are multiples of 2⁻⁹: rtn loses a small block, sweep keeps it."""
     for method in ("rtn", "sweep"):
