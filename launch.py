@@ -33,7 +33,7 @@ LEAST |= dict.fromkeys("prompts max_new_tokens updates_per_rollout eval_every ev
                        "alpha micro_tokens".split(), 1) | dict(group_size=2, sigma_stages=3)
 MOST = dict.fromkeys("lr weight_decay beta temperature sigma_start sigma_end".split(), 1e9)  # not infinity
 MOST |= dict(seed=2**32 - 1, eval_top_p=1, rank=512)         # rank: the kernel keeps lora_B in shared memory
-SCORED = ("model quant rank alpha task data test operands "
+SCORED = ("model quant rank alpha task data test operands "     # these eight cannot change in a resume
           "max_new_tokens temperature eval_samples eval_top_p seed").split()
 
 
@@ -92,7 +92,7 @@ def start(config, train, preflight):
 def parse(Config, arguments):
     """→ a checked Config. Each field is a --flag, its comment the flag's help. Flags not given: those of the
     run in --resume; the SCORED ones, those of the run that trained --adapter. SystemExit 2: a wrong type;
-    ValueError: a bad value."""
+    ValueError: a bad value, or one that a resume cannot change."""
     parser = ArgumentParser(usage="train.py [--flag value]", allow_abbrev=False, argument_default=SUPPRESS)
     for name, comment in re.findall(r"^    (\w+):.*?#\s*(.*)$", inspect.getsource(Config), re.M):
         kind, default = Config.__annotations__[name], getattr(Config, name)
@@ -101,7 +101,7 @@ def parse(Config, arguments):
     given, flags, note = vars(parser.parse_args(arguments)), vars(Config()), ""
     if folder := given.get("resume"):
         flags |= runs.stored(Config, folder)
-        for name in ("out", "adapter"):
+        for name in ("out", "adapter", *SCORED[:8]):
             if os.path.abspath(str(given.get(name, flags[name]))) != os.path.abspath(str(flags[name])):
                 raise ValueError(f"--{name} {given[name]} beside --resume {folder}: that run has its own "
                                  f"({flags[name] or 'none'}); leave it out, or begin another run")

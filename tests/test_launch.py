@@ -190,6 +190,20 @@ def test_an_adapter_of_ones_own_task_is_scored_from_anywhere(start, tmp_path, mo
     assert [got[k] for k in keys] == [want[k] for k in keys] and 0 < got["eval_greedy"] != got["eval_sampled"]
 
 
+@pytest.mark.parametrize("name, value", [
+    ("model", "other"), ("quant", "rtn"), ("rank", "3"), ("alpha", "3"), ("task", "addition"),
+    ("data", "x.jsonl"), ("test", "x.jsonl"), ("operands", "2-9"), ("out", "other"), ("adapter", "other")])
+def test_a_resume_keeps_what_its_checkpoint_was_trained_on(ended, tmp_path, monkeypatch, name, value):
+    """Refused before anything is loaded; the run's own value may be given again, a path from anywhere."""
+    folder = ended(**SCORED | dict(data=str(tmp_path / "data.jsonl")))
+    with pytest.raises(ValueError, match=f"^--{name} {value} beside --resume {folder}: that run has its own"):
+        launch.parse(train.Config, ["--resume", folder, f"--{name}", value])
+    (tmp_path / "data.jsonl").touch()
+    monkeypatch.chdir(folder)
+    again = ["--resume", folder, "--data", "../data.jsonl", "--rank", "4", "--model", SCORED["model"]]
+    assert launch.parse(train.Config, again) == launch.parse(train.Config, ["--resume", folder])
+
+
 @pytest.mark.parametrize("where, said", [
     ("launch.load = stop", ""), ("Sampler.generate = stop", "\nstopped after 0 steps; go on with: .*run\n")])
 def test_ctrl_c_before_the_first_step_ends_without_a_traceback(tiny_chat, tmp_path, where, said):
