@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction
+from difflib import get_close_matches
 from pathlib import Path
 
 import torch
@@ -92,13 +93,17 @@ def start(config, train, preflight):
 def parse(Config, arguments):
     """→ a checked Config. Each field is a --flag, its comment the flag's help. Flags not given: those of the
     run in --resume; the SCORED ones, those of the run that trained --adapter. SystemExit 2: a wrong type;
-    ValueError: a bad value, or one that a resume cannot change."""
+    ValueError: an unknown flag, a bad value, or one that a resume cannot change."""
     parser = ArgumentParser(usage="train.py [--flag value]", allow_abbrev=False, argument_default=SUPPRESS)
     for name, comment in re.findall(r"^    (\w+):.*?#\s*(.*)$", inspect.getsource(Config), re.M):
         kind, default = Config.__annotations__[name], getattr(Config, name)
         parser.add_argument(f"--{name.replace('_', '-')}", help=f"{comment} (default: {default})",
                             **{"action": BooleanOptionalAction} if kind is bool else {"type": kind})
-    given, flags, note = vars(parser.parse_args(arguments)), vars(Config()), ""
+    given, unknown = parser.parse_known_args(arguments)
+    for word in unknown:
+        near = ", --".join(get_close_matches(word.replace("-", "_"), Config.__annotations__, cutoff=0))
+        raise ValueError(f"there is no {word}; the nearest are --{near.replace('_', '-')}; --help lists all")
+    given, flags, note = vars(given), vars(Config()), ""
     if folder := given.get("resume"):
         flags |= runs.stored(Config, folder)
         for name in ("out", "adapter", *SCORED[:8]):

@@ -118,13 +118,24 @@ def test_every_field_is_a_flag_with_its_comment_as_help(capsys):
         train.Config(aqn=False, clip_low=.1, task="addition")
 
 
-@pytest.mark.parametrize("flags", ["--steps x", "--steps .5", "--aqn=no", "--lr", "--step 3"])
+@pytest.mark.parametrize("flags", ["--steps x", "--steps .5", "--aqn=no", "--lr"])
 def test_a_wrong_type_stops_with_2(flags, capsys):
     """In two lines, without the list of all flags."""
     with pytest.raises(SystemExit, match="2"):
         launch.parse(train.Config, flags.split())
     usage, error = capsys.readouterr().err.splitlines()
     assert "error: " in error and flags[:4] in error and usage.endswith("train.py [--flag value]")
+
+
+@pytest.mark.parametrize("flags, near", [
+    ("--stepz 3", "--stepz; the nearest are --steps, "), ("--step=3", "--step=3; the nearest are --steps, "),
+    ("--lr 1 --clip 2", "--clip; the nearest are --clip-low, --clip-high, "),
+    ("--max_new_tokens 9", "--max_new_tokens; the nearest are --max-new-tokens, "),
+    ("gsm8k", "gsm8k; the nearest are --task, ")])
+def test_an_unknown_flag_names_those_nearest_to_it(flags, near):
+    """A prefix of a flag, or an underscore in it, counts as unknown."""
+    with pytest.raises(ValueError, match=f"^there is no {near}.*; --help lists all$"):
+        launch.parse(train.Config, flags.split())
 
 
 # what the run of an adapter was trained with; each differs from its default
@@ -326,7 +337,7 @@ def test_a_run_is_resumed_from_another_folder(start, whole, tmp_path, monkeypatc
     ("--adapter {tmp}", "adapter_config.json"), ("--group-size 1", "--group-size 1 must be at least 2"),
     ("--max-new-tokens 129", "tokens: --max-new-tokens 129 leaves 1 to -1; mend"),
     ("--max-new-tokens 127", "the prompt '"),
-    ("--preflight --resume {tmp}/ended", "but --adapter {tmp}/ended/ad"),
+    ("--preflight --resume {tmp}/ended", "but --adapter {tmp}/ended/ad"), ("--stepz 3", "--steps"),
     ("--task gsm8k --data {tmp}/long.jsonl", "the prompt '1+1+1+"),
     ("--task gsm8k --data {tmp}/half.jsonl", "half.jsonl, line 5: 'utf-8' codec can't encode")])
 def test_what_a_user_can_get_wrong_is_one_line_and_exit_code_2(
