@@ -31,7 +31,7 @@ CHOICES = {"quant": QUANT, "task": TASKS, "loss": grpo.CLIP, "correction": ("non
            "sigma_schedule": aqn.SCHEDULES}
 LEAST = dict.fromkeys("steps warmup resample beta clip_low clip_high lr weight_decay seed".split(), 0)
 LEAST |= dict.fromkeys("prompts max_new_tokens updates_per_rollout eval_every eval_samples save_every rank "
-                       "alpha micro_tokens".split(), 1) | dict(group_size=2, sigma_stages=3)
+                       "alpha micro_tokens".split(), 1) | dict(eval_problems=0, group_size=2, sigma_stages=3)
 MOST = dict.fromkeys("lr weight_decay beta temperature sigma_start sigma_end".split(), 1e9)  # not infinity
 MOST |= dict(seed=2**32 - 1, eval_top_p=1, rank=512)         # rank: the kernel keeps lora_B in shared memory
 SCORED = ("model quant rank alpha task data test operands "     # these eight cannot change in a resume
@@ -95,10 +95,12 @@ def parse(Config, arguments):
     run in --resume; the SCORED ones, those of the run that trained --adapter. SystemExit 2: a wrong type;
     ValueError: an unknown flag, a bad value, or one that a resume cannot change."""
     parser = ArgumentParser(usage="train.py [--flag value]", allow_abbrev=False, argument_default=SUPPRESS)
-    for name, comment in re.findall(r"^    (\w+):.*?#\s*(.*)$", inspect.getsource(Config), re.M):
+    field, group = r"(?:# --- (.+)\n)?^    (\w+):.*?#\s*(.*)", parser     # perhaps a title; name, comment
+    for title, name, comment in re.findall(field, inspect.getsource(Config), re.M):
+        group = parser.add_argument_group(title) if title else group
         kind, default = Config.__annotations__[name], getattr(Config, name)
-        parser.add_argument(f"--{name.replace('_', '-')}", help=f"{comment} (default: {default})",
-                            **{"action": BooleanOptionalAction} if kind is bool else {"type": kind})
+        group.add_argument(f"--{name.replace('_', '-')}", help=f"{comment} (default: {default})",
+                           **{"action": BooleanOptionalAction} if kind is bool else {"type": kind})
     given, unknown = parser.parse_known_args(arguments)
     for word in unknown:
         near = ", --".join(get_close_matches(word.replace("-", "_"), Config.__annotations__, cutoff=0))

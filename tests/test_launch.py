@@ -118,6 +118,17 @@ def test_every_field_is_a_flag_with_its_comment_as_help(capsys):
         train.Config(aqn=False, clip_low=.1, task="addition")
 
 
+def test_help_is_grouped_by_the_titles_in_config(capsys):
+    """A title is a comment "# --- title" above the group's first field, or beside the name of the class."""
+    with pytest.raises(SystemExit, match="0"):
+        launch.parse(train.Config, ["--help"])
+    _, _, *groups = re.split(r"^(\w+):\n", capsys.readouterr().out, flags=re.M)[1:]
+    first = {title: re.search(r"--([\w-]+)", text)[1]
+             for title, text in zip(groups[::2], groups[1::2], strict=True)}
+    assert first == dict(model="model", task="task", sampling="prompts", objective="loss", noise="aqn",
+                         schedule="steps", run="eval-every")
+
+
 @pytest.mark.parametrize("flags", ["--steps x", "--steps .5", "--aqn=no", "--lr"])
 def test_a_wrong_type_stops_with_2(flags, capsys):
     """In two lines, without the list of all flags."""
@@ -283,7 +294,7 @@ def test_a_config_that_cannot_be_read_is_named(ended, text, words):
     *((name, 0, "0 must be at least 1") for name in (
         "prompts", "max_new_tokens", "updates_per_rollout", "eval_every", "eval_samples",
         "save_every", "micro_tokens", "rank", "alpha")),
-    *((name, -1, "-1 must be at least 0") for name in ("steps", "warmup", "resample")),
+    *((name, -1, "-1 must be at least 0") for name in ("steps", "warmup", "resample", "eval_problems")),
     ("beta", -.1, "-0.1 must be at least 0"), ("beta", float("nan"), "nan must be at least 0"),
     ("lr", -1e-3, "-0.001 must be at least 0"), ("lr", math.inf, "inf must be at most 1000000000"),
     *((name, math.inf, "inf must be at most") for name in ("beta", "temperature", "sigma_start")),
