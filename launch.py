@@ -112,6 +112,12 @@ def parse(Config, arguments):
             if os.path.abspath(str(given.get(name, flags[name]))) != os.path.abspath(str(flags[name])):
                 raise ValueError(f"--{name} {given[name]} beside --resume {folder}: that run has its own "
                                  f"({flags[name] or 'none'}); leave it out, or begin another run")
+        planned, steps = flags["steps"], given.get("steps", flags["steps"])
+        made = max((step + (kind == "step") * flags["updates_per_rollout"]
+                    for kind, step in runs.read(folder)), default=0)
+        if made and steps != planned:
+            note = (f"--steps {steps}, not {planned} as planned: learning rate and σ go on at "
+                    f"{made / steps:.0%} of their schedules, not at {made / planned:.0%}")
     elif given.get("adapter"):
         adapter = Path(os.path.abspath(given["adapter"]))
         adapter /= "adapter" * (adapter / "adapter").is_dir()       # --adapter RUN

@@ -226,6 +226,19 @@ def test_a_resume_keeps_what_its_checkpoint_was_trained_on(ended, tmp_path, monk
     assert launch.parse(train.Config, again) == launch.parse(train.Config, ["--resume", folder])
 
 
+@pytest.mark.parametrize("kind, step, made", [("eval", 8, 8), ("step", 4, 6)])
+def test_a_resume_tells_how_its_schedules_go_on(ended, capsys, kind, step, made):
+    """A step's record is that of the first of its two updates."""
+    folder = ended(steps=8, updates_per_rollout=2)
+    assert launch.parse(train.Config, ["--resume", folder, "--steps", "4"]).steps == 4      # none made
+    runs.append(Path(folder, "metrics.jsonl"), dict(kind=kind, step=step, segment=0))
+    assert launch.parse(train.Config, ["--resume", folder]).steps == 8 and not capsys.readouterr().out
+    assert launch.parse(train.Config, ["--resume", folder, "--steps", "12"]).steps == 12
+    assert capsys.readouterr().out == (
+        f"--steps 12, not 8 as planned: learning rate and σ go on at {made / 12:.0%} of their schedules, not "
+        f"at {made / 8:.0%}\n")
+
+
 @pytest.mark.parametrize("where, said", [
     ("launch.load = stop", ""), ("Sampler.generate = stop", "\nstopped after 0 steps; go on with: .*run\n")])
 def test_ctrl_c_before_the_first_step_ends_without_a_traceback(tiny_chat, tmp_path, where, said):
