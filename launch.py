@@ -115,6 +115,9 @@ def parse(Config, arguments):
         planned, steps = flags["steps"], given.get("steps", flags["steps"])
         made = max((step + (kind == "step") * flags["updates_per_rollout"]
                     for kind, step in runs.read(folder)), default=0)
+        if "steps" in given and steps < made:
+            raise ValueError(f"--steps {steps} beside --resume {folder}: that has made {made} steps; take at "
+                             f"least as many, or evaluate with --steps 0 --adapter {folder}")
         if made and steps != planned:
             note = (f"--steps {steps}, not {planned} as planned: learning rate and σ go on at "
                     f"{made / steps:.0%} of their schedules, not at {made / planned:.0%}")

@@ -228,7 +228,7 @@ def test_a_resume_keeps_what_its_checkpoint_was_trained_on(ended, tmp_path, monk
 
 @pytest.mark.parametrize("kind, step, made", [("eval", 8, 8), ("step", 4, 6)])
 def test_a_resume_tells_how_its_schedules_go_on(ended, capsys, kind, step, made):
-    """A step's record is that of the first of its two updates."""
+    """A step's record is that of the first of its two updates. Fewer steps than made are refused."""
     folder = ended(steps=8, updates_per_rollout=2)
     assert launch.parse(train.Config, ["--resume", folder, "--steps", "4"]).steps == 4      # none made
     runs.append(Path(folder, "metrics.jsonl"), dict(kind=kind, step=step, segment=0))
@@ -237,6 +237,12 @@ def test_a_resume_tells_how_its_schedules_go_on(ended, capsys, kind, step, made)
     assert capsys.readouterr().out == (
         f"--steps 12, not 8 as planned: learning rate and σ go on at {made / 12:.0%} of their schedules, not "
         f"at {made / 8:.0%}\n")
+    assert launch.parse(train.Config, ["--resume", folder, "--steps", str(made)]).steps == made
+    with pytest.raises(ValueError, match=f"^--steps {made - 2} beside --resume {folder}: that has made "
+                       f"{made} steps; take at least as many, or evaluate with --steps 0 --adapter {folder}"):
+        launch.parse(train.Config, ["--resume", folder, "--steps", str(made - 2)])
+    runs.append(Path(folder, "metrics.jsonl"), dict(kind="step", step=7, segment=0))    # of one update
+    assert launch.parse(train.Config, ["--resume", folder]).steps == 8
 
 
 @pytest.mark.parametrize("where, said", [
