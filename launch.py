@@ -3,15 +3,17 @@
 Exit codes: 0 done, 2 an error, 3 --preflight finds training pointless, 128 + n stopped by signal n.
 Needs: torch; checkpoint.py, model.py, runs.py, tasks.py, aqn.py, grpo.py, lora.py.
 """
-import dataclasses
 import inspect
+import json
 import math
 import os
 import re
 import signal
 import sys
 import time
-from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, BooleanOptionalAction
+from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction
+from difflib import get_close_matches
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,10 +30,12 @@ CHOICES = {"quant": QUANT, "task": TASKS, "loss": grpo.CLIP, "correction": ("non
            "overlong": ("none", "mask", "penalty"), "schedule": ("constant", "linear", "cosine"),
            "sigma_schedule": aqn.SCHEDULES}
 LEAST = dict.fromkeys("steps warmup resample beta clip_low clip_high lr weight_decay seed".split(), 0)
-LEAST |= dict.fromkeys("prompts max_new_tokens updates_per_rollout eval_every eval_samples save_every "
-                       "micro_tokens rank alpha".split(), 1) | dict(group_size=2, sigma_stages=3)
+LEAST |= dict.fromkeys("prompts max_new_tokens updates_per_rollout eval_every eval_samples save_every rank "
+                       "alpha micro_tokens".split(), 1) | dict(eval_problems=0, group_size=2, sigma_stages=3)
 MOST = dict.fromkeys("lr weight_decay beta temperature sigma_start sigma_end".split(), 1e9)  # not infinity
 MOST |= dict(seed=2**32 - 1, eval_top_p=1, rank=512)         # rank: the kernel keeps lora_B in shared memory
+SCORED = ("model quant rank alpha task data test operands "     # these eight cannot change in a resume
+          "max_new_tokens temperature eval_samples eval_top_p seed").split()
 
 
 def main(Config, train, preflight):
@@ -56,19 +60,16 @@ def start(config, train, preflight):
     rank, ranks = rank_and_count()
     if config.prompts % ranks:
         raise ValueError(f"--prompts {config.prompts} must be a multiple of the {ranks} ranks")
-    given = config.data, config.operands
-    if config.test:
-        task = tested(config.task, config.test, *given, trains=bool(config.steps or config.preflight))
-    else:
-        task = own(config.task) if config.task.endswith(".py") else TASKS[config.task](*given)
+    trains, given = bool(config.steps or config.preflight), (config.data, config.operands)
+    task = (tested(config.task, config.test, *given * trains, trains=trains) if config.test else
+            own(config.task) if config.task.endswith(".py") else TASKS[config.task](*given))
     began = time.perf_counter()
     source = checkpoint.open(config.model)
     tokenizer, stop_ids = source.tokenizer(), source.stop_ids()
     # Check now, not when training draws them: one prompt's roles, and long texts (1 byte a token or more)
     room = getattr(source.config, "max_position_embeddings", math.inf) - config.max_new_tokens
-    long = task.held_out[:1] + [p for p in task.held_out + task.train * bool(config.steps)
-                                if len(str(task.prompt(p)).encode()) > room / 2]
-    encoded(config, source.config, task, tokenizer, long)
+    long = [p for p in task.held_out + task.train * trains if len(str(task.prompt(p)).encode()) > room / 2]
+    encoded(config, source.config, task, tokenizer, task.held_out[:1] + long)
     run = runs.Run(config, quiet=rank > 0)
     if tokenizer.chat_template is None:
         run.say("note: this model's tokenizer has no chat template: prompts are plain text", sys.stderr)
@@ -90,20 +91,54 @@ def start(config, train, preflight):
 
 
 def parse(Config, arguments):
-    """→ a checked Config. Each field is a --flag, its comment the flag's help. With --resume, the defaults
-    are that run's stored flags. SystemExit 2: an unknown flag or a wrong type; ValueError: a bad value."""
-    comments = dict(re.findall(r"^    (\w+):.*?#\s*(.*)$", inspect.getsource(Config), re.M))
-    parser = ArgumentParser(allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter)
-    for f in dataclasses.fields(Config):
-        kind = {"action": BooleanOptionalAction} if f.type is bool else {"type": f.type}
-        parser.add_argument(f"--{f.name.replace('_', '-')}", default=f.default, help=comments[f.name], **kind)
-    if folder := parser.parse_args(arguments).resume:
-        parser.set_defaults(**runs.stored(Config, folder))
-    flags = vars(parser.parse_args(arguments))
-    for name in ("out", "adapter") * bool(folder):
-        if os.path.abspath(flags[name]) != os.path.abspath(parser.get_default(name)):
-            raise ValueError(f"--{name} {flags[name]} beside --resume {folder}: that run has its own; "
-                             "leave it out, or begin another run")
+    """→ a checked Config. Each field is a --flag, its comment the flag's help. Flags not given: those of the
+    run in --resume; the SCORED ones, those of the run that trained --adapter. SystemExit 2: a wrong type;
+    ValueError: an unknown flag, a bad value, or one that a resume cannot change."""
+    parser = ArgumentParser(usage="train.py [--flag value]", allow_abbrev=False, argument_default=SUPPRESS)
+    field, group = r"(?:# --- (.+)\n)?^    (\w+):.*?#\s*(.*)", parser     # perhaps a title; name, comment
+    for title, name, comment in re.findall(field, inspect.getsource(Config), re.M):
+        group = parser.add_argument_group(title) if title else group
+        kind, default = Config.__annotations__[name], getattr(Config, name)
+        group.add_argument(f"--{name.replace('_', '-')}", help=f"{comment} (default: {default})",
+                           **{"action": BooleanOptionalAction} if kind is bool else {"type": kind})
+    given, unknown = parser.parse_known_args(arguments)
+    for word in unknown:
+        near = ", --".join(get_close_matches(word.replace("-", "_"), Config.__annotations__, cutoff=0))
+        raise ValueError(f"there is no {word}; the nearest are --{near.replace('_', '-')}; --help lists all")
+    given, flags, note = vars(given), vars(Config()), ""
+    if folder := given.get("resume"):
+        flags |= runs.stored(Config, folder)
+        for name in ("out", "adapter", *SCORED[:8]):
+            if os.path.abspath(str(given.get(name, flags[name]))) != os.path.abspath(str(flags[name])):
+                raise ValueError(f"--{name} {given[name]} beside --resume {folder}: that run has its own "
+                                 f"({flags[name] or 'none'}); leave it out, or begin another run")
+        planned, steps = flags["steps"], given.get("steps", flags["steps"])
+        made = max((step + (kind == "step") * flags["updates_per_rollout"]
+                    for kind, step in runs.read(folder)), default=0)
+        if "steps" in given and steps < made:
+            raise ValueError(f"--steps {steps} beside --resume {folder}: that has made {made} steps; take at "
+                             f"least as many, or evaluate with --steps 0 --adapter {folder}")
+        if made and steps != planned:
+            note = (f"--steps {steps}, not {planned} as planned: learning rate and σ go on at "
+                    f"{made / steps:.0%} of their schedules, not at {made / planned:.0%}")
+    elif given.get("adapter"):
+        adapter = Path(os.path.abspath(given["adapter"]))
+        adapter /= "adapter" * (adapter / "adapter").is_dir()       # --adapter RUN
+        file = adapter.with_name("config.json")
+        try:
+            stored = json.loads(file.read_text()) if file.is_file() else {}
+        except ValueError as error:
+            raise ValueError(f"{file} is damaged ({error}): mend it, or move {adapter} elsewhere") from error
+        if "quant" in stored:                                       # else there is none, or a model's
+            if given.get("task", stored["task"]) != stored["task"]:
+                stored |= dict(data="", test="", operands="")       # another task has other problems
+            taken = {k: stored[k] for k in SCORED if k not in given and stored.get(k, "") != ""}
+            parser.set_defaults(**taken)
+            given = vars(parser.parse_args(arguments)) | dict(adapter=str(adapter))
+            note = f"from {file}: {', '.join(f'{k} {v}' for k, v in taken.items())}"
+    if note and os.environ.get("RANK", "0") == "0":
+        print(note)
+    flags |= given
     for name in ("model", "data", "test", "adapter", *["task"] * flags["task"].endswith(".py")):
         if os.path.exists(flags[name]) and flags[name] != "smollm2":    # a resume may start elsewhere
             flags[name] = os.path.abspath(flags[name])

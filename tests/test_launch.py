@@ -26,9 +26,11 @@ from tasks import Task
 
 @pytest.fixture
 def ended(tmp_path):
-    """ended(flags) → a folder with the config and (empty) checkpoint of a run, enough to parse --resume."""
+    """ended(flags) → a folder with an adapter's folder, the config, the (empty) log and checkpoint of a run:
+    enough to parse --resume and --adapter."""
     def make(**flags):
-        (tmp_path / "ended").mkdir()
+        (tmp_path / "ended/adapter").mkdir(parents=True)
+        (tmp_path / "ended/metrics.jsonl").touch()
         (tmp_path / "ended/checkpoint.safetensors").touch()
         (tmp_path / "ended/config.json").write_text(json.dumps(vars(train.Config()) | flags))
         return str(tmp_path / "ended")
@@ -110,19 +112,152 @@ def test_every_field_is_a_flag_with_its_comment_as_help(capsys):
     for f in dataclasses.fields(train.Config):
         comment, = re.findall(rf"^    {f.name}: .*?  # (.+)$", source, re.M)
         flag = f"--{f.name.replace('_', '-')}"
-        assert " ".join(comment.split()) in text and f"{flag} " in text
+        assert " ".join(comment.split()) in text and re.search(f"{flag}[ ,]", text)
         assert (f"--no-{flag[2:]}" in text) == (f.type is bool)
     assert launch.parse(train.Config, []) == train.Config()
     assert launch.parse(train.Config, ["--no-aqn", "--clip-low", "0.1", "--task", "addition"]) == \
         train.Config(aqn=False, clip_low=.1, task="addition")
 
 
-@pytest.mark.parametrize("flags", ["--stepz 3", "--step 3", "--steps x", "--steps .5", "--aqn=no", "--lr"])
-def test_an_unknown_flag_or_a_wrong_type_stops_with_2(flags, capsys):
-    """A prefix of a flag counts as unknown."""
+def test_help_is_grouped_by_the_titles_in_config(capsys):
+    """A title is a comment "# --- title" above the group's first field, or beside the name of the class."""
+    with pytest.raises(SystemExit, match="0"):
+        launch.parse(train.Config, ["--help"])
+    _, _, *groups = re.split(r"^(\w+):\n", capsys.readouterr().out, flags=re.M)[1:]
+    first = {title: re.search(r"--([\w-]+)", text)[1]
+             for title, text in zip(groups[::2], groups[1::2], strict=True)}
+    assert first == dict(model="model", task="task", sampling="prompts", objective="loss", noise="aqn",
+                         schedule="steps", run="eval-every")
+
+
+@pytest.mark.parametrize("flags", ["--steps x", "--steps .5", "--aqn=no", "--lr"])
+def test_a_wrong_type_stops_with_2(flags, capsys):
+    """In two lines, without the list of all flags."""
     with pytest.raises(SystemExit, match="2"):
         launch.parse(train.Config, flags.split())
-    assert "error: " in capsys.readouterr().err.splitlines()[-1]
+    usage, error = capsys.readouterr().err.splitlines()
+    assert "error: " in error and flags[:4] in error and usage.endswith("train.py [--flag value]")
+
+
+@pytest.mark.parametrize("flags, near", [
+    ("--stepz 3", "--stepz; the nearest are --steps, "), ("--step=3", "--step=3; the nearest are --steps, "),
+    ("--lr 1 --clip 2", "--clip; the nearest are --clip-low, --clip-high, "),
+    ("--max_new_tokens 9", "--max_new_tokens; the nearest are --max-new-tokens, "),
+    ("gsm8k", "gsm8k; the nearest are --task, ")])
+def test_an_unknown_flag_names_those_nearest_to_it(flags, near):
+    """A prefix of a flag, or an underscore in it, counts as unknown."""
+    with pytest.raises(ValueError, match=f"^there is no {near}.*; --help lists all$"):
+        launch.parse(train.Config, flags.split())
+
+
+# what the run of an adapter was trained with; each differs from its default
+SCORED = dict(model="/there/model", quant="bf16", rank=4, alpha=8, task="gsm8k", data="/there/data.jsonl",
+              test="a/b:test", max_new_tokens=99, temperature=.5, eval_samples=3, eval_top_p=.5, seed=7)
+
+
+@pytest.mark.parametrize("name", ["ended", "ended/adapter", "ended/adapter/", "ended/adapter-best"])
+@pytest.mark.parametrize("more", [[], ["--steps", "0"]])
+def test_an_adapter_of_a_run_is_used_as_it_was_trained(ended, tmp_path, monkeypatch, capsys, name, more):
+    """What a score depends on is that run's, unless a flag says otherwise, and one line says so. Its lr and
+    the paths of its own are not."""
+    folder = ended(**SCORED, lr=1.0, out="/there", adapter="/there/adapter", name="flag of an older version")
+    Path(folder, "adapter-best").mkdir()
+    monkeypatch.chdir(tmp_path)
+    adapter = os.path.join(folder, "adapter-best" if "best" in name else "adapter")
+    want = train.Config(**SCORED, adapter=adapter, steps=0 if more else 16)
+    assert launch.parse(train.Config, ["--adapter", name, *more]) == want
+    assert capsys.readouterr().out == (
+        f"from {folder}/config.json: model /there/model, quant bf16, rank 4, alpha 8, task gsm8k, data "
+        "/there/data.jsonl, test a/b:test, max_new_tokens 99, temperature 0.5, eval_samples 3, "
+        "eval_top_p 0.5, seed 7\n")
+    config = launch.parse(train.Config, ["--adapter", name, "--quant", "nvfp4", "--seed=0", *more])
+    assert config == dataclasses.replace(want, quant="nvfp4", seed=0)
+    assert not {"quant", "seed"} & set(capsys.readouterr().out.split())
+    monkeypatch.setenv("RANK", "1")
+    assert launch.parse(train.Config, ["--adapter", name, *more]) == want and not capsys.readouterr().out
+
+
+def test_the_problems_of_a_run_belong_to_its_task(ended):
+    """Its data, test and operands are not taken beside another --task."""
+    folder = ended(**SCORED | dict(operands="1-9"))
+    config = launch.parse(train.Config, ["--adapter", folder, "--task", "multiplication"])
+    assert (config.task, config.data, config.test, config.operands) == ("multiplication", "", "", "")
+    same = launch.parse(train.Config, ["--adapter", folder, "--task", "gsm8k"])
+    assert (same.data, same.test, same.operands) == (SCORED["data"], SCORED["test"], "1-9")
+
+
+def test_an_adapter_from_elsewhere_brings_no_flags(ended, tmp_path, capsys):
+    """Neither alone, nor in a folder of a model, whose config.json is another; a damaged config is named."""
+    for config in (None, '{"model_type": "llama", "temperature": 0.5}'):
+        (tmp_path / "other/peft").mkdir(parents=True, exist_ok=True)
+        if config:
+            (tmp_path / "other/config.json").write_text(config)
+        got = launch.parse(train.Config, ["--adapter", str(tmp_path / "other/peft")])
+        assert got == train.Config(adapter=str(tmp_path / "other/peft")) and not capsys.readouterr().out
+    Path(folder := ended(), "config.json").write_text('{"quant": ')
+    with pytest.raises(ValueError, match=f"{folder}/config.json is damaged .*: mend it, or move {folder}/ad"):
+        launch.parse(train.Config, ["--adapter", folder])
+
+
+def test_an_adapter_of_ones_own_task_is_scored_from_anywhere(start, tmp_path, monkeypatch, capsys):     # noqa: F811
+    """The scores, greedy and sampled, are those at the end of the run, to the last digit."""
+    (tmp_path / "there").mkdir()
+    Path(tmp_path / "mine.py").write_text("problems = lambda: [{'prompt': str(n)} for n in range(40)]\n"
+                                          "reward = lambda p, text, finished: len(text)")
+    monkeypatch.chdir(tmp_path)
+    assert start("--task", "mine.py", "--steps", 2, "--eval-samples", 2, "--seed", 3) == 0
+    monkeypatch.chdir("there")
+    assert main("--steps", 0, "--device", "cpu", "--out", "score", "--adapter", tmp_path / "run") == 0
+    want, (got,) = runs.read(tmp_path / "run")["eval", 2], runs.read("score").values()
+    keys = "eval_greedy", "eval_greedy_loose", "eval_sampled", "problems"
+    assert [got[k] for k in keys] == [want[k] for k in keys] and 0 < got["eval_greedy"] != got["eval_sampled"]
+
+
+@pytest.mark.parametrize("name, value", [
+    ("model", "other"), ("quant", "rtn"), ("rank", "3"), ("alpha", "3"), ("task", "addition"),
+    ("data", "x.jsonl"), ("test", "x.jsonl"), ("operands", "2-9"), ("out", "other"), ("adapter", "other")])
+def test_a_resume_keeps_what_its_checkpoint_was_trained_on(ended, tmp_path, monkeypatch, name, value):
+    """Refused before anything is loaded; the run's own value may be given again, a path from anywhere."""
+    folder = ended(**SCORED | dict(data=str(tmp_path / "data.jsonl")))
+    with pytest.raises(ValueError, match=f"^--{name} {value} beside --resume {folder}: that run has its own"):
+        launch.parse(train.Config, ["--resume", folder, f"--{name}", value])
+    (tmp_path / "data.jsonl").touch()
+    monkeypatch.chdir(folder)
+    again = ["--resume", folder, "--data", "../data.jsonl", "--rank", "4", "--model", SCORED["model"]]
+    assert launch.parse(train.Config, again) == launch.parse(train.Config, ["--resume", folder])
+
+
+@pytest.mark.parametrize("kind, step, made", [("eval", 8, 8), ("step", 4, 6)])
+def test_a_resume_tells_how_its_schedules_go_on(ended, capsys, kind, step, made):
+    """A step's record is that of the first of its two updates. Fewer steps than made are refused."""
+    folder = ended(steps=8, updates_per_rollout=2)
+    assert launch.parse(train.Config, ["--resume", folder, "--steps", "4"]).steps == 4      # none made
+    runs.append(Path(folder, "metrics.jsonl"), dict(kind=kind, step=step, segment=0))
+    assert launch.parse(train.Config, ["--resume", folder]).steps == 8 and not capsys.readouterr().out
+    assert launch.parse(train.Config, ["--resume", folder, "--steps", "12"]).steps == 12
+    assert capsys.readouterr().out == (
+        f"--steps 12, not 8 as planned: learning rate and σ go on at {made / 12:.0%} of their schedules, not "
+        f"at {made / 8:.0%}\n")
+    assert launch.parse(train.Config, ["--resume", folder, "--steps", str(made)]).steps == made
+    with pytest.raises(ValueError, match=f"^--steps {made - 2} beside --resume {folder}: that has made "
+                       f"{made} steps; take at least as many, or evaluate with --steps 0 --adapter {folder}"):
+        launch.parse(train.Config, ["--resume", folder, "--steps", str(made - 2)])
+    runs.append(Path(folder, "metrics.jsonl"), dict(kind="step", step=7, segment=0))    # of one update
+    assert launch.parse(train.Config, ["--resume", folder]).steps == 8
+
+
+@pytest.mark.parametrize("where, said", [
+    ("launch.load = stop", ""), ("Sampler.generate = stop", "\nstopped after 0 steps; go on with: .*run\n")])
+def test_ctrl_c_before_the_first_step_ends_without_a_traceback(tiny_chat, tmp_path, where, said):
+    """While the model is loaded, and while the first evaluation samples: exit code 130."""
+    code = f"""import os, signal, time, launch
+from rollout import Sampler
+def stop(*_, **__):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+{where}"""
+    run = Command(tmp_path, *FLAGS, "--model", tiny_chat, "--out", tmp_path / "run", code=code)
+    assert run.code == 130 and re.fullmatch(said, run.said)
 
 
 def test_a_resume_takes_the_runs_own_flags_and_those_given_beside_it_win(ended):
@@ -179,7 +314,7 @@ def test_a_config_that_cannot_be_read_is_named(ended, text, words):
     *((name, 0, "0 must be at least 1") for name in (
         "prompts", "max_new_tokens", "updates_per_rollout", "eval_every", "eval_samples",
         "save_every", "micro_tokens", "rank", "alpha")),
-    *((name, -1, "-1 must be at least 0") for name in ("steps", "warmup", "resample")),
+    *((name, -1, "-1 must be at least 0") for name in ("steps", "warmup", "resample", "eval_problems")),
     ("beta", -.1, "-0.1 must be at least 0"), ("beta", float("nan"), "nan must be at least 0"),
     ("lr", -1e-3, "-0.001 must be at least 0"), ("lr", math.inf, "inf must be at most 1000000000"),
     *((name, math.inf, "inf must be at most") for name in ("beta", "temperature", "sigma_start")),
@@ -233,14 +368,14 @@ def test_a_run_is_resumed_from_another_folder(start, whole, tmp_path, monkeypatc
     ("--adapter {tmp}", "adapter_config.json"), ("--group-size 1", "--group-size 1 must be at least 2"),
     ("--max-new-tokens 129", "tokens: --max-new-tokens 129 leaves 1 to -1; mend"),
     ("--max-new-tokens 127", "the prompt '"),
-    ("--preflight --resume {tmp}/ended", "but --adapter {tmp}/ended/ad"),
+    ("--preflight --resume {tmp}/ended", "but --adapter {tmp}/ended/ad"), ("--stepz 3", "--steps"),
     ("--task gsm8k --data {tmp}/long.jsonl", "the prompt '1+1+1+"),
     ("--task gsm8k --data {tmp}/half.jsonl", "half.jsonl, line 5: 'utf-8' codec can't encode")])
 def test_what_a_user_can_get_wrong_is_one_line_and_exit_code_2(
         tiny_chat, tmp_path, ended, monkeypatch, capsys, flags, words):
     """python train.py …, run in this process."""
     (tmp_path / "file").write_text("not a folder")
-    ended()
+    ended(model=str(tiny_chat), rank=4)
     good = [json.dumps({"question": f"{i}+1", "answer": f"#### {i + 1}"}) + "\n" for i in range(5)]
     (tmp_path / "long.jsonl").write_text("".join(good).replace("4+1", "1+" * 99 + "1"))
     (tmp_path / "half.jsonl").write_text("".join(good).replace("4+1", r"half an emoji: \ud83d"))
