@@ -187,8 +187,8 @@ def run_vllm(job):
     if compiled == "none":
         compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     folder = Path(job.folder)
-    llm = vllm.LLM(model=str(folder / weights), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
-                   generation_config="vllm", max_model_len=4096, max_num_seqs=job.slots, seed=0,
+    llm = vllm.LLM(model=str(folder / weights), load_format="dummy", skip_tokenizer_init=True,
+                   dtype="bfloat16", generation_config="vllm", max_model_len=4096, max_num_seqs=job.slots,
                    gpu_memory_utilization=0.85, enable_prefix_caching=True, enable_lora=True,
                    max_lora_rank=32, max_loras=1, compilation_config=compilation)
     adapter, chance = LoRARequest("adapter", 1, str(folder / "adapter")), random.Random(0)

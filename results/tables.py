@@ -27,8 +27,8 @@ NAMES = {"135m": "SmolLM2-135M", "nvfp4": "NVFP4", "bf16": "bf16",
          "hf-nf4": "transformers + bitsandbytes NF4 + PEFT *"}
 
 
-def read(name):
-    return [json.loads(line) for line in (LOGS / f"{name}_bench.jsonl").read_text().splitlines()]
+def read(name, path=None):
+    return [json.loads(line) for line in Path(path or LOGS / f"{name}_bench.jsonl").read_text().splitlines()]
 
 
 def head(*columns):
@@ -168,9 +168,9 @@ def turns():
          "`python results/turns.py`, log in `results/turns.jsonl`.")
 
 
-def peer_rows(path=LOGS / "peers_bench.jsonl"):
-    """→ the records of results/peers.py, and (run and card, part) → {rows or "whole": [tokens a second, …]}."""
-    records, rows = [json.loads(line) for line in Path(path).read_text().splitlines()], {}
+def peer_rows(path=None):
+    """→ the records of results/peers.py; (run and card, part) → {rows or "whole": [tokens a second, …]}."""
+    records, rows = read("peers", path), {}
     for r in records:
         row = rows.setdefault(((r["run"], r["card"]), r["part"]), {})
         if "tok_s" in r:
@@ -182,41 +182,41 @@ def over_vllm(rows, weights):
     """→ {rows or "whole": tokens a second of ours over those of vLLM's best mode in the same run}. Of several
     runs the lowest: each may have other modes of vLLM, and a card compares only with itself."""
     ratios = {}
-    for (run, part), row in rows.items():
-        theirs = [row for (where, part), row in rows.items() if (where, *part.split("/")[:2])
-                  == (run, "vllm", weights)] if part == f"ours/{weights}" else []
-        for batch in row:
-            if best := [rate for other in theirs for rate in other.get(batch, ())]:
-                ratios.setdefault(batch, []).append(statistics.mean(row[batch]) / max(best))
+    for run in dict.fromkeys(run for run, part in rows if part == f"ours/{weights}"):
+        theirs = [row for (where, part), row in rows.items()
+                  if where == run and part.startswith(f"vllm/{weights}")]
+        for batch, rates in rows[run, f"ours/{weights}"].items():
+            if best := [row[batch][0] for row in theirs if batch in row]:
+                ratios.setdefault(batch, []).append(statistics.mean(rates) / max(best))
     return {batch: min(found) for batch, found in ratios.items()}
 
 
-def peers(path=LOGS / "peers_bench.jsonl"):
+def peers(path=None):
     records, rows = peer_rows(path)
     batches = sorted({batch for row in rows.values() for batch in row}, key=lambda b: (b == "whole", b))
     runs = list(dict.fromkeys(run for run, _ in rows))
-    failed = {((r["run"], r["card"]), r["part"]): r["failed"] for r in records if "failed" in r}
-    words = {"ours": "ours", "vllm": "vLLM", "none": "CUDA graphs without torch.compile", "default":
-             "torch.compile", "1": "one process", "2": "two processes", **NAMES}
+    words = {"vllm": "vLLM", "none": "CUDA graphs alone", "default": "torch.compile",
+             "1": "one process", "2": "two processes", **NAMES}
+    failed = {(r["run"], r["card"], r["part"]): r["failed"] for r in records if "failed" in r}
     head("tokens/s", *("whole rollout" if batch == "whole" else f"B={batch}" for batch in batches))
     for (run, part), row in rows.items():
-        name = [words[word] for word in part.split("/")]
-        name += [f"card {1 + runs.index(run)}"] if len(runs) > 1 else []
-        empty = "failed" if (run, part) in failed else ""
-        entry(", ".join(name), *(" and ".join(f"{rate:,.0f}" for rate in row.get(b, ())) or empty for b in batches))
+        name = ", ".join(words.get(word, word) for word in part.split("/"))
+        empty = "failed" if (*run, part) in failed else ""
+        entry(name + (f", card {1 + runs.index(run)}" if runs[1:] else ""),
+              *(" and ".join(f"{rate:,.0f}" for rate in row.get(batch, ())) or empty for batch in batches))
     for weights in "nvfp4", "bf16":
-        if found := over_vllm(rows, weights):
-            entry(f"**ours over the best of vLLM, {NAMES[weights]}**",
-                  *(f"**×{found[b]:.2f}**" if b in found else "" for b in batches))
-    for (_, part), why in failed.items():
+        if over := over_vllm(rows, weights):
+            entry(f"**ours over vLLM's best, {NAMES[weights]}**",
+                  *(f"**×{over[batch]:.2f}**" if batch in over else "" for batch in batches))
+    for (_, _, part), why in failed.items():
         say(f"Failed: {part}: {why}.")
     engines = {f"vLLM {r['vllm']} ({r['kernel']}, {r['attention']})": True for r in records if "vllm" in r}
     whole = {f"mean length {r['mean_length']:.0f}, longest {r['longest']}": True for r in records
              if r.get("batch") == "whole" and r["part"].startswith("ours")}
-    note(records, f"{' and '.join(engines)}; random weights of {model(records[0]['shape'])}, LoRA of rank 32, "
-         "temperature 1, log-prob of each token. Two numbers: ours before and after vLLM's part. B rows: 16 "
-         "share a prompt of 936 tokens, 128 tokens timed. Whole rollout: 32 prompts × 16 samples in 256 slots, "
-         f"{' and '.join(whole)}, prefill included. By `python results/peers.py --out FILE.jsonl --vllm "
+    note(records, f"{' and '.join(engines) or 'no vLLM'}; random weights of {model(records[0]['shape'])}, "
+         "LoRA of rank 32, temperature 1, log-prob of each token. Ours before and after vLLM. B rows: 16 "
+         "share a prompt of 936 tokens, 128 tokens timed. Whole rollout: 32 prompts × 16 samples in 256 "
+         f"slots ({' and '.join(whole)}), prefill included. By `python results/peers.py --out FILE.jsonl --vllm "
          "ENV/bin/python`, log in `results/peers_bench.jsonl`.")
 
 
@@ -260,13 +260,11 @@ def results():
           f"{r['tok_s']:,.0f} tokens/s", f"{r['seconds']:.0f} s", f"{r['peak_gb']:.1f}")
     if (LOGS / "peers_bench.jsonl").exists():
         records, rates = peer_rows()
-        over, plain = over_vllm(rates, "nvfp4"), over_vllm(rates, "bf16")
-        version, = {r["vllm"] for r in records if "vllm" in r}
-        batches = [batch for batch in over if batch != "whole"]
-        entry(f"decodes beside vLLM {version}, {model(records[0]['shape'])}, both NVFP4 + LoRA, "
-              f"{card(records[0])}, {each('{}', batches)} answers at once",
-              f"{each('×{:.2f}', [over[b] for b in batches])} vLLM's tokens/s, in a whole rollout "
-              f"×{over['whole']:.2f}; both bf16 {each('×{:.2f}', [plain[b] for b in batches])}", "", "")
+        four, plain = (each("×{:.2f} ({})", over.values(), over)
+                       for over in (over_vllm(rates, "nvfp4"), over_vllm(rates, "bf16")))
+        entry(f"decodes beside vLLM {next(r['vllm'] for r in records if 'vllm' in r)}: "
+              f"{model(records[0]['shape'])} + LoRA, {card(records[0])} (answers at once)",
+              f"both NVFP4 {four} its tokens/s; both bf16 {plain}", "", "")
     for (shape, prompts, samples, new, _, weights, cap, ranks), found in steps().items():
         if weights == "nvfp4" and ranks == 1 and prompts * samples >= 32:
             sampling, update, peak = (statistics.median(r[k] for r in found)
