@@ -73,7 +73,6 @@ def main(arguments):
                                  "card": os.environ.get("CUDA_VISIBLE_DEVICES", "0")}
     records, out = bench.Records(args.out, info), Path(args.out).resolve()
     print(info, flush=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("SIGTERM"))      # SystemExit: run() ends its child
     ours = [f"ours/{weights}" for weights in dict.fromkeys(mode.split("/")[0] for mode in modes)]
     with tempfile.TemporaryDirectory() as folder, open(out) as written, open(f"{out}.log", "ab") as log:
         write_configs(Path(folder), bench.memory.config(args.model_shape))
@@ -103,6 +102,7 @@ def write_configs(folder, c):
 def run(python, job, log, timeout):
     """Run one part in a child → why it failed, or None. None of the child's processes outlives it."""
     command = shlex.join([str(Path(__file__).resolve()), "--child", json.dumps(job)])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("peers.py: stopped by SIGTERM"))    # by way of finally
     child = subprocess.Popen(f"exec {python} {command}", shell=True, stdin=subprocess.DEVNULL, stdout=log,
                              stderr=log, start_new_session=True)
     try:
@@ -111,7 +111,7 @@ def run(python, job, log, timeout):
         return f"still running after {timeout:g} s"
     finally:
         try:
-            os.killpg(child.pid, signal.SIGKILL)          # vLLM's second process too
+            os.killpg(child.pid, signal.SIGKILL)          # vLLM's second process holds memory of the card
         except ProcessLookupError:
             pass
         child.wait()
@@ -127,20 +127,12 @@ def printed(out, skip):
 
 # --- in the children
 
-def save_decode(job, rows, times):
-    """times: ms a step of each repetition."""
-    step = statistics.median(times)
-    save(job, batch=rows, tok_s=1e3 * rows / step, ms_step=step, repeats_ms=[round(t, 3) for t in times])
-
-
-def save_whole(job, seconds, lengths):
-    save(job, batch="whole", tok_s=sum(lengths) / seconds, seconds=seconds, answers=len(lengths),
-         mean_length=statistics.mean(lengths), longest=max(lengths))
-
-
-def save(job, **measured):
+def save(job, batch, tokens, times, lengths=()):
+    """Write one record. times: seconds for so many tokens, of each repetition. lengths: of whole answers."""
+    rate = {"batch": batch, "tok_s": tokens / statistics.median(times), "times_s": times}
+    drawn = {"mean_length": statistics.mean(lengths), "longest": max(lengths)} if lengths else {}
     with open(job.out, "a") as file:
-        file.write(json.dumps(job.info | measured) + "\n")
+        file.write(json.dumps(job.info | rate | drawn) + "\n")
 
 
 def run_ours(job):
@@ -160,7 +152,7 @@ def run_ours(job):
                 bench.Sampler(model).generate(asked[:groups], group, min(16, limit), *rest)
             began = bench.clock()
             lengths = bench.Sampler(model).generate(*work).lengths.tolist()
-            save_whole(job, bench.clock() - began, lengths)
+            save(job, batch, sum(lengths), [bench.clock() - began], lengths)
             drawn.write_text(json.dumps({"prompts": [len(prompt) for prompt in asked], "lengths": lengths}))
             continue
         rows, sampler, times = int(batch), bench.Sampler(model), []
@@ -168,8 +160,8 @@ def run_ours(job):
         prompts = torch.randint(V, (rows // group, PROMPT)).tolist()
         for _ in range(1 + REPEATS):                      # the first call compiles the kernels
             sampler.generate(prompts, group, NEW, 1.0, [], 0, 0)
-            times.append(1e3 * sampler.stats["decode_s"] / sampler.stats["steps"])
-        save_decode(job, rows, times[1:])
+            times.append(sampler.stats["decode_s"])
+        save(job, rows, rows * NEW, times[1:])
 
 
 def run_vllm(job):
@@ -219,7 +211,7 @@ def run_vllm(job):
         if batch == "whole":
             drawn = json.loads((folder / f"{weights}.json").read_text())
             lengths, samples = drawn["lengths"], len(drawn["lengths"]) // len(drawn["prompts"])
-            save_whole(job, generate(prompts(drawn["prompts"], samples), lengths), lengths)
+            save(job, batch, sum(lengths), [generate(prompts(drawn["prompts"], samples), lengths)], lengths)
             continue
         n, times = int(batch), []
         rows = prompts([PROMPT] * (n // min(n, GROUP)), min(n, GROUP))
@@ -227,8 +219,8 @@ def run_vllm(job):
             generate(rows, [WARM] * n)
         for _ in range(REPEATS):
             short, long = (generate(rows, [count] * n) for count in (WARM, WARM + NEW))
-            times.append(1e3 * (long - short) / NEW)
-        save_decode(job, n, times)
+            times.append(long - short)
+        save(job, n, n * NEW, times)
 
 
 def use_random_weights():

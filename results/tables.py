@@ -216,8 +216,8 @@ def peers(path=None):
     note(records, f"{' and '.join(engines) or 'no vLLM'}; random weights of {model(records[0]['shape'])}, "
          "LoRA of rank 32, temperature 1, log-prob of each token. Ours before and after vLLM. B rows: 16 "
          "share a prompt of 936 tokens, 128 tokens timed. Whole rollout: 32 prompts × 16 samples in 256 "
-         f"slots ({' and '.join(whole)}), prefill included. By `python results/peers.py --out FILE.jsonl --vllm "
-         "ENV/bin/python`, log in `results/peers_bench.jsonl`.")
+         f"slots ({' and '.join(whole)}), prefill included. By `python results/peers.py --out FILE.jsonl "
+         "--vllm ENV/bin/python`, log in `results/peers_bench.jsonl`.")
 
 
 def entry(*cells):
