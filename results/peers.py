@@ -205,8 +205,8 @@ def run_vllm(job):
     generate(prompts([64] * 4, GROUP), [WARM] * 4 * GROUP)
     kernel, attention = (re.findall(pattern, printed(job.out, job.skip)) or ["not named in vLLM's log"]
                          for pattern in (r"Using (\w+) for NVFP4 GEMM", r"Using (\S+) attention backend"))
-    job.info |= {"vllm": vllm.__version__, "kernel": kernel[-1] if weights == "nvfp4" else "bf16",
-                 "attention": attention[-1], "start_s": time.perf_counter() - began}
+    job.info |= {"vllm": vllm.__version__, "attention": attention[-1],
+                 "kernel": kernel[-1] if weights == "nvfp4" else None, "start_s": time.perf_counter() - began}
     for batch in job.batch:
         if batch == "whole":
             drawn = json.loads((folder / f"{weights}.json").read_text())

@@ -210,14 +210,15 @@ def peers(path=None):
                   *(f"**×{over[batch]:.2f}**" if batch in over else "" for batch in batches))
     for (_, _, part), why in failed.items():
         say(f"Failed: {part}: {why}.")
-    engines = {f"vLLM {r['vllm']} ({r['kernel']}, {r['attention']})": True for r in records if "vllm" in r}
+    engines = {f"vLLM {r['vllm']}, {r['kernel']}, {r['attention']}": True for r in records if r.get("kernel")}
     whole = {f"mean length {r['mean_length']:.0f}, longest {r['longest']}": True for r in records
              if r.get("batch") == "whole" and r["part"].startswith("ours")}
-    note(records, f"{' and '.join(engines) or 'no vLLM'}; random weights of {model(records[0]['shape'])}, "
-         "LoRA of rank 32, temperature 1, log-prob of each token. Ours before and after vLLM. B rows: 16 "
-         "share a prompt of 936 tokens, 128 tokens timed. Whole rollout: 32 prompts × 16 samples in 256 "
-         f"slots ({' and '.join(whole)}), prefill included. By `python results/peers.py --out FILE.jsonl "
-         "--vllm ENV/bin/python`, log in `results/peers_bench.jsonl`.")
+    shape = model(records[0]["shape"])
+    note(records, f"{' and '.join(engines) or 'no NVFP4 in vLLM'}; random weights of {shape}, LoRA of rank 32, "
+         "temperature 1, log-prob of each token. Ours before and after vLLM. B rows: 16 share a prompt of 936 "
+         "tokens, 128 tokens timed. Whole rollout: 32 prompts × 16 samples in 256 slots, prefill included "
+         f"({' and '.join(whole)}). By `python results/peers.py --out FILE.jsonl --vllm ENV/bin/python`, log "
+         "in `results/peers_bench.jsonl`.")
 
 
 def entry(*cells):
