@@ -214,11 +214,11 @@ def peers(path=None):
     whole = {f"mean length {r['mean_length']:.0f}, longest {r['longest']}": True for r in records
              if r.get("batch") == "whole" and r["part"].startswith("ours")}
     shape = model(records[0]["shape"])
-    note(records, f"{' and '.join(engines) or 'no NVFP4 in vLLM'}; random weights of {shape}, LoRA of rank 32, "
-         "temperature 1, log-prob of each token. Ours before and after vLLM. B rows: 16 share a prompt of 936 "
-         "tokens, 128 tokens timed. Whole rollout: 32 prompts × 16 samples in 256 slots, prefill included "
-         f"({' and '.join(whole)}). By `python results/peers.py --out FILE.jsonl --vllm ENV/bin/python`, log "
-         "in `results/peers_bench.jsonl`.")
+    note(records, f"{' and '.join(engines) or 'no NVFP4 in vLLM'}; random weights of {shape}, LoRA of rank "
+         "32, temperature 1, log-prob of each token. Ours before and after vLLM. B rows: 16 share a prompt "
+         "of 936 tokens, 128 tokens timed. Whole rollout: 32 prompts × 16 samples in 256 slots, prefill "
+         f"included ({' and '.join(whole)}). By `python results/peers.py --out FILE.jsonl --vllm "
+         "ENV/bin/python`, log in `results/peers_bench.jsonl`.")
 
 
 def entry(*cells):
