@@ -333,17 +333,23 @@ def our_decode(model, prompts, group, new):
     return tokens, *(sampler.stats[name] for name in ("decode_s", "steps", "slots"))
 
 
-def whole_rollout(model, slots, prompts=32, samples=16, mean=600, limit=2048):
-    """Prompts of 50 to 340 tokens. Random weights draw nearly uniformly from V tokens: with V / μ stop
-    tokens, lengths are geometric, cut off at the limit, with mean μ (1 − exp(−limit / μ))."""
-    V, mu, sampler = model.config.vocab_size, mean, Sampler(model, slots=slots)
+def whole_work(V, prompts=32, samples=16, mean=600, limit=2048):
+    """The arguments of Sampler.generate for a whole rollout: prompts of 50 to 340 of V tokens. Random weights
+    draw nearly uniformly: with V / μ stop tokens, lengths are geometric, cut off at the limit, with mean
+    μ (1 − exp(−limit / μ))."""
+    mu = mean
     for _ in range(50):
         mu = mean / (1 - math.exp(-limit / mu))
     stops = torch.randperm(V)[:round(V / mu)].tolist()
     asked = [torch.randint(V, (50 + 300 * i // prompts,)).tolist() for i in range(prompts)]
+    return asked, samples, limit, 1.0, stops, 0, 1
+
+
+def whole_rollout(model, slots, **work):
+    sampler, work = Sampler(model, slots=slots), whole_work(model.config.vocab_size, **work)
     for _ in range(2):                                     # the first call compiles the kernels
         began = clock()
-        done = sampler.generate(asked, samples, limit, 1.0, stops, 0, 1)
+        done = sampler.generate(*work)
         seconds, lengths = clock() - began, done.lengths.double()
     return lengths.sum().item(), seconds, sampler.stats["steps"], {
         "whole": True, "seconds": seconds, "mean_length": lengths.mean().item(),

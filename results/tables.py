@@ -3,6 +3,8 @@
     results, hardware               README.md: what was measured, and which model needs which card
     gemm, rollout, step, recipes    results/README.md: every measurement of speed and memory
     turns                           results/README.md: the kernel before and after it was shortened
+    peers                           results/README.md: vLLM on the same card
+    peers                           results/README.md: vLLM on the same card
 """
 
 import argparse
@@ -25,8 +27,8 @@ NAMES = {"135m": "SmolLM2-135M", "nvfp4": "NVFP4", "bf16": "bf16",
          "hf-nf4": "transformers + bitsandbytes NF4 + PEFT *"}
 
 
-def read(name):
-    return [json.loads(line) for line in (LOGS / f"{name}_bench.jsonl").read_text().splitlines()]
+def read(name, path=None):
+    return [json.loads(line) for line in Path(path or LOGS / f"{name}_bench.jsonl").read_text().splitlines()]
 
 
 def head(*columns):
@@ -166,6 +168,59 @@ def turns():
          "`python results/turns.py`, log in `results/turns.jsonl`.")
 
 
+def peer_rows(path=None):
+    """→ the records of results/peers.py; (run and card, part) → {rows or "whole": [tokens a second, …]}."""
+    records, rows = read("peers", path), {}
+    for r in records:
+        row = rows.setdefault(((r["run"], r["card"]), r["part"]), {})
+        if "tok_s" in r:
+            row.setdefault(r["batch"], []).append(r["tok_s"])
+    return records, rows
+
+
+def over_vllm(rows, weights):
+    """→ {rows or "whole": tokens a second of ours over those of vLLM's best mode in the same run}. Of several
+    runs the lowest: each may have other modes of vLLM, and a card compares only with itself."""
+    ratios = {}
+    for run in dict.fromkeys(run for run, part in rows if part == f"ours/{weights}"):
+        theirs = [row for (where, part), row in rows.items()
+                  if where == run and part.startswith(f"vllm/{weights}")]
+        for batch, rates in rows[run, f"ours/{weights}"].items():
+            if best := [row[batch][0] for row in theirs if batch in row]:
+                ratios.setdefault(batch, []).append(statistics.mean(rates) / max(best))
+    return {batch: min(found) for batch, found in ratios.items()}
+
+
+def peers(path=None):
+    records, rows = peer_rows(path)
+    batches = sorted({batch for row in rows.values() for batch in row}, key=lambda b: (b == "whole", b))
+    runs = list(dict.fromkeys(run for run, _ in rows))
+    words = {"vllm": "vLLM", "none": "CUDA graphs alone", "default": "torch.compile",
+             "1": "one process", "2": "two processes", **NAMES}
+    failed = {(r["run"], r["card"], r["part"]): r["failed"] for r in records if "failed" in r}
+    head("tokens/s", *("whole rollout" if batch == "whole" else f"B={batch}" for batch in batches))
+    for (run, part), row in rows.items():
+        name = ", ".join(words.get(word, word) for word in part.split("/"))
+        empty = "failed" if (*run, part) in failed else ""
+        entry(name + (f", card {1 + runs.index(run)}" if runs[1:] else ""),
+              *(" and ".join(f"{rate:,.0f}" for rate in row.get(batch, ())) or empty for batch in batches))
+    for weights in "nvfp4", "bf16":
+        if over := over_vllm(rows, weights):
+            entry(f"**ours over vLLM's best, {NAMES[weights]}**",
+                  *(f"**×{over[batch]:.2f}**" if batch in over else "" for batch in batches))
+    for (_, _, part), why in failed.items():
+        say(f"Failed: {part}: {why}.")
+    engines = {f"vLLM {r['vllm']}, {r['kernel']}, {r['attention']}": True for r in records if r.get("kernel")}
+    whole = {f"mean length {r['mean_length']:.0f}, longest {r['longest']}": True for r in records
+             if r.get("batch") == "whole" and r["part"].startswith("ours")}
+    shape = model(records[0]["shape"])
+    note(records, f"{' and '.join(engines) or 'no NVFP4 in vLLM'}; random weights of {shape}, LoRA of rank "
+         "32, temperature 1, log-prob of each token. Ours before and after vLLM. B rows: 16 share a prompt "
+         "of 936 tokens, 128 tokens timed. Whole rollout: 32 prompts × 16 samples in 256 slots, prefill "
+         f"included ({' and '.join(whole)}). By `python results/peers.py --out FILE.jsonl --vllm "
+         "ENV/bin/python`, log in `results/peers_bench.jsonl`.")
+
+
 def entry(*cells):
     print("| " + " | ".join(cells) + " |")
 
@@ -204,6 +259,13 @@ def results():
     r = whole["7b", "nvfp4", 256]
     entry(f"a whole rollout of the 7B, {card(r)}: 32 × 16 answers, {r['mean_length']:.0f} tokens on average",
           f"{r['tok_s']:,.0f} tokens/s", f"{r['seconds']:.0f} s", f"{r['peak_gb']:.1f}")
+    if (LOGS / "peers_bench.jsonl").exists():
+        records, rates = peer_rows()
+        four, plain = (each("×{:.2f} ({})", over.values(), over)
+                       for over in (over_vllm(rates, "nvfp4"), over_vllm(rates, "bf16")))
+        entry(f"decodes beside vLLM {next(r['vllm'] for r in records if 'vllm' in r)}: "
+              f"{model(records[0]['shape'])} + LoRA, {card(records[0])} (answers at once)",
+              f"both NVFP4 {four} its tokens/s; both bf16 {plain}", "", "")
     for (shape, prompts, samples, new, _, weights, cap, ranks), found in steps().items():
         if weights == "nvfp4" and ranks == 1 and prompts * samples >= 32:
             sampling, update, peak = (statistics.median(r[k] for r in found)
@@ -228,7 +290,7 @@ def hardware():
 
 if __name__ == "__main__":
     tables = {"results": results, "hardware": hardware, "gemm": gemm, "rollout": rollout, "step": step,
-              "recipes": recipes, "turns": turns}
+              "recipes": recipes, "turns": turns, "peers": peers}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("table", choices=tables)
     tables[parser.parse_args().table]()

@@ -122,7 +122,8 @@ def test_hugging_faces_model_has_an_adapter_at_each_projection_if_asked(tiny_sha
 def test_whole_rollouts_have_the_lengths_they_should(tiny_shape, tmp_path, capsys, monkeypatch):
     """Mean and longest as drawn; refill happens, since there are fewer slots than rows."""
     whole = bench.whole_rollout
-    monkeypatch.setattr(bench, "whole_rollout", lambda m, slots: whole(m, slots, 8, 16, mean=12, limit=40))
+    small = dict(prompts=8, samples=16, mean=12, limit=40)
+    monkeypatch.setattr(bench, "whole_rollout", lambda m, slots: whole(m, slots, **small))
     [r], _ = records(tmp_path, capsys, "rollout", "--quant", "bf16", "--batch", "20", "--whole")
     # 128 geometric lengths, standard deviation 12 / √128: within four of it; 97 tokens make the stops coarse
     assert abs(r["mean_length"] - 12) < 4.5 + 1 and r["longest"] == 40 and r["slots"] == 20
