@@ -81,12 +81,12 @@ def opened(name):
 
 
 # --- worker processes
-def worker(connection, make, gpu, share):
+def worker(connection, make, gpu, share, threads):
     """Make each job that the connection sends; answer (what to print, ""), or (None, error) and exit. SIGTERM
     becomes SystemExit, on which a run with a folder saves itself."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)                        # Ctrl-C is the parent's
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     if share:
         torch.cuda.set_device(gpu)
         torch.cuda.set_per_process_memory_fraction(share)
@@ -121,6 +121,7 @@ def work(todo, make, fits, workers, minutes, device="", failed=None):
     crew, busy = [], {}                                     # (process, connection), its job
     gpus = itertools.cycle(range(max(1, torch.cuda.device_count())))
     share, end = share_of(workers, device), began + 60 * minutes
+    threads = max(1, len(os.sched_getaffinity(0)) // workers)
     print(f"{len(todo())} runs to make, {workers} at a time", flush=True)
     try:
         while True:
@@ -131,7 +132,7 @@ def work(todo, make, fits, workers, minutes, device="", failed=None):
                 if idle is None:
                     ours, theirs = context.Pipe()
                     process = context.Process(target=worker, daemon=True,
-                                              args=(theirs, make, next(gpus), share))
+                                              args=(theirs, make, next(gpus), share, threads))
                     process.start()
                     theirs.close()                          # if the worker dies, recv must fail
                     crew.append(idle := (process, ours))
