@@ -123,6 +123,7 @@ def work(todo, make, fits, workers, minutes, device="", failed=None):
     share, end = share_of(workers, device), began + 60 * minutes
     threads = max(1, len(os.sched_getaffinity(0)) // workers)
     print(f"{len(todo())} runs to make, {workers} at a time", flush=True)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))        # then `finally` ends the workers
     try:
         while True:
             ready = [job for job in todo() if None not in job and job not in failed
@@ -159,6 +160,7 @@ def work(todo, make, fits, workers, minutes, device="", failed=None):
             process.join(30)                                # it saves its run first
             process.kill()
             process.join()
+        signal.signal(signal.SIGTERM, before)
     print(f"{len(todo())} runs left, {len(failed)} failed; {time.time() - began:.0f} s", flush=True)
     return failed
 

@@ -1,11 +1,11 @@
 """GSM8K on Qwen2.5-Coder-Instruct: does it learn the paper's benchmark, and does noise explore?
 
-The rules, fixed before the first run, are in results/README.md.
+The rules, fixed before the first run, are in results/README.md; gsm8k_tables.py makes tables and figures.
 
-    python results/gsm8k.py rules | list              what of the rules is code | what is made, what is left
+    python results/gsm8k.py list                      what is made, what is left, and how long that takes
     python results/gsm8k.py run 5 2                   arm 5 with seed 2 again, compared with its log
     python results/gsm8k.py all --workers 3 --minutes 9 --machine 29       make what the log lacks
-    python results/gsm8k.py table | plot              tables | results/gsm8k-1.5b.png and gsm8k-0.5b.png
+    python results/gsm8k.py table | plot
 
 run and all also take --models FOLDER, which holds both GGUF files, and the flags of train.py: --data and
 --test for files; for a trial --logs FOLDER --model smollm2 --steps 2 --prompts 4 and so on.
@@ -20,13 +20,14 @@ machine a run without its folder begins again. Only the logs travel, results/gsm
     eval     train.py's evaluation, on 256 problems of the training file that are never trained on
     test     of each problem of the test file, how many answers were right: "0110…", or [3, 64, …] of 64
     temperatures, failed, end
+
+Needs: train.py and what it needs; experiment.py, bench.py.
 """
 import argparse
 import dataclasses
 import functools
 import math
 import shutil
-import statistics
 import sys
 import time
 from functools import partial
@@ -40,8 +41,7 @@ import experiment  # first: it names the folder of the modules below, and the th
 import bench
 import numpy as np
 import torch
-from experiment import ROOT, Rounded, holm, nf4, opened, paired, smooth, spread, tested, text, verdict
-from matplotlib.figure import Figure
+from experiment import ROOT, Rounded, nf4, opened
 
 import aqn
 import checkpoint
@@ -84,6 +84,7 @@ TWO = Experiment("0.5b", (2, 3, 4, 5, 6), (5e-5, 1e-4, 2e-4), ("1", "2"), ("gree
     "7": ("rtn", dict(correction="tis"), "rtn, a temperature of equal entropy, tis"),
     "8": ("bf16", STRONG, "bf16, AQN at ten times the paper's σ, tis"),
     "9": ("gauss", {}, "bf16 + a frozen Gaussian error of rtn's norm")})
+LOGS = ROOT / "results" / "gsm8k"
 EXPERIMENTS, ARMS = (ONE, TWO), {arm: ours for ours in (ONE, TWO) for arm in ours.arms}
 # problems of the test file (0: all), answers to each, temperature, top-p
 TESTS = {"greedy": (0, 1, 0.0, 1.0), "pass": (200, 64, 1.0, 1.0), "paper": (0, 8, 0.6, 0.95)}
@@ -96,7 +97,6 @@ CLAIMS = (("NVFP4 ends above bf16", "greedy", "2", "1"),
           ("NVFP4's error is better than a Gaussian one", "greedy", "2", "9"))
 MODELS = {size: f"Qwen/Qwen2.5-Coder-{size.upper()}-Instruct-GGUF/qwen2.5-coder-{size}-instruct-q4_k_m.gguf"
           for size in ("1.5b", "0.5b")}
-BASE = "Qwen2.5-Coder-{}-Instruct, dequantised from a Q4_K_M GGUF (its bf16 has that rounding too)"
 # of a run alone on an H100, until the log has some: seconds to load, of a step, of all tests
 SECONDS = {"1.5b": (22, 3.2, 140), "0.5b": (15, 1.5, 155)}
 
@@ -184,7 +184,7 @@ def equal_temperatures(config, model, prompts, stop_ids):
 
 # --- one run
 class Logged(runs.Run):
-    """A run whose records go into the experiment's log; its folder holds checkpoints only."""
+    """A run whose records go into the experiment's log. Its folder holds checkpoints and samples."""
 
     def __init__(self, config, log, start, loud):
         self.write, self.start, self.loud = log, start, loud
@@ -203,11 +203,11 @@ class Logged(runs.Run):
         except ValueError as skipped:
             self.say(skipped)
 
-    def append(self, name, record):
+    def log(self, kind, step, record):
         unused = "rollout_tok_s", "update_tok_s", "resampled", "rows", "planned_gb", "clip_fraction"
-        if name == "metrics.jsonl":
-            self.write({k: runs.rounded(v, 4) for k, v in record.items()
-                        if v is not None and k not in unused})
+        record = dict(kind=kind, step=step) | record
+        self.write({k: runs.rounded(v, 4) for k, v in record.items() if v is not None and k not in unused})
+        self.say(runs.line(record))
 
     def say(self, text, file=None):
         if self.loud:
@@ -231,18 +231,23 @@ def configured(job, flags, share=0.0):
     return launch.check(config)
 
 
+def folder(logs, job):
+    """Where a run keeps its checkpoints, on this machine."""
+    return ROOT / "runs" / logs.name / job.name
+
+
 def make(job, logs, out, flags, problems=None, workers=1, loud=False):
     """Make a job, or what is left of it, and log it in out → what to print. logs: the folder with arm 7's
     temperatures. problems: at most so many in each test."""
     began, job = time.perf_counter(), Job(*job)
     (ours, base, _), training = job.parts(), job.phase != "base"
     share = experiment.share_of(workers, flags.get("device", ""))
-    folder, log = ROOT / "runs" / out.name / job.name, partial(runs.append, out / f"{job.name}.jsonl")
+    log = partial(runs.append, out / f"{job.name}.jsonl")
     out.mkdir(parents=True, exist_ok=True)
     try:
         config = configured(job, flags, share)
-        config.out, resumed = str(folder), any(folder.glob("checkpoint*.safetensors"))
-        config.resume = config.out if resumed else ""
+        config.out = str(folder(out, job))
+        config.resume = config.out if any(folder(out, job).glob("checkpoint*.safetensors")) else ""
         device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
         (source, tokenizer, stop_ids), (quant, rounding) = opened(config.model), BASES[base]
         source = Rounded(source, rounding and rounding(job.seed), device, kept(config.model))
@@ -274,7 +279,7 @@ def make(job, logs, out, flags, problems=None, workers=1, loud=False):
     except Exception as error:
         log(dict(kind="failed", error=f"{type(error).__name__}: {error}"))
         raise
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder(out, job), ignore_errors=True)
     return said(read(out, job))
 
 
@@ -400,141 +405,23 @@ def left(logs, numbers=(1, 2)):
     return [job for job in plan(logs, numbers) if not read(logs, job).ended]
 
 
-def expected(job, logs, workers=1):
-    """→ seconds of a job: the most that one like it took; until there is one, an estimate."""
-    ours = job.parts()[0]
+def expected(job, logs, at_once=1):
+    """→ seconds: the most that a job like it took, or an estimate if there is none; less what its checkpoint
+    on this machine has made. at_once: runs on a card."""
+    ours, _, _ = job.parts()
     like = [log.seconds for other in plan(logs) if other.phase == job.phase and other.parts()[0] is ours
             and (log := read(logs, other)).ended]
     load_s, step_s, tests_s = SECONDS[ours.size]
     steps = {"rate": RATE_STEPS, "base": 0, "main": COMMON["steps"]}[job.phase]
-    alone = load_s + step_s * steps + tests_s * (job.phase != "rate")
-    return max(like, default=alone * max(1, 0.6 * workers))         # a guess: cards are not idle alone
+    others = load_s + tests_s * (job.phase != "rate")
+    whole, made = others + step_s * steps, len(read(logs, job).step) if folder(logs, job).is_dir() else 0
+    # a guess: two runs take 1.2 times as long as one, because the update leaves the card idle
+    return max(like, default=whole * max(1, 0.6 * at_once)) * (1 - step_s * made / whole)
 
 
 def whole_seeds(logs, ours):
     """→ the seeds with which every arm has ended: only these are compared."""
     return [seed for seed in ours.seeds if all(read(logs, f"main-{arm}-{seed}").ended for arm in ours.arms)]
-
-
-# --- tables
-def rows(head, *lines):
-    return "".join("| " + " | ".join(map(str, line)) + " |\n" for line in (head, ["---"] * len(head), *lines))
-
-
-def rules():
-    """What of the rules in results/README.md is code."""
-    how = [(number, ours.size.upper(), ", ".join(ours.arms), ", ".join(map(str, ours.seeds)),
-            ", ".join(f"{lr:g}" for lr in ours.rates), " and ".join(ours.choosers),
-            ", ".join(MEASURES.get(name, MEASURES["pass@32"]) for name in ours.tests))
-           for number, ours in enumerate(EXPERIMENTS, 1)]
-    return "\n".join((
-        rows(("experiment", "model", "arms", "seeds", "learning rates", "chosen by arms", "tests"), *how),
-        rows(("arm", "base and noise"), *((arm, ours.arms[arm][2]) for arm, ours in ARMS.items())),
-        rows(("claim", "difference", "measure"),
-             *((claim, f"{a} − {b}", MEASURES[measure]) for claim, measure, a, b in CLAIMS))))
-
-
-def claims(logs):
-    """→ for each claim: (row of CLAIMS, values of A, of B, difference, half interval, Holm's p, verdict)."""
-    pairs = [[[read(logs, f"main-{arm}-{seed}").measure(row[1]) for seed in whole_seeds(logs, TWO)]
-              for arm in row[2:]] for row in CLAIMS]
-    tests = [paired(*pair) for pair in pairs]
-    return [(row, *pair, mean, half, p, verdict("above", mean, half, p)) for row, pair, (mean, half, _), p in
-            zip(CLAIMS, pairs, tests, holm([p for *_, p in tests]), strict=True)]
-
-
-def pairs_of(logs, ours, arm, seeds):
-    """→ for each seed, the Logs before training and after it."""
-    base = ours.arms[arm][0]
-    return [(read(logs, f"base-{ours.size}-{base}-{seed if base == 'gauss' else ours.seeds[0]}"),
-             read(logs, f"main-{arm}-{seed}")) for seed in seeds]
-
-
-def arm_row(logs, ours, arm, seeds):
-    """{column: cell} of an arm, means over seeds."""
-    both = pairs_of(logs, ours, arm, seeds)
-    after, row = [log for _, log in both], {"arm": f"{arm}: {ours.arms[arm][2]}"}
-    for measure in [m for m in MEASURES if ("pass" if "@" in m else m) in ours.tests]:
-        old, new = ([log.measure(measure) for log in logs] for logs in zip(*both, strict=True))
-        row[MEASURES[measure]] = f"{np.mean(old):.3f} → {text(spread(new))}"
-    if "pass" in ours.tests:
-        rights = [[log.tests["pass"]["right"] for log in pair] for pair in both]
-        solved = [sum(b > 0 for a, b in zip(*pair, strict=True) if a == 0) for pair in rights]
-        row["solved after, of those never solved in 64 before"] = (
-            f"{np.mean(solved):.1f} of {np.mean([old.count(0) for old, _ in rights]):.0f}")
-    for key, name in (("reward", "reward"), ("entropy", "entropy"), ("sampler_entropy", "sampler's entropy")):
-        row[name] = text(spread([log.mean(key) for log in after]))
-    row["kl_noise"] = f"{np.mean([log.mean('kl_noise') for log in after]):.1e}"
-    if ours is ONE:
-        steps = [r for log in after for r in log.step.values()]
-        sampling, update = (statistics.median(r[k] for r in steps) for k in ("rollout_s", "update_s"))
-        row |= {"a step: sampling, update": f"{sampling:.1f} s, {update:.1f} s",
-                "minutes with tests": f"{np.mean([log.seconds for log in after]) / 60:.1f}",
-                "peak GB": f"{max(r['memory_gb'] for r in steps):.1f}"}
-    return row | {"failed": sum(len(log.failed) for log in after)}
-
-
-def table(logs):
-    """Markdown of both experiments, of the seeds with which all arms have ended."""
-    found, starts = [], [r for path in sorted(logs.glob("*.jsonl")) for r in read(logs, path.stem).starts]
-    for number, ours in enumerate(EXPERIMENTS, 1):
-        (rates, lr), seeds = chosen(logs, ours), whole_seeds(logs, ours)
-        tried = ", ".join(f"{rate:g} ({text(spread(v))}, n={len(v)})" for rate, v in rates.items())
-        found.append(f"Experiment {number}: {BASE.format(ours.size.upper())}. Seeds "
-                     f"{', '.join(map(str, seeds))}; learning rate {lr} of {tried}: held-out accuracy.\n")
-        if seeds and ours is TWO:
-            found.append(rows(("claim", "measure", "A", "B", "n", "A − B, 95 %", "p", "verdict"), *(
-                (claim, measure, f"{a} {text(spread(x))}", f"{b} {text(spread(y))}", len(x),
-                 tested(mean, half, p), says)
-                for (claim, measure, a, b), x, y, mean, half, p, says in claims(logs))))
-            drift = [[spread([read(logs, f"main-{arm}-{seed}").mean("sampler_entropy", [stage])
-                              for seed in seeds]) for arm in "67"] for stage in range(10)]
-            found.append(rows(
-                ("stage", "σ of 6", "entropy before training", "temperature of 7", "entropy of 6's sampler",
-                 "of 7's"), *((stage, *where, *map(text, drift[stage]))
-                              for stage, where in enumerate(temperatures(logs)))))
-        cells = [arm_row(logs, ours, arm, seeds) for arm in ours.arms if seeds]
-        found += [rows(cells[0], *(row.values() for row in cells))] if cells else []
-    places = dict.fromkeys(f"{r['gpu']}, torch {r['torch']}, triton {r['triton']}, commit {r['commit']}, "
-                           f"{r['at_once']} runs on a card" for r in starts)
-    when = sorted(r["time"] for r in starts) or ["–"]
-    return "\n".join([*found, f"{'; '.join(places)}; {when[0]} to {when[-1]}; logs in `results/gsm8k/`."])
-
-
-# --- figures
-def plot(logs, ours, path):
-    """Training reward against the step (experiment 1), and two tests before and after training."""
-    seeds, shown = whole_seeds(logs, ours), ("greedy", "paper" if ours is ONE else "pass@32")
-    figure = Figure(figsize=(12, 3 + 0.25 * len(ours.arms)), layout="constrained")
-    *curve, left, right = figure.subplots(1, 3 if ours is ONE else 2)
-    for i, arm in enumerate(ours.arms):
-        both, color = pairs_of(logs, ours, arm, seeds), f"C{i}" if curve else "0.15"
-        for axis in curve:
-            rewards = [smooth([r["reward"] for r in log.step.values()], 9) for _, log in both]
-            axis.plot(np.mean(rewards, 0), color=color, linestyle=("-", "--", ":")[i], label=arm)
-            axis.fill_between(range(len(rewards[0])), np.min(rewards, 0), np.max(rewards, 0), color=color,
-                              alpha=0.15, linewidth=0)
-        for axis, measure in zip((left, right), shown, strict=True):
-            old, new = ([log.measure(measure) for log in logs] for logs in zip(*both, strict=True))
-            mean, sd = spread(new)
-            axis.annotate("", (mean, -i), (np.mean(old), -i), arrowprops=dict(arrowstyle="->", color="0.6"))
-            axis.plot(np.mean(old), -i, "o", color=color, markerfacecolor="white")
-            axis.plot(new, [-i] * len(new), "|", color="0.5", markersize=12)
-            axis.errorbar(mean, -i, xerr=np.nan_to_num(sd), fmt="o", color=color, capsize=4)
-            axis.annotate(f"{mean:.3f}", (mean, 0.2 - i), fontsize=8, ha="center")
-    for axis, measure in zip((left, right), shown, strict=True):
-        axis.set_yticks([-i for i in range(len(ours.arms))],
-                        [arm if curve else f"{arm}: {ours.arms[arm][2]}" for arm in ours.arms])
-        axis.set(xlabel=MEASURES[measure], ylim=(0.6 - len(ours.arms), 0.6))
-        axis.grid(alpha=0.3, axis="x")
-        axis.tick_params(labelleft=axis is left)
-    for axis in curve:
-        axis.set(xlabel="optimizer step", ylabel="training reward, share of answers")
-        axis.legend(fontsize=8)
-    figure.suptitle(f"GSM8K. {BASE.format(ours.size.upper())}.\nHollow: before training; filled: after "
-                    f"{COMMON['steps']} steps, mean ± standard deviation of {len(seeds)} seeds (ticks)"
-                    + "; curves: mean, least, most, moving mean of 9 steps" * bool(curve) + ".", fontsize=9)
-    experiment.save(figure, path)
 
 
 # --- commands
@@ -552,12 +439,12 @@ def listed(logs):
 
 def main(arguments):
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=("rules", "list", "run", "all", "table", "plot"))
+    parser.add_argument("command", choices=("list", "run", "all", "table", "plot"))
     if arguments[:1] == ["run"]:
         parser.add_argument("arm", choices=ARMS)
         parser.add_argument("seed", type=int)
     parser.add_argument("--models", help="folder of the two GGUF files; default: the hub")
-    parser.add_argument("--logs", type=Path, default=ROOT / "results" / "gsm8k")
+    parser.add_argument("--logs", type=Path, default=LOGS)
     parser.add_argument("--problems", type=int, help="at most so many in each test, for a trial")
     parser.add_argument("--experiment", type=int, nargs="+", choices=(1, 2), default=(1, 2))
     parser.add_argument("--workers", type=int, default=1, help="runs at a time, on all GPUs together")
@@ -577,18 +464,17 @@ def main(arguments):
             print("log  ", said(log), "on", log.starts[-1]["gpu"])
     elif a.command == "all":
         longer = 60 * (a.machine or a.minutes) - 60 * a.minutes
+        at_once = math.ceil(a.workers / max(1, torch.cuda.device_count()))
         return bool(experiment.work(
             lambda: left(a.logs, a.experiment),
             partial(make, logs=a.logs, out=a.logs, flags=flags, problems=a.problems, workers=a.workers),
-            lambda job, seconds: expected(job, a.logs, a.workers) < seconds + longer,
+            lambda job, seconds: expected(job, a.logs, at_once) < seconds + longer,
             a.workers, a.minutes, flags.get("device", "")))
-    elif a.command == "plot":
-        for ours in EXPERIMENTS:
-            if whole_seeds(a.logs, ours):
-                plot(a.logs, ours, a.logs.parent / f"gsm8k-{ours.size}.png")
+    elif a.command == "list":
+        print(*listed(a.logs), sep="\n")
     else:
-        print({"rules": lambda _: rules(), "list": lambda logs: "\n".join(listed(logs)),
-               "table": table}[a.command](a.logs))
+        import gsm8k_tables
+        gsm8k_tables.main(a.command, a.logs)
     return 0
 
 

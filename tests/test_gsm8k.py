@@ -19,6 +19,7 @@ from tasks import Task
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "results"))
 import gsm8k  # noqa: E402
+import gsm8k_tables  # noqa: E402
 from experiment import LEVEL, MARGIN, Rounded, opened  # noqa: E402
 from gsm8k import ARMS, ONE, TWO, Job  # noqa: E402
 
@@ -29,7 +30,7 @@ SECTION = LOGBOOK.split("## GSM8K on Qwen2.5-Coder: ")[1].split("\n## ")[0]
 # --- the rules
 def test_the_rules_in_the_log_book_are_those_of_the_code():
     """Tables as `rules` prints them; the numbers of the prose; the verdicts' words."""
-    assert gsm8k.rules() in SECTION
+    assert gsm8k_tables.rules() in SECTION
     text = " ".join(SECTION.split())
     common, sampled = gsm8k.COMMON, gsm8k.TESTS
     for fact in (f"{common['steps']} steps of {common['prompts']} prompts × {common['group_size']} answers "
@@ -169,14 +170,14 @@ def test_every_arm_runs_and_logs_what_tables_and_figures_need(toy):
     drift = [gsm8k.read(logs, f"main-{arm}-2").mean("sampler_entropy", range(5, 10)) for arm in "267"]
     assert drift[1] != drift[0] != drift[2]
     assert gsm8k.whole_seeds(logs, ONE) == gsm8k.whole_seeds(logs, TWO) == [2]
-    shown = gsm8k.table(logs)
+    shown = gsm8k_tables.table(logs)
     assert all(row[0] in shown for row in gsm8k.CLAIMS) and shown.count("cannot tell") == 4
     assert "nan" not in shown
     assert "Coder" in shown and "dequantised from a Q4_K_M GGUF" in shown
     for ours in (ONE, TWO):
-        gsm8k.plot(logs, ours, logs / f"{ours.size}.png")
+        gsm8k_tables.plot(logs, ours, logs / f"{ours.size}.png")
         first = (logs / f"{ours.size}.png").read_bytes()
-        gsm8k.plot(logs, ours, logs / f"{ours.size}.png")
+        gsm8k_tables.plot(logs, ours, logs / f"{ours.size}.png")
         assert (logs / f"{ours.size}.png").read_bytes() == first
     assert (logs / "main-6-2.jsonl").stat().st_size < 4000
     assert not [*(logs.parent / "runs").rglob("checkpoint*")]
@@ -286,13 +287,13 @@ def test_known_effects_get_their_verdicts_and_fewer_than_three_whole_seeds_canno
     rng, level = np.random.default_rng(0), {"2": .4, "5": .4, "1": .47, "9": .35}
     for seed in TWO.seeds:
         if seed == 5:
-            three = {row[0]: says for row, *_, says in gsm8k.claims(tmp_path)}
+            three = {row[0]: says for row, *_, says in gsm8k_tables.claims(tmp_path)}
         for arm in TWO.arms:
             if (arm, seed) != ("4", 6):                                       # seed 6 lacks one arm
                 write(tmp_path, Job("main", arm, 1e-4, seed), level.get(arm, .4) + rng.normal(0, .003),
                       few={"6": 9 + seed % 3, "7": 2}.get(arm, 4))
     assert gsm8k.whole_seeds(tmp_path, TWO) == [2, 3, 4, 5]
-    found = {row[0]: (len(a), says) for row, a, *_, says in gsm8k.claims(tmp_path)}
+    found = {row[0]: (len(a), says) for row, a, *_, says in gsm8k_tables.claims(tmp_path)}
     assert found == {"NVFP4 ends above bf16": (4, "does not"), "AQN lifts NVFP4": (4, "does not"),
                      "noise explores more than temperature": (4, "holds"),
                      "NVFP4's error is better than a Gaussian one": (4, "holds")}
@@ -300,8 +301,8 @@ def test_known_effects_get_their_verdicts_and_fewer_than_three_whole_seeds_canno
     for arm in TWO.arms:
         for seed in (4, 5):
             (tmp_path / f"main-{arm}-{seed}.jsonl").unlink()
-    assert {says for *_, says in gsm8k.claims(tmp_path)} == {"cannot tell"}
-    row = gsm8k.arm_row(tmp_path, TWO, "6", [2, 3])
+    assert {says for *_, says in gsm8k_tables.claims(tmp_path)} == {"cannot tell"}
+    row = gsm8k_tables.arm_row(tmp_path, TWO, "6", [2, 3])
     assert row["solved after, of those never solved in 64 before"] == "0.0 of 100"
     assert math.isnan(gsm8k.Log([dict(steps=10)], {}, {}, {}, [], {}).mean("reward"))
 
