@@ -349,6 +349,7 @@ def parsed(path, size):
                     del found[step]
             if r["step"] < r["steps"]:
                 log.tests.clear()
+                log.other.clear()
         elif kind == "failed":
             log.failed.append(r)
         elif kind == "test":

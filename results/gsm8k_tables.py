@@ -11,9 +11,7 @@ import statistics
 import sys
 from pathlib import Path
 
-import experiment  # first: it names the folder of the modules below
-
-# isort: split
+import experiment
 import gsm8k
 import numpy as np
 from experiment import holm, paired, smooth, spread, tested, text, verdict

@@ -1,7 +1,12 @@
 """python -m pytest tests/test_gsm8k.py"""
 import json
 import math
+import multiprocessing
+import os
+import shutil
 import sys
+import time
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 
@@ -18,6 +23,7 @@ from tasks import Task
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "results"))
+import experiment  # noqa: E402
 import gsm8k  # noqa: E402
 import gsm8k_tables  # noqa: E402
 from experiment import LEVEL, MARGIN, Rounded, opened  # noqa: E402
@@ -217,12 +223,41 @@ def test_a_stopped_run_goes_on_and_its_log_equals_that_of_a_run_without_a_stop(t
     assert results(log) == results(whole)
 
 
+def test_sigterm_lets_a_worker_save_the_steps_it_has_made(tmp_path, tiny_chat, monkeypatch):
+    """`all` pauses its workers so. The problems are real ones, short enough for a tiny model."""
+    data = tmp_path / "data.jsonl"
+    problems = [dict(question=f"{i}+7?", answer=f"#### {i + 7}") for i in range(40)]
+    data.write_text("\n".join(map(json.dumps, problems)))
+    flags = dict(model=str(tiny_chat), data=str(data), test=str(data), steps=3000, prompts=2, group_size=2,
+                 max_new_tokens=2, rank=4, alpha=4, save_every=3000, device="cpu", eval_every=3000)
+    job, out = Job("main", "2", 1e-3, 2), tmp_path / f"pytest-{os.getpid()}"
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=experiment.worker, args=(
+        theirs, partial(gsm8k.make, logs=out, out=out, flags=flags), 0, 0.0, 1))
+    process.start()
+    ours.send(job)
+    while len(gsm8k.read(out, job).step) < 5 and process.is_alive():
+        time.sleep(0.05)
+    process.terminate()
+    process.join()
+    made = len(gsm8k.read(out, job).step)
+    folder = gsm8k.folder(out, job)
+    try:
+        assert process.exitcode == 143 and 5 <= made < 3000
+        assert runs._read(folder / "checkpoint.safetensors")[1] == made
+        assert not gsm8k.read(out, job).failed
+        whole = gsm8k.expected(Job("main", "3", 1e-3, 2), out)
+        assert gsm8k.expected(job, out) == pytest.approx(whole - 1.5 * made, abs=1e-6)
+    finally:
+        shutil.rmtree(folder.parent)
+
+
 def test_a_run_that_begins_again_replaces_its_records_and_a_failure_stays_in_the_log(tmp_path):
     path = tmp_path / "main-1-2.jsonl"
     for record in (dict(kind="start", step=0, steps=4, load_s=1), *(
             dict(kind="step", step=s, reward=0, rollout_s=1, update_s=1) for s in range(4)),
             dict(kind="test", name="greedy", right="11", samples=1, seconds=1),
-            dict(kind="failed", error="RuntimeError: lost"),
+            dict(kind="end"), dict(kind="failed", error="RuntimeError: lost"),
             dict(kind="start", step=2, steps=4, load_s=1), dict(kind="step", step=2, reward=1, rollout_s=1,
                                                                 update_s=1)):
         runs.append(path, record)
