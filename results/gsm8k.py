@@ -61,6 +61,7 @@ class Experiment(NamedTuple):
     rates: tuple            # learning rates to choose from
     choosers: tuple         # the arms that choose: bf16 and NVFP4
     tests: tuple            # keys of TESTS
+    shown: tuple            # keys of MEASURES that the figure shows
     eval_every: int         # steps
     arms: dict              # name → base, flags of train.py beside COMMON, what it is
 
@@ -70,11 +71,13 @@ COMMON = dict(task="gsm8k", data="openai/gsm8k/main", test="openai/gsm8k/main:te
 PAPER = dict(aqn=True, sigma_start=1e-2, sigma_end=5e-4)
 STRONG = dict(aqn=True, sigma_start=1e-1, sigma_end=5e-3, correction="tis")
 RATE_SEEDS, RATE_STEPS = (0, 1), 50
-ONE = Experiment("1.5b", (2, 3, 4), (2.5e-5, 5e-5, 1e-4), ("bf16", "nvfp4"), ("greedy", "paper"), 20, {
+ONE = Experiment("1.5b", (2, 3, 4), (2.5e-5, 5e-5, 1e-4), ("bf16", "nvfp4"), ("greedy", "paper"),
+                 ("greedy", "paper"), 20, {
     "nvfp4": ("sweep", dict(aqn=True), "NVFP4 (sweep) with AQN as train.py's defaults have it"),
     "bf16": ("bf16", {}, "bf16"),
     "nf4": ("nf4", {}, "NF4 rounded into bf16: QLoRA's accuracy, not its seconds or GB")})
-TWO = Experiment("0.5b", (2, 3, 4, 5, 6), (5e-5, 1e-4, 2e-4), ("1", "2"), ("greedy", "pass", "paper"), 100, {
+TWO = Experiment("0.5b", (2, 3, 4, 5, 6), (5e-5, 1e-4, 2e-4), ("1", "2"), ("greedy", "pass", "paper"),
+                 ("greedy", "pass@32"), 100, {
     "1": ("bf16", {}, "bf16"),
     "2": ("rtn", {}, "NVFP4 (rtn), the paper's base"),
     "3": ("sweep", {}, "NVFP4 (sweep), ours"),

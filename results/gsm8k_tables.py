@@ -62,6 +62,10 @@ def arm_row(logs, ours, arm, seeds):
     for measure in [m for m in MEASURES if ("pass" if "@" in m else m) in ours.tests]:
         old, new = ([log.measure(measure) for log in logs] for logs in zip(*both, strict=True))
         row[MEASURES[measure]] = f"{np.mean(old):.3f} → {text(spread(new))}"
+        if measure in ours.shown:
+            mean, half, _ = paired(new, [read(logs, f"main-{ours.choosers[0]}-{seed}").measure(measure)
+                                         for seed in seeds])
+            row[f"{measure} − bf16's, 95 %"] = f"{mean:+.3f} ± {half:.3f}".replace("nan", "–")
     if "pass" in ours.tests:
         rights = [[log.tests["pass"]["right"] for log in pair] for pair in both]
         solved = [sum(b > 0 for a, b in zip(*pair, strict=True) if a == 0) for pair in rights]
@@ -69,7 +73,7 @@ def arm_row(logs, ours, arm, seeds):
             f"{np.mean(solved):.1f} of {np.mean([old.count(0) for old, _ in rights]):.0f}")
     for key, name in (("reward", "reward"), ("entropy", "entropy"), ("sampler_entropy", "sampler's entropy")):
         row[name] = text(spread([log.mean(key) for log in after]))
-    row["kl_noise"] = f"{np.mean([log.mean('kl_noise') for log in after]):.1e}"
+    row["kl_noise"] = f"{np.mean([log.mean('kl_noise') for log in after]):.1e}".replace("nan", "–")
     if ours is ONE:
         steps = [r for log in after for r in log.step.values()]
         sampling, update = (statistics.median(r[k] for r in steps) for k in ("rollout_s", "update_s"))
@@ -84,9 +88,9 @@ def table(logs):
     found, starts = [], [r for path in sorted(logs.glob("*.jsonl")) for r in read(logs, path.stem).starts]
     for number, ours in enumerate(EXPERIMENTS, 1):
         (rates, lr), seeds = chosen(logs, ours), whole_seeds(logs, ours)
-        tried = ", ".join(f"{rate:g} ({text(spread(v))}, n={len(v)})" for rate, v in rates.items())
+        tried = ", ".join(f"{rate:g}: {text(spread(v))}, n={len(v)}" for rate, v in rates.items())
         found.append(f"Experiment {number}: {BASE.format(ours.size.upper())}. Seeds "
-                     f"{', '.join(map(str, seeds))}; learning rate {lr} of {tried}: held-out accuracy.\n")
+                     f"{', '.join(map(str, seeds))}. Learning rate {lr}; held-out accuracy: {tried}.\n")
         if seeds and ours is TWO:
             found.append(rows(("claim", "measure", "A", "B", "n", "A − B, 95 %", "p", "verdict"), *(
                 (claim, measure, f"{a} {text(spread(x))}", f"{b} {text(spread(y))}", len(x),
@@ -100,26 +104,28 @@ def table(logs):
                               for stage, where in enumerate(temperatures(logs)))))
         cells = [arm_row(logs, ours, arm, seeds) for arm in ours.arms if seeds]
         found += [rows(cells[0], *(row.values() for row in cells))] if cells else []
-    places = dict.fromkeys(f"{r['gpu']}, torch {r['torch']}, triton {r['triton']}, commit {r['commit']}, "
-                           f"{r['at_once']} runs on a card" for r in starts)
+    places = dict.fromkeys(f"{r['gpu']}, torch {r['torch']}, triton {r['triton']}" for r in starts)
+    commits, at_once = (sorted({str(r[k]) for r in starts}) for k in ("commit", "at_once"))
     when = sorted(r["time"] for r in starts) or ["–"]
-    return "\n".join([*found, f"{'; '.join(places)}; {when[0]} to {when[-1]}; logs in `results/gsm8k/`."])
+    return "\n".join([*found, f"{'; '.join(places)}, commit {' and '.join(commits)}; {' or '.join(at_once)} runs "
+                      f"on a card at once; {when[0]} to {when[-1]}; logs in `results/gsm8k/`."])
 
 
 # --- figures
 def plot(logs, ours, path):
     """Training reward against the step (experiment 1), and two tests before and after training."""
-    seeds, shown = whole_seeds(logs, ours), ("greedy", "paper" if ours is ONE else "pass@32")
+    seeds = whole_seeds(logs, ours)
     figure = Figure(figsize=(12, 3 + 0.25 * len(ours.arms)), layout="constrained")
     *curve, left, right = figure.subplots(1, 3 if ours is ONE else 2)
     for i, arm in enumerate(ours.arms):
-        both, color = pairs_of(logs, ours, arm, seeds), f"C{i}" if curve else "0.15"
+        both, noise = pairs_of(logs, ours, arm, seeds), "aqn" in ours.arms[arm][1]
+        color = f"C{i}" if curve else "C3" if noise else "C0" if arm == "7" else "0.15"
         for axis in curve:
             rewards = [smooth([r["reward"] for r in log.step.values()], 9) for _, log in both]
             axis.plot(np.mean(rewards, 0), color=color, linestyle=("-", "--", ":")[i], label=arm)
             axis.fill_between(range(len(rewards[0])), np.min(rewards, 0), np.max(rewards, 0), color=color,
                               alpha=0.15, linewidth=0)
-        for axis, measure in zip((left, right), shown, strict=True):
+        for axis, measure in zip((left, right), ours.shown, strict=True):
             old, new = ([log.measure(measure) for log in logs] for logs in zip(*both, strict=True))
             mean, sd = spread(new)
             axis.annotate("", (mean, -i), (np.mean(old), -i), arrowprops=dict(arrowstyle="->", color="0.6"))
@@ -127,18 +133,20 @@ def plot(logs, ours, path):
             axis.plot(new, [-i] * len(new), "|", color="0.5", markersize=12)
             axis.errorbar(mean, -i, xerr=np.nan_to_num(sd), fmt="o", color=color, capsize=4)
             axis.annotate(f"{mean:.3f}", (mean, 0.2 - i), fontsize=8, ha="center")
-    for axis, measure in zip((left, right), shown, strict=True):
+    for axis, measure in zip((left, right), ours.shown, strict=True):
         axis.set_yticks([-i for i in range(len(ours.arms))],
                         [arm if curve else f"{arm}: {ours.arms[arm][2]}" for arm in ours.arms])
         axis.set(xlabel=MEASURES[measure], ylim=(0.6 - len(ours.arms), 0.6))
         axis.grid(alpha=0.3, axis="x")
         axis.tick_params(labelleft=axis is left)
+        axis.ticklabel_format(axis="x", useOffset=False)
     for axis in curve:
         axis.set(xlabel="optimizer step", ylabel="training reward, share of answers")
         axis.legend(fontsize=8)
     figure.suptitle(f"GSM8K. {BASE.format(ours.size.upper())}.\nHollow: before training; filled: after "
                     f"{gsm8k.COMMON['steps']} steps, mean ± standard deviation of {len(seeds)} seeds (ticks)"
-                    + "; curves: mean, least, most, moving mean of 9 steps" * bool(curve) + ".", fontsize=9)
+                    + ("; curves: mean, least, most, moving mean of 9 steps." if curve else
+                       ". Red: sampled under noise; blue: at a higher temperature."), fontsize=9)
     experiment.save(figure, path)
 
 

@@ -3,18 +3,21 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import shutil
 import sys
 import time
 from functools import partial
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import lora
+import memory
 import model as decoder
 import nvfp4
 import runs
@@ -65,6 +68,21 @@ def test_each_arm_differs_from_its_pair_in_what_it_names():
     default = train.Config()
     assert all(getattr(configs["nvfp4"], k) == getattr(default, k) for k in (
         "quant", "aqn", "sigma_start", "sigma_end", "sigma_stages", "correction", "loss", "rank"))
+
+
+def test_runs_that_share_a_card_take_smaller_micro_batches(monkeypatch):
+    """Of an 80 GB card: what memory.py plans for the update fits into a run's share. A flag wins."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(total_memory=85e9))
+    monkeypatch.setattr(gsm8k, "opened", lambda name: [SimpleNamespace(config=memory.config(
+        re.search("[01].5b", name)[0]))])
+    for arm, ours in ARMS.items():
+        taken = []
+        for share in (.9, .45, .3, .225):
+            config = gsm8k.configured(Job("main", arm, 1e-4, 2), {}, share)
+            taken.append(config.micro_tokens)
+            assert memory.plan_of(config, memory.config(ours.size), 256, 600).peak < share * 85e9
+        assert sorted(set(taken)) == taken[::-1] and taken[0] >= 24576 and taken[-1] >= 4096
+        assert gsm8k.configured(Job("main", arm, 1e-4, 2), dict(micro_tokens=512), .9).micro_tokens == 512
 
 
 def test_a_cut_leaves_fewer_seeds_and_never_fewer_arms(tmp_path):
