@@ -30,7 +30,7 @@ def rules():
     """What of the rules in results/README.md is code."""
     how = [(number, ours.size.upper(), ", ".join(ours.arms), ", ".join(map(str, ours.seeds)),
             ", ".join(f"{lr:g}" for lr in ours.rates), " and ".join(ours.choosers),
-            ", ".join(MEASURES.get(name, MEASURES["pass@32"]) for name in ours.tests))
+            "; ".join(MEASURES.get(name, MEASURES["pass@32"]) for name in ours.tests))
            for number, ours in enumerate(EXPERIMENTS, 1)]
     return "\n".join((
         rows(("experiment", "model", "arms", "seeds", "learning rates", "chosen by arms", "tests"), *how),
@@ -107,8 +107,8 @@ def table(logs):
     places = dict.fromkeys(f"{r['gpu']}, torch {r['torch']}, triton {r['triton']}" for r in starts)
     commits, at_once = (sorted({str(r[k]) for r in starts}) for k in ("commit", "at_once"))
     when = sorted(r["time"] for r in starts) or ["–"]
-    return "\n".join([*found, f"{'; '.join(places)}, commit {' and '.join(commits)}; {' or '.join(at_once)} runs "
-                      f"on a card at once; {when[0]} to {when[-1]}; logs in `results/gsm8k/`."])
+    return "\n".join([*found, f"{'; '.join(places)}, commit {' and '.join(commits)}; {' or '.join(at_once)} "
+                      f"runs on a card at once; {when[0]} to {when[-1]}; logs in `results/gsm8k/`."])
 
 
 # --- figures
