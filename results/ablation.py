@@ -26,7 +26,7 @@ every run, so that it mostly cancels between arms. One line a run in results/abl
     python results/ablation.py all --workers 12 --minutes 25    run what the log lacks, in that order
     python results/ablation.py list                             what is left
 
-Needs: train.py and what it needs.
+Needs: train.py and what it needs; experiment.py.
 """
 
 import argparse

@@ -13,7 +13,8 @@ run and all also take --models FOLDER, which holds both GGUF files, and the flag
 `all` first makes the runs that choose the learning rates, then whole seeds of all arms. After --minutes it
 pauses: each run saves itself in runs/, and the next `all` on the same machine continues it. --machine says
 how many minutes that machine has left (default: --minutes): no run starts that would take longer. On another
-machine a run without its folder begins again. Only the logs travel, results/gsm8k/NAME.jsonl, 30 KB a run:
+machine a run without its folder begins again. Only the logs travel, results/gsm8k/NAME.jsonl, 30 KB a run;
+they must go along before the next `all`, because a run continues only beside a log of all its steps:
 
     start    conditions and flags; it replaces what was logged from its step on
     step     reward, entropy, … ; sampler_entropy: mean −ln p of the tokens as they were drawn
@@ -189,12 +190,15 @@ def equal_temperatures(config, model, prompts, stop_ids):
 class Logged(runs.Run):
     """A run whose records go into the experiment's log. Its folder holds checkpoints and samples."""
 
-    def __init__(self, config, log, start, loud):
-        self.write, self.start, self.loud = log, start, loud
+    def __init__(self, config, log, start, loud, logged):
+        self.write, self.start, self.loud, self.logged = log, start, loud, logged
         super().__init__(config)
 
     def load(self, model, optimizer):
         first = super().load(model, optimizer)
+        if first > self.logged:
+            raise ValueError(f"{self.folder} continues at step {first}, but its log ends at step "
+                             f"{self.logged}: bring the newest log back, or delete that folder")
         self.write(self.start | dict(step=first))
         return first
 
@@ -268,7 +272,8 @@ def make(job, logs, out, flags, problems=None, workers=1, loud=False):
             sampler = Sampler if job.arm != "7" else partial(
                 Tempered, temperatures=[t for *_, t in temperatures(logs)], steps=config.steps)
             with patch.object(train, "Sampler", sampler):
-                train.train(config, model, task, tokenizer, stop_ids, Logged(config, log, start, loud))
+                train.train(config, model, task, tokenizer, stop_ids,
+                            Logged(config, log, start, loud, len(read(out, job).step)))
         else:
             log(start)
         sampler = Sampler(model)

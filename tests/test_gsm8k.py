@@ -229,6 +229,11 @@ def test_a_stopped_run_goes_on_and_its_log_equals_that_of_a_run_without_a_stop(t
         m.setattr(*((gsm8k.Logged, "made", stop) if stopped_at != "test" else (gsm8k, "test", stop_test)))
         make("main", "5", 1e-3, 2)
     assert not gsm8k.read(logs, "main-5-2").ended
+    path = logs / "main-5-2.jsonl"
+    path.rename(logs / "elsewhere")
+    with pytest.raises(ValueError, match="its log ends at step 0: bring the newest log back"):
+        make("main", "5", 1e-3, 2)
+    (logs / "elsewhere").replace(path)
     monkeypatch.setattr(gsm8k, "test", lambda name, *rest: seen.append(name) or test(name, *rest))
     make("main", "5", 1e-3, 2)
     log = gsm8k.read(logs, "main-5-2")
