@@ -161,7 +161,10 @@ def work(todo, make, fits, workers, minutes, device="", failed=None):
             process.kill()
             process.join()
         signal.signal(signal.SIGTERM, before)
-    print(f"{len(todo())} runs left, {len(failed)} failed; {time.time() - began:.0f} s", flush=True)
+    waiting = [job for job in todo() if job not in failed]
+    late = any(None not in job and not fits(job, end - time.time()) for job in waiting)
+    print(f"{len(waiting)} runs left, {len(busy)} of them stopped on the way, {len(failed)} failed; "
+          f"{time.time() - began:.0f} s{'; no other would end in time' * late}", flush=True)
     return failed
 
 

@@ -374,7 +374,9 @@ def test_all_makes_what_fits_into_the_time_and_says_what_is_left(toy, tiny_chat,
     flags = ["--logs", str(logs), "--model", str(tiny_chat), "--device", "cpu"]
     assert gsm8k.main(["all", *flags, "--minutes", "0.3"]) == 0              # all wait for 150 s and more
     assert {path.name: path.read_bytes() for path in logs.iterdir()} == before
-    assert "66 runs to make" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "66 runs to make" in said and "66 runs left, 0 of them stopped on the way, 0 failed" in said
+    assert "no other would end in time" in said
     gsm8k.main(["list", "--logs", str(logs)])
     assert "experiment 2, main:  0 of 45 made" in capfd.readouterr().out
 
