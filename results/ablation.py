@@ -26,43 +26,32 @@ every run, so that it mostly cancels between arms. One line a run in results/abl
     python results/ablation.py all --workers 12 --minutes 25    run what the log lacks, in that order
     python results/ablation.py list                             what is left
 
-Needs: train.py and what it needs.
+Needs: train.py and what it needs; experiment.py.
 """
 
 import argparse
 import fcntl
-import functools
-import gc
-import itertools
-import math
-import multiprocessing
-import os
-import signal
 import statistics
 import sys
 import time
-import traceback
 from collections import Counter
-from multiprocessing.connection import wait
+from functools import partial
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")       # before torch: a run beside eleven others has one core
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+import experiment  # first: it names the folder of the modules below
+import torch
+import torch.nn.functional as F
+from experiment import ROOT, Rounded, nf4, opened
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-
-import checkpoint  # noqa: E402
-import launch  # noqa: E402
-import lora  # noqa: E402
-import nvfp4  # noqa: E402
-import runs  # noqa: E402
-import train  # noqa: E402
-from model import load  # noqa: E402
-from rollout import Sampler  # noqa: E402
-from tasks import TASKS  # noqa: E402
+import checkpoint
+import launch
+import lora
+import nvfp4
+import runs
+import train
+from model import load
+from rollout import Sampler
+from tasks import TASKS
 
 COMMON = dict(task="addition", operands="0-99", prompts=16, group_size=16, max_new_tokens=16, steps=100,
               eval_every=10, eval_samples=4, micro_tokens=8192)
@@ -148,22 +137,6 @@ def append(folder, record):
 
 
 # --- bases
-# bitsandbytes' NF4: quantiles of the normal distribution, and 0, scaled to ±1 (create_normal_map)
-NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-       -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-       0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
-       0.7229568362236023, 1.0)
-
-
-def nf4(w):
-    """(N, K) rounded to NF4 and back: blocks of 64 in memory order share their largest magnitude, an fp32."""
-    blocks = w.float().reshape(-1, 64)
-    absmax = blocks.abs().amax(1, keepdim=True)
-    levels = torch.tensor(NF4)
-    code = torch.bucketize(blocks / absmax.clamp(min=1e-30), (levels[1:] + levels[:-1]) / 2)
-    return (levels[code] * absmax).view(w.shape)
-
-
 def mxfp4(w):
     """(N, K) rounded to MXFP4 and back: E2M1, and for 32 neighbours along K a power of two (OCP MX §6.3)."""
     blocks = w.float().reshape(len(w), -1, 32)
@@ -175,20 +148,6 @@ def mxfp4(w):
 
 BASES = {"bf16": ("bf16", None), "full": ("bf16", None), "rtn": ("rtn", None), "sweep": ("nvfp4", None),
          "nf4": ("bf16", nf4), "mxfp4": ("bf16", mxfp4)}
-
-
-class Rounded(checkpoint.Source):
-    """A checkpoint whose projections are rounded to a format and dequantised."""
-
-    def __init__(self, source, rounding):
-        self.source, self.rounding = source, rounding
-
-    def __getattr__(self, name):
-        return getattr(self.source, name)
-
-    def tensor(self, name, shape):
-        w = self.source.tensor(name, shape)
-        return self.rounding(w) if name.endswith("_proj.weight") else w
 
 
 class Whole(lora.LoRALinear):
@@ -207,13 +166,6 @@ class Whole(lora.LoRALinear):
         if torch.is_grad_enabled():
             return F.linear(x, self.weight.to(x.dtype), self.base.bias)
         return self.base(x)
-
-
-@functools.cache
-def opened(name):
-    """Cached per process: opening a checkpoint takes longer than loading the model."""
-    source = checkpoint.open(name)
-    return source, source.tokenizer(), source.stop_ids()
 
 
 def build(base, config, device):
@@ -299,89 +251,32 @@ def entropy(config, model, task, tokenizer, stop_ids):
 
 
 # --- many runs
-def worker(connection, folder, gpu, share, options):
-    """Run each job that the connection sends; answer with (record, ""), or with (None, error) and exit."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)                        # Ctrl-C is the parent's
-    torch.set_num_threads(1)
-    if torch.cuda.is_available() and not options.get("device", "").startswith("cpu"):
-        torch.cuda.set_device(gpu)
-        torch.cuda.set_per_process_memory_fraction(share)
-    for job in iter(connection.recv, None):
-        try:
-            record = measure(job, **options)
-            append(folder, record)
-            connection.send((record, ""))
-        except Exception as error:          # a new process takes over: a CUDA error breaks this one
-            traceback.print_exc()
-            connection.send((None, f"{type(error).__name__}: {error}"))
-            return
-        gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+def logged(job, folder, **options):
+    """Make a job and append its record → what to print."""
+    record = measure(job, **options)
+    append(folder, record)
+    return f"final {record['final']['sampled']:.3f}" if "final" in record else "entropy"
 
 
 def run_all(folder, phases=PHASES[:-1], arms=(), workers=12, minutes=25.0, **options):
-    """Run the planned jobs that the folder lacks, on every GPU → the failed jobs; ten failures stop it.
+    """Run the planned jobs that the folder lacks, on every GPU → the failed jobs. A job starts only if it
+    would end in time, judged by the slowest run so far; a job that is stopped leaves no line."""
+    failed, steps = {}, options.get("steps", COMMON["steps"])
 
-    A job starts only if it would end in time, judged by the slowest run so far. A job still running when the
-    time is up is killed, and leaves no line.
-    """
-    began, context = time.time(), multiprocessing.get_context("spawn")
-    records = [r for r in read(folder) if r["steps"] in (0, options.get("steps", COMMON["steps"]))]
-    failed, slowest = {}, max((r["seconds"] for r in records), default=0.0)
-    crew, busy = [], {}                                                 # (process, connection), its job
-    count = max(1, torch.cuda.device_count())
-    gpus, share = itertools.cycle(range(count)), 0.9 / math.ceil(workers / count)   # a tenth: CUDA contexts
+    def made():
+        return [r for r in read(folder) if r["steps"] in (0, steps)]
 
     def todo():
-        done = {key(r) for r in records} | set(busy.values())
+        records = made()
+        done = {key(r) for r in records}
         return [job for job in plan(records, failed, options.get("correction", "none")) if job[0] in phases
-                and (not arms or job[1] in arms) and job not in done and job not in failed]
+                and (not arms or job[1] in arms) and job not in done]
 
-    print(f"{len(todo())} runs to make, {len(records)} made, {workers} at a time", flush=True)
-    try:
-        while True:
-            ready = [job for job in todo() if job[2] is not None]
-            in_time = time.time() + slowest < began + 60 * minutes
-            while ready and len(busy) < workers and in_time and len(failed) < 10:
-                idle = next((one for one in crew if one not in busy), None)
-                if idle is None:
-                    ours, theirs = context.Pipe()
-                    process = context.Process(target=worker, daemon=True,
-                                              args=(theirs, folder, next(gpus), share, options))
-                    process.start()
-                    theirs.close()                                      # if the worker dies, recv must fail
-                    crew.append(idle := (process, ours))
-                busy[idle] = ready.pop(0)
-                idle[1].send(busy[idle])
-            left = began + 60 * minutes - time.time()
-            answered = wait([connection for _, connection in busy], max(0, left)) if busy else ()
-            if not answered:
-                break
-            for one in [one for one in busy if one[1] in answered]:
-                job = busy.pop(one)
-                try:
-                    record, error = one[1].recv()
-                except (EOFError, ConnectionError):
-                    record, error = None, "its process died"
-                if record:
-                    records.append(record)
-                    slowest = max(slowest, record["seconds"])
-                    said = f"final {record['final']['sampled']:.3f}" if "final" in record else "entropy"
-                else:
-                    failed[job], said = error, f"FAILED: {error}"
-                    crew.remove(one)
-                mean = statistics.mean([r["seconds"] for r in records if r["phase"] != "entropy"] or [0])
-                print(f"{time.time() - began:5.0f} s | {' '.join(map(str, job)):34} | {said} | "
-                      f"{record['seconds'] if record else 0:.0f} s | {len(todo()) + len(busy)} left, about "
-                      f"{(len(todo()) + len(busy)) * mean / workers / 60:.0f} minutes", flush=True)
-    finally:
-        for process, _ in crew:
-            process.terminate()
-            process.join()
-    print(f"{len(records)} runs made, {len(todo()) + len(busy)} left, {len(failed)} failed; "
-          f"{time.time() - began:.0f} s", flush=True)
-    return failed
+    def fits(job, seconds):
+        return max((r["seconds"] for r in made()), default=0.0) < seconds
+
+    return experiment.work(todo, partial(logged, folder=folder, **options), fits, workers, minutes,
+                           options.get("device", ""), failed)
 
 
 def main(arguments):

@@ -2,33 +2,22 @@
 
     python results/plot.py      reward.png, entropy.png, final.png, sigma.png and table.md beside each log
 
-Tests: at one seed two arms share prompts, their order, random bits and the start of the adapter, so they are
-compared seed by seed: a paired t test on the differences (Welch's test would need independent arms).
-p values are Holm-adjusted within each group of claims, intervals are not. From the 95 % interval of the mean
-difference A − B and MARGIN, .02 (two points of accuracy, .02 nats), the verdict on "A is above B" is
-
-    holds         p < .05 and A above B
-    does not      the interval ends below MARGIN: any gain is too small to matter
-    cannot tell   else, and always with fewer than 3 pairs
-
-and on "A is not below B": holds if the interval begins above −MARGIN, does not if it ends below it.
-Needs: numpy, matplotlib; runs.py.
+The tests and what a verdict means are in experiment.py.
+Needs: numpy, matplotlib; experiment.py, runs.py.
 """
 
-import math
 import sys
 from pathlib import Path
 
 import numpy as np
+from experiment import holm, paired, save, smooth, spread, tested, text, verdict
 from matplotlib.figure import Figure
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import runs  # noqa: E402
+import runs
 
 LOGS = Path(__file__).parent / "ablation"
 BASE = "Base: SmolLM2-135M-Instruct, dequantised from Q4_1"
 RATIOS = {"bypass": "ratio to the policy that sampled", "none": "ratio of 1", "tis": "ratio of 1, weighted"}
-MARGIN, LEVEL = 0.02, 0.05
 PLANNED = ("main", "extras", "more")
 ALL = (*PLANNED, "follow-up")
 ARMS = ("bf16", "bf16+aqn", "bf16+aqn+none", "rtn", "rtn+aqn", "rtn+aqn+none", "sweep", "sweep+aqn",
@@ -116,53 +105,6 @@ def of(records, arm, phases=ALL):
 
 
 # --- statistics
-def tail(t, df):
-    """P(|T| > t) of Student's t: with T = √df·tan θ its density is cosᵈᶠ⁻¹θ, up to a factor."""
-    def area(start):
-        theta = np.linspace(start, math.pi / 2, 20001)
-        return np.trapezoid(np.cos(theta) ** (df - 1), theta)
-    return float(area(math.atan(abs(t) / math.sqrt(df))) / area(0.0))
-
-
-def quantile(df, level=LEVEL):
-    """t with P(|T| > t) = level, by halving."""
-    low, high = 0.0, 1e4
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if tail(middle, df) > level else (low, middle)
-    return low
-
-
-def paired(a, b):
-    """→ (mean difference, half of its 95 % interval, p); with fewer than 3 pairs the last two are NaN."""
-    d = np.asarray(a, float) - np.asarray(b, float)
-    if len(d) < 3:
-        return d.mean() if len(d) else math.nan, math.nan, math.nan
-    error = d.std(ddof=1) / math.sqrt(len(d))
-    if error == 0:
-        return d.mean(), 0.0, float(d.mean() == 0)
-    return d.mean(), quantile(len(d) - 1) * error, tail(d.mean() / error, len(d) - 1)
-
-
-def holm(ps):
-    """Holm's p: in ascending order, each p times the number still left, never decreasing; NaN is left out."""
-    adjusted, most = list(ps), 0.0
-    order = sorted((i for i, p in enumerate(ps) if not math.isnan(p)), key=lambda i: ps[i])
-    for place, i in enumerate(order):
-        adjusted[i] = most = max(most, min(1.0, ps[i] * (len(order) - place)))
-    return adjusted
-
-
-def verdict(kind, mean, half, p):
-    if math.isnan(half):
-        return "cannot tell"
-    if kind == "above":
-        holds, fails = p < LEVEL and mean > 0, mean + half < MARGIN
-    else:
-        holds, fails = mean - half > -MARGIN, mean + half < -MARGIN
-    return "holds" if holds else "does not" if fails else "cannot tell"
-
-
 def compare(records, measure, a, b, phases=PLANNED):
     """The paired values of arms A and B. A pair is a seed, averaged over its runs if it ran at several rates;
     for the entropy before training, a pair is a prompt."""
@@ -187,17 +129,7 @@ def claims(records, rows, phases=PLANNED):
             for row, pair, (mean, half, _), p in zip(rows, pairs, tests, adjusted, strict=True)]
 
 
-def spread(values):
-    """(mean, sd); NaN where there are too few."""
-    return (np.mean(values) if len(values) else math.nan,
-            np.std(values, ddof=1) if len(values) > 1 else math.nan)
-
-
 # --- tables
-def text(mean_sd):
-    return "±".join("–" if math.isnan(v) else f"{v:.3f}" for v in mean_sd)
-
-
 def table(records, correction):
     """Markdown: claims with verdicts, the entropy before training, arms, variants, the grid."""
     chosen = sum(r["phase"] == "grid" for r in records)
@@ -218,8 +150,7 @@ def table(records, correction):
         for row, n, a, b, mean, half, p, says in claims(records, rows, phases):
             what = MEASURES.get(row[2], (row[2],))[0]
             lines.append(f"| {row[0]} | {row[1]} | {what} | {row[3]} {text(a)} | {row[4]} {text(b)} | {n} | "
-                         f"{mean:+.3f} ± {half:.3f} | {'<.001' if p < 0.001 else f'{p:.3f}'} | {says} |"
-                         .replace("nan", "–"))
+                         f"{tested(mean, half, p)} | {says} |")
     lines += ["", f"| format | {ENTROPY}, nats a token | n |", "|---|---|---|"]
     lines += [f"| {r['arm']} | {text(spread(r['entropy']))} | {len(r['entropy'])} |"
               for r in records if r["phase"] == "entropy"]
@@ -267,12 +198,6 @@ PANELS = (("bf16", "bf16+aqn", "bf16+aqn+none"), ("rtn", "rtn+aqn", "rtn+aqn+non
           ("sweep+aqn", "sweep+aqn+tis", "sweep+aqn+none", "sweep+aqn+bypass"), ("bf16", "full"))
 STYLES = (dict(color="0.45", linestyle="-", marker="o"), dict(color="black", linestyle="--", marker="s"),
           dict(color="0.2", linestyle=":", marker="^"))
-
-
-def smooth(values, width=5):
-    """Mean of the neighbours, fewer of them at the ends."""
-    half, values = width // 2, np.array(values, float)
-    return np.array([np.nanmean(values[max(0, i - half):i + half + 1]) for i in range(len(values))])
 
 
 def curves(records, key, label, scale, title, path):
@@ -343,11 +268,6 @@ def sigmas(records, path):
         axis.grid(alpha=0.3)
     figure.suptitle(f"AQN's noise: ten stages, the first without\n{BASE}.", fontsize=9)
     save(figure, path)
-
-
-def save(figure, path):
-    """Leave date and version out, so that the same log gives the same bytes."""
-    figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
 def plot(folder):

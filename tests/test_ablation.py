@@ -20,6 +20,7 @@ from tasks import Task
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "results"))
 import ablation  # noqa: E402
+import experiment  # noqa: E402
 import plot  # noqa: E402
 
 TINY = dict(steps=2, prompts=4, group_size=4, max_new_tokens=4, problems=(4, 8), rank=4, alpha=4,
@@ -32,7 +33,7 @@ def test_nf4s_levels_are_bitsandbytes_quantiles():
     ppf = statistics.NormalDist().inv_cdf
     above, below = ([ppf(q) for q in np.linspace(.9677083, .5, n)[:-1]] for n in (9, 8))
     want = np.sort([*above, 0, *(-v for v in below)])
-    assert np.abs(want / want.max() - ablation.NF4).max() < 1e-6 and len(ablation.NF4) == 16
+    assert np.abs(want / want.max() - experiment.NF4).max() < 1e-6 and len(experiment.NF4) == 16
 
 
 def test_nf4_by_hand_and_against_the_nearest_level():
@@ -40,14 +41,14 @@ def test_nf4_by_hand_and_against_the_nearest_level():
     w = torch.zeros(4, 48)
     w[0, :5] = torch.tensor([2., -2, .1, .07, -1.3])
     w[1, 20] = 1e-3                                                    # element 68: the second block, alone
-    got = ablation.nf4(w)
+    got = experiment.nf4(w)
     assert got[0, :5].tolist() == pytest.approx([2, -2, 2 * .07958030, 0, 2 * -.69619280], rel=1e-6)
     assert got[1, 20] == w[1, 20] and got.count_nonzero() == 5
     w = torch.randn(6, 96)
-    blocks, levels = w.view(-1, 64), torch.tensor(ablation.NF4)
+    blocks, levels = w.view(-1, 64), torch.tensor(experiment.NF4)
     scaled = blocks / blocks.abs().amax(1, keepdim=True)
     nearest = levels[(scaled[..., None] - levels).abs().argmin(-1)] * blocks.abs().amax(1, keepdim=True)
-    assert torch.equal(ablation.nf4(w), nearest.view(w.shape))
+    assert torch.equal(experiment.nf4(w), nearest.view(w.shape))
 
 
 def test_mxfp4_by_hand_and_against_the_nearest_value():
@@ -67,12 +68,12 @@ def test_mxfp4_by_hand_and_against_the_nearest_value():
 
 def test_a_rounded_checkpoint_rounds_projections_and_nothing_else(tiny_chat):
     plain = decoder.load(str(tiny_chat), "bf16")
-    source = ablation.Rounded(checkpoint.open(str(tiny_chat)), ablation.nf4)
+    source = experiment.Rounded(checkpoint.open(str(tiny_chat)), experiment.nf4)
     rounded = decoder.load(source, "bf16")
     pairs = list(zip(*(lora.lora_layers(m).values() for m in (plain, rounded)), strict=True))
     assert len(pairs) == 8
     for a, b in ((a.base.W.weight, b.base.W.weight) for a, b in pairs):
-        assert torch.equal(ablation.nf4(a), b) and not torch.equal(a, b)
+        assert torch.equal(experiment.nf4(a), b) and not torch.equal(a, b)
     others = rounded.state_dict()
     assert others and all(torch.equal(t, others[name]) for name, t in plain.state_dict().items())
 
@@ -238,15 +239,15 @@ def test_many_runs_resume_lose_nothing_and_end_in_time(tiny_chat, tmp_path, capf
 
 # --- statistics, tables, figures
 def test_student_t_holm_and_the_paired_test_against_tables():
-    assert plot.quantile(4) == pytest.approx(2.776445, abs=1e-4)
-    assert plot.quantile(9) == pytest.approx(2.262157, abs=1e-4)
-    assert plot.tail(1, 1) == pytest.approx(.5, abs=1e-6)              # Cauchy
-    assert plot.tail(-2.228139, 10) == pytest.approx(.05, abs=1e-6)
-    mean, half, p = plot.paired([3, 5, 7, 6], [1, 2, 6, 4])           # 2 3 1 2: sd .8165, t = 4.899, df 3
+    assert experiment.quantile(4) == pytest.approx(2.776445, abs=1e-4)
+    assert experiment.quantile(9) == pytest.approx(2.262157, abs=1e-4)
+    assert experiment.tail(1, 1) == pytest.approx(.5, abs=1e-6)              # Cauchy
+    assert experiment.tail(-2.228139, 10) == pytest.approx(.05, abs=1e-6)
+    mean, half, p = experiment.paired([3, 5, 7, 6], [1, 2, 6, 4])    # 2 3 1 2: sd .8165, t = 4.899, df 3
     assert (mean, half, p) == pytest.approx((2, 3.182446 * .408248, .016281), abs=1e-4)
     nan = float("nan")
-    assert plot.holm([.01, .04, nan, .03]) == pytest.approx([.03, .06, nan, .06], nan_ok=True)
-    assert np.isnan(plot.paired([1, 2], [0, 0])[1:]).all()
+    assert experiment.holm([.01, .04, nan, .03]) == pytest.approx([.03, .06, nan, .06], nan_ok=True)
+    assert np.isnan(experiment.paired([1, 2], [0, 0])[1:]).all()
 
 
 @pytest.mark.parametrize("kind, mean, half, p, says", [
@@ -256,7 +257,7 @@ def test_student_t_holm_and_the_paired_test_against_tables():
     ("above", .05, float("nan"), float("nan"), "cannot tell"), ("not below", .00, .01, .9, "holds"),
     ("not below", -.01, .05, .6, "cannot tell"), ("not below", -.08, .03, .01, "does not")])
 def test_the_verdict_follows_its_rule(kind, mean, half, p, says):
-    assert plot.verdict(kind, mean, half, p) == says
+    assert experiment.verdict(kind, mean, half, p) == says
 
 
 def synthetic(folder):
