@@ -45,18 +45,16 @@ def export(source, destination, format, adapter="", quant=""):
         raise ValueError(f"{place} exists and is not an empty folder: name a new one")
     if (run / "config.json").is_file() and "quant" in (flags := _json(run / "config.json")):
         if not adapter and not (run / "adapter").is_dir():
-            raise ValueError(f"{run} has never saved an adapter: train on with python train.py --resume {run}, "
-                             "which saves every --save-every steps and at its end; an evaluation does not save")
+            raise ValueError(f"{run} has never saved an adapter: train on with python train.py --resume {run}"
+                             ", which saves every --save-every steps and at its end; an evaluation does not")
         source, adapter, quant = flags["model"], adapter or run / "adapter", quant or flags["quant"]
     if not adapter and format == "adapter":
         raise ValueError(f"{source} has no adapter: name a run's folder, or an adapter's with --adapter")
     if layout and quant == "bf16":
-        raise ValueError("--quant bf16, or a run that had it, has no 4 bits to write: take --format bf16, or "
-                         "quantise the base with --quant nvfp4")
+        raise ValueError("a run of --quant bf16 has no 4 bits to write: take --format bf16, or --quant nvfp4")
     shape = _json(Path(adapter) / "adapter_config.json") if adapter else {}
     rank, alpha = shape.get("r", 1), shape.get("lora_alpha", 1)
-    base_name = place if layout else shape.get("base_model_name_or_path") or source
-    source, quant = checkpoint.open(source), quant or "nvfp4"
+    base_name, source, quant = place if layout else source, checkpoint.open(source), quant or "nvfp4"
     ours = model.load(source, quant, rank, alpha)
     if adapter:
         lora.load_adapter(ours, adapter)

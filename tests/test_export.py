@@ -200,16 +200,11 @@ def test_two_exports_round_the_sum_to_4_bits(runs, tmp_path):
     assert .1 < (error / delta2).sqrt() < .6
 
 
-@pytest.mark.parametrize("format, base", [("adapter", "owner/base"), ("nvfp4", "{tmp}/out")])
-def test_the_adapter_names_a_base_that_other_tools_find(runs, tmp_path, format, base):
-    """What the run's adapter names, be it another name than --model; beside 4-bit weights, their folder."""
-    run = Path(shutil.copytree(runs()[0], tmp_path / "run"))
-    config = json.loads((run / "adapter" / "adapter_config.json").read_text())
-    (run / "adapter" / "adapter_config.json").write_text(
-        json.dumps(config | dict(base_model_name_or_path="owner/base")))
-    export.export(run, tmp_path / "out", format)
-    written, = (tmp_path / "out").rglob("adapter_config.json")
-    assert json.loads(written.read_text())["base_model_name_or_path"] == base.format(tmp=tmp_path)
+def test_beside_4_bit_weights_the_adapter_names_their_folder(exported):
+    """Other tools then load the weights that the adapter was trained on."""
+    folder = exported("llama", "nvfp4")
+    config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(folder)
 
 
 def test_4_bit_checkpoints_convert_into_each_other(exported, tmp_path):
@@ -258,7 +253,7 @@ def test_the_command_exports_a_run_or_says_why_not_in_one_line(runs, tmp_path, m
     for arguments, words in [
             ((run, tmp_path / "full", "--format", "bf16"), "full exists and is not an empty folder"),
             ((base, tmp_path / "out", "--format", "adapter"), "no adapter"),
-            ((plain, tmp_path / "out", "--format", "nvfp4"), "take --format bf16, or quantise the base"),
+            ((plain, tmp_path / "out", "--format", "nvfp4"), "no 4 bits to write: take --format bf16"),
             ((base, tmp_path / "out", "--format", "bf16", "--adapter", tmp_path), "adapter_config.json"),
             ((run, tmp_path / "out", "--format", "bf16", "--adapter", tmp_path / "no"), "no/adapter_conf"),
             ((base, tmp_path / "out", "--format", "bf16", "--adapter", tmp_path / "full"), "not a mapping"),
