@@ -266,7 +266,7 @@ class Run:
 
 
 def stored(Config, folder):
-    """→ the flags in a run's config.json, also of an earlier version. ValueError: it cannot be resumed."""
+    """→ the flags in a run's config.json. ValueError: none, damaged, or with a flag that is gone since."""
     path, instead = Path(folder) / "config.json", f"begin another run with --adapter {folder}/adapter"
     if not path.is_file():
         raise ValueError(f"--resume {folder}: there is no {path}; name the folder of a run")
