@@ -35,7 +35,6 @@ import lora
 import memory
 
 PROBE = 32                          # prompts that a preflight samples
-# what an evaluation measures; a task of one's own may pay other rewards than 0 and 1
 LABELS = ("right and ended", "right, ended or not"), ("mean reward", "mean reward, ended or not")
 LINES = dict(
     eval="eval after {step:4d} steps | greedy {eval_greedy:.2f} {0}, {eval_greedy_loose:.2f} {1} | "
@@ -86,13 +85,11 @@ class Run:
             except (KeyboardInterrupt, SystemExit, ValueError, RuntimeError) as stop:
                 phase = self.phase
                 if self.done > first:
-                    # a second Ctrl-C must not interrupt the save
-                    with suppress(KeyboardInterrupt, SystemExit), self.undivided():
+                    with suppress(KeyboardInterrupt, SystemExit), self.undivided():  # a second Ctrl-C waits
                         self.save(model, optimizer)
                 if isinstance(stop, torch.OutOfMemoryError):
-                    less = f"--max-new-tokens {self.config.max_new_tokens // 2 or 1}"
-                    if phase == "update":
-                        less = f"--micro-tokens {self.config.micro_tokens // 2 or 1} --gradient-checkpointing"
+                    less = dict(sampling=f"--max-new-tokens {self.config.max_new_tokens // 2 or 1}", update=(
+                        f"--micro-tokens {self.config.micro_tokens // 2 or 1} --gradient-checkpointing"))[phase]
                     raise ValueError(f"out of memory in the {phase} after {self.done} steps; "
                                      f"{self.go_on if self.saved() else 'begin again with'} {less}") from stop
                 if not isinstance(stop, (KeyboardInterrupt, SystemExit)):
@@ -327,7 +324,7 @@ def best(records):
 
 
 def line(record, own=False):
-    """A record as one line of text. – is a value not measured in this step. own: of a task of one's own."""
+    """A record as one line of text. –: not measured in this step. own: a task of one's own, of any reward."""
     planned = " of {planned_gb:.1f} planned" * ("planned_gb" in record)
     text = LINES[record["kind"]] + planned + " | skipped" * ("skipped" in record)
     text = text.format(*LABELS[own], **{k: float("nan") if v is None else v for k, v in record.items()})
