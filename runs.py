@@ -88,8 +88,9 @@ class Run:
                     with suppress(KeyboardInterrupt, SystemExit), self.undivided():  # a second Ctrl-C waits
                         self.save(model, optimizer)
                 if isinstance(stop, torch.OutOfMemoryError):
-                    less = dict(sampling=f"--max-new-tokens {self.config.max_new_tokens // 2 or 1}", update=(
-                        f"--micro-tokens {self.config.micro_tokens // 2 or 1} --gradient-checkpointing"))[phase]
+                    c = self.config
+                    less = (f"--micro-tokens {c.micro_tokens // 2 or 1} --gradient-checkpointing"
+                            if phase == "update" else f"--max-new-tokens {c.max_new_tokens // 2 or 1}")
                     raise ValueError(f"out of memory in the {phase} after {self.done} steps; "
                                      f"{self.go_on if self.saved() else 'begin again with'} {less}") from stop
                 if not isinstance(stop, (KeyboardInterrupt, SystemExit)):

@@ -384,6 +384,23 @@ def test_a_full_disk_is_one_sentence_and_keeps_the_checkpoint(whole, start, tmp_
     assert main("--resume", folder) == 0 and outcome(folder) == outcome(whole)
 
 
+def test_a_full_disk_at_ctrl_c_is_one_sentence_too(start, whole, tmp_path, monkeypatch):
+    """safetensors has an error of its own. The step after the last save is made again by the resume."""
+    def stopped(*_):
+        monkeypatch.setattr(runs, "save_file", full)
+        raise KeyboardInterrupt
+
+    def full(*_, **__):
+        raise SafetensorError("No space left on device")
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "evaluate", lambda *args, real=train.evaluate: real(*args) if not any(
+            (tmp_path / "run").glob("*.safetensors")) else stopped())
+        with pytest.raises(OSError, match="run: No space left on device; the last checkpoint holds: go on"):
+            start()
+    monkeypatch.undo()
+    assert main("--resume", tmp_path / "run") == 0 and outcome(tmp_path / "run") == outcome(whole)
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "config.json",
                                   "adapter-best/adapter_config.json"])
 def test_any_file_that_cannot_be_written_is_named(start, tmp_path, monkeypatch, name):
@@ -552,7 +569,11 @@ def test_preflight_changes_nothing_and_says_whether_training_would_work(
     assert "change: 32 prompts without one group of unequal rewards" in said and "pointless" in said
     assert not (tmp_path / "run").exists()
     before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
-    assert main(*flags, "--out", whole, "--adapter", whole / "adapter-best") == 0
+    with monkeypatch.context() as patch:
+        loaded = []
+        patch.setattr(lora, "load_adapter", lambda _, folder: loaded.append(folder))
+        assert main(*flags, "--out", whole, "--adapter", whole / "adapter-best") == 0
+        assert loaded == [str(whole / "adapter-best")]
     assert before == {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
     taken, judge = [], runs.Run.preflight
     monkeypatch.setattr(runs.Run, "preflight", lambda self, r: taken.append(r["rollout_s"]) or judge(self, r))
