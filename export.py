@@ -4,8 +4,8 @@
                                       bf16               W + (alpha/rank) B A, W what it was trained on
                                       nvfp4 | modelopt   W in 4 bits as trained, the LoRA in DST/adapter
 
-nvfp4 is compressed-tensors' layout of the 4 bits, modelopt is ModelOpt's (see checkpoint.py). --merge rounds
-W + (alpha/rank) B A to 4 bits instead: part of what the adapter learned is lost, and the loss is printed.
+nvfp4 is compressed-tensors' layout of the 4 bits, modelopt is ModelOpt's (see checkpoint.py). To round the
+sum to 4 bits, export bf16, then that folder as nvfp4: part of what the adapter learned is lost.
 The folder appears at DST only after it was loaded again and its logits compared; a wrong one is DST.wrong.
 Needs: torch, transformers, safetensors, huggingface_hub, model.py, checkpoint.py, lora.py, fp4_gemm.py.
 """
@@ -34,7 +34,7 @@ ENDS = {CT: ("_packed", "_scale", "_global_scale"), MODELOPT: ("", "_scale", "_s
 
 
 @torch.no_grad()
-def export(source, destination, format, adapter="", quant="", merge=False):
+def export(source, destination, format, adapter="", quant=""):
     """Write the folder `destination`, read it again → how far its logits are off, as a share of their size.
 
     source: a run's folder, or what checkpoint.open takes. adapter, quant: override the run's own.
@@ -44,36 +44,29 @@ def export(source, destination, format, adapter="", quant="", merge=False):
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise ValueError(f"{place} exists and is not an empty folder: name a new one")
     if (run / "config.json").is_file() and "quant" in (flags := _json(run / "config.json")):
+        if not adapter and not (run / "adapter").is_dir():
+            raise ValueError(f"{run} has never saved an adapter: train on with python train.py --resume {run}"
+                             ", which saves every --save-every steps and at its end; an evaluation does not")
         source, adapter, quant = flags["model"], adapter or run / "adapter", quant or flags["quant"]
-        if not Path(adapter).is_dir():
-            raise ValueError(f"there is no folder {adapter}: a run has one from the first time it saves, so "
-                             f"let it train on with train.py --resume {run}")
-    if not adapter and (merge or format == "adapter"):
+    if not adapter and format == "adapter":
         raise ValueError(f"{source} has no adapter: name a run's folder, or an adapter's with --adapter")
-    if merge and format == "adapter":
-        raise ValueError("--format adapter writes the adapter alone: leave --merge out")
-    if layout and quant == "bf16" and not merge:
-        raise ValueError("--quant bf16, or a run that had it, has no 4 bits to write: take --format bf16, or "
-                         "quantise the base with --quant nvfp4, or its sum with the adapter with --merge")
+    if layout and quant == "bf16":
+        raise ValueError("a run of --quant bf16 has no 4 bits to write: take --format bf16, or --quant nvfp4")
     shape = _json(Path(adapter) / "adapter_config.json") if adapter else {}
     rank, alpha = shape.get("r", 1), shape.get("lora_alpha", 1)
     base_name, source, quant = place if layout else source, checkpoint.open(source), quant or "nvfp4"
     ours = model.load(source, quant, rank, alpha)
     if adapter:
         lora.load_adapter(ours, adapter)
-    if layout and merge:
-        loss = _merge(ours, model.QUANT[quant] or "sweep")
-        print(f"merged: rounding to 4 bits moves the weights by {loss:.2f} times what the adapter adds"
-              if loss.isfinite() else "merged: the adapter adds nothing yet")
     ids, positions = torch.arange(1, 33)[None] * 7919 % source.config.vocab_size, torch.arange(32)[None]
     want = ours.logits(ours(ids, positions))
     if format == "bf16":
-        _merge(ours, None)
+        _merge(ours)
     place.parent.mkdir(parents=True, exist_ok=True)
     # Write into a scratch folder beside the place, so that an accident leaves nothing at the place.
     with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent) as scratch:
         new, wrong = Path(scratch) / "new", place.with_name(f"{place.name}.wrong")
-        beside = adapter and not merge and {"adapter": new, "bf16": None}.get(format, new / "adapter")
+        beside = adapter and {"adapter": new, "bf16": None}.get(format, new / "adapter")
         new.mkdir()
         _copy_tokenizer(source, new)
         if beside:
@@ -100,23 +93,15 @@ def _json(path):
         return {**json.loads(path.read_text())}
 
 
-def _merge(decoder, method):
-    """W + (alpha/rank) B A becomes W, quantised or (method None) in bf16, and B becomes 0.
-    → ‖what rounding changed‖ / ‖what the adapter added‖"""
-    error = added = 0.0
+def _merge(decoder):
+    """W + (alpha/rank) B A becomes W, in bf16, and B becomes 0."""
     for layer in lora.lora_layers(decoder).values():
-        W, bias = layer.base.W, layer.base.bias
-        W = fp4_gemm.dequantize(W, torch.float32)
+        W, biases = layer.base.W, [] if layer.base.bias is None else [layer.base.bias]
         parts = zip(layer.lora_A.data.split(layer.rank), layer.lora_B.data.split(layer.splits), strict=True)
-        delta = torch.cat([layer.scale * b @ a for a, b in parts])
-        biases, dtype = [] if bias is None else [bias], decoder.dtype if method else torch.bfloat16
-        layer.base = model.FrozenLinear((W + delta).split(layer.splits), biases, method, dtype, W.device)
-        if method:
-            error += (fp4_gemm.dequantize(layer.base.W, torch.float32) - W - delta).square().sum()
-        added += delta.square().sum()
+        W = fp4_gemm.dequantize(W, torch.float32) + torch.cat([layer.scale * b @ a for a, b in parts])
+        layer.base = model.FrozenLinear(W.split(layer.splits), biases, None, torch.bfloat16, W.device)
         layer.lora_B.data.zero_()
     lora.refresh(decoder)
-    return (error / added) ** 0.5
 
 
 def _copy_tokenizer(source, folder):
@@ -168,7 +153,6 @@ if __name__ == "__main__":
     parser.add_argument("--format", required=True, choices=("adapter", "bf16", "nvfp4", "modelopt"))
     parser.add_argument("--adapter", default="", help="folder of a PEFT adapter (default: the run's)")
     parser.add_argument("--quant", default="", help="of the base, as in train.py (default: the run's, nvfp4)")
-    parser.add_argument("--merge", action="store_true", help="quantise W + (alpha/rank) B A, lossy")
     flags = parser.parse_args()
     try:
         off = export(**vars(flags))

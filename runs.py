@@ -6,12 +6,13 @@
     checkpoint.safetensors  adapter and optimizer after a step, with a checksum; replaced atomically
     checkpoint.previous.…   the checkpoint before it, read when the last one is damaged
     adapter/                the same adapter in PEFT's files
+    adapter-best/           the adapter of the best evaluation after a step, greedy; the first of equals
     curves.png              drawn from metrics.jsonl
 
 A resumed run replays the steps after its last checkpoint and appends their records again; readers take the
 last record of a step. The batch, the noise and every sampled token are functions of (seed, step), so on a CPU
-a resumed run ends with the same bytes as a run without a stop. `python runs.py show|plot RUN…`
-Needs: torch, safetensors, matplotlib; lora.py, memory.py.
+a resumed run ends with the same bytes as a run without a stop.
+`python runs.py show|plot RUN…`, `list [FOLDER]`. Needs: torch, safetensors, matplotlib; lora.py, memory.py.
 """
 import fcntl
 import hashlib
@@ -23,6 +24,7 @@ import signal
 import sys
 import time
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -33,18 +35,15 @@ import lora
 import memory
 
 PROBE = 32                          # prompts that a preflight samples
+LABELS = ("right and ended", "right, ended or not"), ("mean reward", "mean reward, ended or not")
 LINES = dict(
-    eval="eval after {step:4d} steps | greedy {eval_greedy:.2f} right and ended, {eval_greedy_loose:.2f} "
-         "right, ended or not | sampled {eval_sampled:.2f} | {rollout_s:.1f}s",
+    eval="eval after {step:4d} steps | greedy {eval_greedy:.2f} {0}, {eval_greedy_loose:.2f} {1} | "
+         "sampled {eval_sampled:.2f} | {rollout_s:.1f}s",
     step="step {step:4d} | reward {reward:.2f} | signal {signal:.0%} | finished {finished:.0%} | "
          "len {length:.1f} | entropy {entropy:.2f} | mismatch {mismatch:.4f} | kl_noise {kl_noise:.1e} | "
          "clip {clip_fraction:.1%} | grad {grad_norm:.2f} | lr {lr:.1e} | σ {sigma:.1e} | "
          "gen {rollout_s:.1f}s {rollout_tok_s:.0f} tok/s | train {update_s:.1f}s {update_tok_s:.0f} tok/s | "
          "{memory_gb:.1f} GB")
-
-
-class Unwritten(OSError):
-    """A file of the run's folder could not be written: a full disk, missing permissions."""
 
 
 class Run:
@@ -58,45 +57,50 @@ class Run:
         self.go_on = f"go on with: python train.py --resume {self.folder}"
         self.config, self.quiet, self.history, self.warned = config, quiet, [], set()
         self.done, self.whole, self.phase, self.damaged = 0, True, "sampling", False
-        self.checkpoint, self.previous = (
-            self.folder / f"checkpoint{kind}.safetensors" for kind in ("", ".previous"))
-        if quiet:
+        self.best, self.spent, self.began = None, {"step": [], "eval": []}, time.perf_counter()
+        if quiet or config.preflight:
             return
-        with self.writing("metrics.jsonl"):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock = open(self.folder / "metrics.jsonl", "ab")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.lock = open(self.folder / "metrics.jsonl", "ab")
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)       # the kernel unlocks when we die
         except BlockingIOError:
             raise ValueError(f"another process is writing to {self.folder}: take another --out") from None
         if not config.resume and (self.lock.tell() or self.saved()):
             raise ValueError(f"{self.folder} holds a run already: go on with --resume, or take another --out")
-        self.segment = 1 + max((r["segment"] for r in read(self.folder).values()), default=-1)
+        records = read(self.folder).values()
+        self.segment = 1 + max((r["segment"] for r in records), default=-1)
+        if (self.folder / "adapter-best/adapter_config.json").is_file():    # earlier versions did not keep it
+            self.best = best(records)
 
     @contextmanager
     def guarded(self, model, optimizer):
         """Context manager around the training loop; yields the first step. If the loop is stopped or fails,
         it saves the last finished step. Ctrl-C and signals become SystemExit, out of memory a ValueError."""
-        first = self.load(model, optimizer)     # outside the try: never save a half-loaded model
+        self.model, first = model, self.load(model, optimizer)  # outside the try: never save half a model
         optimizer.register_step_pre_hook(lambda *_: setattr(self, "whole", False))
         try:
-            yield first
-        except (KeyboardInterrupt, SystemExit, OSError, ValueError, RuntimeError) as stop:
-            phase = self.phase
-            if self.done > first and not isinstance(stop, Unwritten):
-                # a second Ctrl-C must not interrupt the save
-                with suppress(KeyboardInterrupt, SystemExit), self.undivided():
-                    self.save(model, optimizer)
-            if isinstance(stop, torch.OutOfMemoryError):
-                flags = (f"--micro-tokens {self.config.micro_tokens // 2 or 1} --gradient-checkpointing"
-                         if phase == "update" else f"--max-new-tokens {self.config.max_new_tokens // 2 or 1}")
-                raise ValueError(f"out of memory in the {phase} after {self.done} steps; "
-                                 f"{self.go_on if self.saved() else 'begin again with'} {flags}") from stop
-            if not isinstance(stop, (KeyboardInterrupt, SystemExit)):
-                raise
-            why = stop.args[0] if isinstance(stop, KeyboardInterrupt) and stop.args else ""
-            self.say(f"\nstopped after {self.done} steps{why}; {self.go_on}", sys.stderr)
-            sys.exit(stop.code if isinstance(stop, SystemExit) else 130)
+            try:
+                yield first
+            except (KeyboardInterrupt, SystemExit, ValueError, RuntimeError) as stop:
+                phase = self.phase
+                if self.done > first:
+                    with suppress(KeyboardInterrupt, SystemExit), self.undivided():  # a second Ctrl-C waits
+                        self.save(model, optimizer)
+                if isinstance(stop, torch.OutOfMemoryError):
+                    c = self.config
+                    less = (f"--micro-tokens {c.micro_tokens // 2 or 1} --gradient-checkpointing"
+                            if phase == "update" else f"--max-new-tokens {c.max_new_tokens // 2 or 1}")
+                    raise ValueError(f"out of memory in the {phase} after {self.done} steps; "
+                                     f"{self.go_on if self.saved() else 'begin again with'} {less}") from stop
+                if not isinstance(stop, (KeyboardInterrupt, SystemExit)):
+                    raise
+                why = stop.args[0] if isinstance(stop, KeyboardInterrupt) and stop.args else ""
+                self.say(f"\nstopped after {self.done} steps{why}; {self.go_on}", sys.stderr)
+                sys.exit(stop.code if isinstance(stop, SystemExit) else 130)
+        except (OSError, SafetensorError) as error:     # a full disk: no save, and the log lacks this step
+            holds = f"; the last checkpoint holds: {self.go_on}" if self.saved() else ""
+            raise OSError(f"{self.folder}: {error}{holds}") from error
         self.finish()
 
     @contextmanager
@@ -132,17 +136,32 @@ class Run:
             raise ValueError("five steps in a row were skipped: try a lower --lr")
 
     def log(self, kind, step, record):
-        """Append a record and print it. kind: "step" or "eval"; step: optimizer steps made before it."""
+        """Append a record, print it, and keep the adapter that an evaluation found best. kind: "step" or
+        "eval"; step: optimizer steps made before it."""
         record = {"kind": kind, "step": step, **{k: rounded(v) for k, v in record.items()}}
-        self.append("metrics.jsonl", record)
-        self.say(line(record))
+        if not self.quiet:
+            if best([self.best, record]) is record:     # save before the record, as a resume goes by records
+                lora.save_adapter(self.model, self.folder / "adapter-best", self.config.model)
+                self.best = record
+            append(self.folder / "metrics.jsonl", record | {"segment": self.segment})
+        self.spent[kind].append(record["rollout_s"] + record.get("update_s", 0))
+        self.say(line(record, self.config.task.endswith(".py")) + self.clock() * (kind == "step"))
+
+    def clock(self):
+        """→ the end of a step's line: the time since the start or resume, and the time that steps and
+        evaluations to come will take. Medians leave out the first step, in which kernels compile."""
+        step, evaluation = (sorted(seconds or [0])[len(seconds) // 2] for seconds in self.spent.values())
+        each = step / self.config.updates_per_rollout + evaluation / self.config.eval_every
+        times = time.perf_counter() - self.began, (self.config.steps - self.done) * each + evaluation
+        return " | elapsed {}, left {}".format(*(timedelta(seconds=round(s)) for s in times))
 
     def sample(self, step, texts, rewards, advantages):
         """Keep and print the worst and the best answer of a step. texts: (prompt, answer) of each row."""
         order = sorted(range(len(rewards)), key=rewards.__getitem__)
-        for which, b in (("worst", order[0]), ("best", order[-1])):
-            self.append("samples.jsonl", dict(step=step, which=which, prompt=texts[b][0], answer=texts[b][1],
-                                              reward=rewards[b], advantage=advantages[b]))
+        for which, b in () if self.quiet else (("worst", order[0]), ("best", order[-1])):
+            append(self.folder / "samples.jsonl", dict(
+                step=step, which=which, prompt=texts[b][0], answer=texts[b][1], reward=rewards[b],
+                advantage=advantages[b], segment=self.segment))
             self.say(f"    {which:5} {rewards[b]:+.2f}  {texts[b][0]!r} → {texts[b][1]!r}")
 
     def save(self, model, optimizer):
@@ -150,17 +169,15 @@ class Run:
         step nothing is written, because the last checkpoint is still good."""
         if self.quiet or not self.whole:
             return
-        tensors = {}
+        tensors = dict(model.named_parameters())
         for name, p in model.named_parameters():
-            tensors[name] = p.detach()
             tensors |= {f"{name}/{k}": v for k, v in optimizer.state.get(p, {}).items()}
-        tensors = {k: v.contiguous().cpu() for k, v in tensors.items()}
+        tensors = {k: v.detach().contiguous().cpu() for k, v in tensors.items()}
         metadata = {"step": str(self.done), "sha256": _digest(tensors, self.done)}
         # the checkpoint last: after a crash in between, a resume replays the steps and saves both again
-        with self.writing("checkpoint"):
-            lora.save_adapter(model, self.folder / "adapter", self.config.model)
-            _replace(self.checkpoint, lambda p: save_file(tensors, p, metadata=metadata),
-                     keep=None if self.damaged else self.previous)
+        lora.save_adapter(model, self.folder / "adapter", self.config.model)
+        _replace(self.folder / "checkpoint.safetensors", lambda p: save_file(tensors, p, metadata=metadata),
+                 keep=not self.damaged)
         self.damaged = False
 
     def load(self, model, optimizer):
@@ -192,27 +209,13 @@ class Run:
                              f"{self.done} steps; take at least as many, and updates that divide them")
         if not self.quiet:                      # only now: a refused resume must not change the flags
             flags = json.dumps(vars(self.config) | {"resume": "", "out": str(self.folder)}, indent=2) + "\n"
-            with self.writing("config.json"):
-                _replace(self.folder / "config.json", lambda p: p.write_text(flags))
+            _replace(self.folder / "config.json", lambda p: p.write_text(flags))
         return self.done
 
     def saved(self):
-        """Paths of the existing checkpoints, the last one first."""
-        return [path for path in (self.checkpoint, self.previous) if path.exists()]
-
-    def append(self, name, record):
-        if not self.quiet:
-            with self.writing(name):
-                append(self.folder / name, record | {"segment": self.segment})
-
-    @contextmanager
-    def writing(self, what):
-        """Turns an error of writing inside the block into an Unwritten with one sentence."""
-        try:
-            yield
-        except (OSError, SafetensorError) as error:
-            holds = f"; the last checkpoint holds: {self.go_on}" if self.saved() else ""
-            raise Unwritten(f"{self.folder / what} cannot be written ({error}){holds}") from error
+        """Paths of the existing checkpoints, the last one first. A preflight has none, wherever it looks."""
+        paths = (self.folder / f"checkpoint{kind}.safetensors" for kind in ("", ".previous"))
+        return [path for path in paths if path.exists() and not self.config.preflight]
 
     def say(self, text, file=None):
         """Print. If that fails, stop the run as Ctrl-C does: the reader of a pipe ended (Ctrl-C also ends
@@ -244,23 +247,24 @@ class Run:
             f"a step      {seconds:7.1f}   seconds, {r['update_s']:.1f} of them the update; "
             f"{self.config.steps} steps {seconds * self.config.steps / 60:.0f} minutes, evaluation aside",
             *(f"change: {text}" for text in advice), verdict)))
-        if not self.quiet:
-            (self.folder / "metrics.jsonl").unlink()                 # it is empty; leave no folder
-            with suppress(OSError):
-                self.folder.rmdir()
         return 0 if verdict == "ready to train" else 3
 
     def finish(self):
-        """Draw the curves and print where the results are."""
-        if not self.quiet:
-            with self.writing("curves.png"):
-                plot([self.folder])
-        adapter = f", adapter in {self.folder}/adapter" if (self.folder / "adapter").exists() else ""
-        self.say(f"done: {self.folder}/curves.png{adapter}")
+        """Draw the curves and print where the results are. A drawing that fails costs only the drawing."""
+        results = f"done: {self.folder}"
+        try:
+            results += "" if self.quiet else f"/{plot([self.folder]).name}"
+        except Exception as error:
+            self.say(f"warning: no curves, for {error!r}; try runs.py plot {self.folder}", sys.stderr)
+        if (self.folder / "adapter").exists():
+            results += f", adapter in {self.folder}/adapter"
+        if top := self.best:
+            results += f"; best: step {top['step']}, {top['eval_greedy']:.2f}, {self.folder}/adapter-best"
+        self.say(results)
 
 
 def stored(Config, folder):
-    """→ the flags in a run's config.json, also of an earlier version. ValueError: it cannot be resumed."""
+    """→ the flags in a run's config.json. ValueError: none, damaged, or with a flag that is gone since."""
     path, instead = Path(folder) / "config.json", f"begin another run with --adapter {folder}/adapter"
     if not path.is_file():
         raise ValueError(f"--resume {folder}: there is no {path}; name the folder of a run")
@@ -271,14 +275,16 @@ def stored(Config, folder):
             raise ValueError(odd)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged ({error}): mend it, or {instead}") from error
-    # removed flags → the values that ask for what this version always does; other values cannot resume
-    gone = dict(name=[flags.get("name")], samples_every=[4, flags.get("eval_every")], mismatch_every=[10],
-                cispo_max=[5.0], overlong_cache=[0, flags.get("max_new_tokens", 16) // 4 or 1],
-                scale=["none" if flags.get("loss") == "dr_grpo" else "group"])
     for name in flags.keys() - own:
-        if (value := flags.pop(name)) not in gone.get(name, ()):
-            raise ValueError(f"{path} has {name}={value!r}, and this version has no such flag: {instead}")
+        raise ValueError(f"{path} has {name}={flags[name]!r}, and this version has no such flag: {instead}")
     return flags | {"out": folder}
+
+
+def flags_of(folder):
+    """→ the flags of a run as its config.json has them; none, if it cannot be read."""
+    with suppress(OSError, TypeError, ValueError):
+        return {**json.loads((Path(folder) / "config.json").read_text())}
+    return {}
 
 
 def diagnose(records, needed=5, seen="five steps"):
@@ -292,8 +298,7 @@ def diagnose(records, needed=5, seen="five steps"):
         yield "unfinished", (f"{seen} in which no answer ended: raise --max-new-tokens, or check that the "
                              "model's chat template and end token are the ones it was trained with.")
     if recent and "skipped" in recent[-1]:
-        yield "skipped", ("the loss or gradient was NaN or infinite, and the step was skipped; if that comes "
-                          "again, try a lower --lr.")
+        yield "skipped", "loss or gradient was NaN or infinite, and the step was skipped: try a lower --lr."
     if recent and not (recent[-1].get("mismatch") or 1) <= 1.05:                # also if it is NaN
         yield "mismatch", (f"sampler and trainer disagree by a factor of {recent[-1]['mismatch']:.3f} on a "
                            "token's probability: the ratios are wrong. Report it, also with --quant bf16.")
@@ -313,11 +318,17 @@ def read(folder):
     return dict(sorted(last.items(), key=lambda item: (item[0][1], item[0][0])))
 
 
-def line(record):
-    """A record as one line of text. None, a value that was not measured in this step, is shown as –."""
+def best(records):
+    """→ the evaluation after a step with the best greedy accuracy, the first of equals; None without one."""
+    found = [r for r in records if r and r["step"] and r.get("eval_greedy") is not None]
+    return max(found, key=lambda r: r["eval_greedy"], default=None)
+
+
+def line(record, own=False):
+    """A record as one line of text. –: not measured in this step. own: a task of one's own, of any reward."""
     planned = " of {planned_gb:.1f} planned" * ("planned_gb" in record)
     text = LINES[record["kind"]] + planned + " | skipped" * ("skipped" in record)
-    text = text.format(**{k: float("nan") if v is None else v for k, v in record.items()})
+    text = text.format(*LABELS[own], **{k: float("nan") if v is None else v for k, v in record.items()})
     return text.replace("nan%", "–").replace("nan", "–")
 
 
@@ -326,10 +337,11 @@ def plot(folders, path=""):
     default curves.png in the only folder or, of several, in this one."""
     from matplotlib.figure import Figure
     path = Path(path or ("." if folders[1:] else folders[0]), "" if path else "curves.png")
+    own = any(flags_of(folder).get("task", "").endswith(".py") for folder in folders)
     curves = (  # axis, kind of record, key, label, style
         (0, "step", "reward", "training reward", "-"),
-        (0, "eval", "eval_greedy", "held out: right and ended", "o-"),
-        (0, "eval", "eval_greedy_loose", "held out: right, ended or not", "s--"),
+        (0, "eval", "eval_greedy", f"held out: {LABELS[own][0]}", "o-"),
+        (0, "eval", "eval_greedy_loose", f"held out: {LABELS[own][1]}", "s--"),
         (1, "step", "entropy", "entropy", "-"),
         (2, "step", "kl_noise", "KL(noisy ‖ clean), nats a token", ".-"),
         (2, "step", "sigma", "σ of the noise", ":"))
@@ -343,7 +355,8 @@ def plot(folders, path=""):
             axes[axis].plot([r["step"] for r in found], [r[key] for r in found], style, color=f"C{i}",
                             label=label, markerfacecolor="none", alpha=.4 if key == "reward" else 1)
     drawn = axes[0].dataLim                                # a user's rewards may lie outside of 0 to 1
-    axes[0].set(title="Accuracy", ylabel="share of answers", ylim=(min(-.03, drawn.y0), max(1.03, drawn.y1)))
+    axes[0].set(title="Reward" if own else "Accuracy", ylabel="mean" if own else "share of answers",
+                ylim=(min(-.03, drawn.y0), max(1.03, drawn.y1)))
     axes[1].set(title="Entropy of the policy", ylabel="nats a token", ylim=(0, None))
     axes[2].set_yscale("symlog", linthresh=1e-4)
     axes[2].set(title="Adaptive noise", ylim=(0, None))
@@ -357,10 +370,26 @@ def plot(folders, path=""):
 
 def show(folders):
     """→ the best and worst samples of each run as text, the last record of each."""
-    last = {(folder, s["step"], s["which"]): s for folder in folders
-            for s in jsonl(Path(folder) / "samples.jsonl")}
+    last = {(f, s["step"], s["which"]): s for f in folders for s in jsonl(Path(f) / "samples.jsonl")}
     return "\n".join("step {step:4d} {which:5} | reward {reward:+.2f} | advantage {advantage:+.2f} | "
                      "{prompt!r} → {answer!r}".format(**s) for s in last.values())
+
+
+def table(folders):
+    """→ a line of text for each run in the folders. time: of its steps and evaluations."""
+    rows = [("run", "task", "model", "steps", "first", "best", "last", "time")]
+    for log in sorted(path for folder in folders for path in Path(folder).rglob("metrics.jsonl")):
+        flags, records = flags_of(log.parent), read(log.parent).values()
+        made = sum(r["kind"] == "step" for r in records) * flags.get("updates_per_rollout", 1)
+        greedy = [r["eval_greedy"] for r in records if r.get("eval_greedy") is not None]
+        scores = [f"{x:.2f}" for x in (greedy[0], max(greedy), greedy[-1])] if greedy else "–––"
+        seconds = sum(r["rollout_s"] + r.get("update_s", 0) for r in records)
+        rows.append((str(log.parent), Path(flags.get("task", "–")).stem, Path(flags.get("model", "–")).name,
+                     f"{made}/{flags.get('steps', '–')}", *scores, str(timedelta(seconds=round(seconds)))))
+    if not rows[1:]:
+        raise ValueError(f"no run in {', '.join(folders)}: name the folder that holds your runs")
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)) for row in rows)
 
 
 def jsonl(path):
@@ -384,14 +413,14 @@ def append(path, record):
         os.fsync(file.fileno())
 
 
-def _replace(path, write, keep=None):
-    """write(temporary path), then rename it: `path` is always a whole file. keep: a new name for the old."""
+def _replace(path, write, keep=False):
+    """write(temporary path), then rename it: `path` is always a whole file. keep: the old as .previous."""
     temporary = path.with_suffix(path.suffix + ".tmp")
     write(temporary)
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
     if keep and path.exists():
-        os.replace(path, keep)
+        os.replace(path, path.with_suffix(f".previous{path.suffix}"))
     os.replace(temporary, path)
 
 
@@ -422,8 +451,14 @@ if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")                # a terminal may not have Unicode
     command, *folders = sys.argv[1:] or [""]
     try:
-        if command not in ("show", "plot") or not folders:
-            raise ValueError("usage: python runs.py show|plot RUN…")
-        print(show(folders) if command == "show" else plot(folders))
+        if command == "list":
+            print(table(folders or ["runs"]))
+        elif command in ("show", "plot") and folders:
+            runs = [folder for folder in folders if (Path(folder) / "metrics.jsonl").is_file()] or folders
+            for folder in set(folders).difference(runs):
+                print(f"note: {folder} holds no run", file=sys.stderr)
+            print(show(runs) if command == "show" else plot(runs))
+        else:
+            raise ValueError("usage: python runs.py show RUN…, plot RUN… or list [FOLDER]")
     except (ValueError, OSError) as error:
         sys.exit(f"{error}")

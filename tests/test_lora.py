@@ -183,6 +183,13 @@ def test_peft_reads_our_adapter_and_we_read_its(family, tmp_path):
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.parametrize("name, found", [("smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"), ("a/b", "a/b")])
+def test_an_adapter_names_a_base_that_peft_finds(name, found, tiny, tmp_path):
+    """"smollm2" is a name of ours alone."""
+    lora.save_adapter(load(tiny), tmp_path, name)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == found
+
+
 def edit_config(**changes):
     def edit(folder):
         file = folder / "adapter_config.json"

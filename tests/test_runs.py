@@ -4,6 +4,7 @@ import errno
 import gc
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -101,10 +102,11 @@ def main(*flags):
 
 
 def outcome(folder):
-    """What an accident must not change: the adapter's bytes, and the records except their timings."""
-    adapter = (folder / "adapter/adapter_model.safetensors").read_bytes()
+    """What an accident must not change: both adapters' bytes, and the records except their timings."""
+    adapter, best = ((folder / f"{name}/adapter_model.safetensors").read_bytes()
+                     for name in ("adapter", "adapter-best"))
     records = runs.read(folder).values()
-    return adapter, [{k: v for k, v in r.items() if k not in TIMINGS} for r in records]
+    return adapter, [{k: v for k, v in r.items() if k not in TIMINGS} for r in records], best
 
 
 def lines(folder):
@@ -136,8 +138,8 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(whole, start,
     assert [r["mismatch"] is not None for r in steps] == [True] + [False] * 5        # every ten
     assert len({r["lr"] for r in steps}) == 6
     assert sorted(p.name for p in whole.iterdir()) == [
-        "adapter", "checkpoint.previous.safetensors", "checkpoint.safetensors", "config.json", "curves.png",
-        "metrics.jsonl", "samples.jsonl"]
+        "adapter", "adapter-best", "checkpoint.previous.safetensors", "checkpoint.safetensors", "config.json",
+        "curves.png", "metrics.jsonl", "samples.jsonl"]
     assert start("--out", tmp_path / "other", "--seed", 1) == 0
     assert outcome(tmp_path / "other")[0] != outcome(whole)[0]
 
@@ -259,11 +261,11 @@ def test_a_run_whose_output_cannot_be_written_is_saved(whole, tiny_chat, tmp_pat
     assert main("--resume", folder, "--save-every", 2) == 0 and outcome(folder) == outcome(whole)
 
 
-@pytest.mark.parametrize("crash", range(1, 13))
+@pytest.mark.parametrize("crash", range(1, 15))
 def test_a_crash_between_any_two_files_loses_nothing(whole, start, tmp_path, monkeypatch, crash):
-    """The run dies at its n-th rename: of config.json, of three files in the first save, of four in each
-    later save, which keeps the previous checkpoint. Resumed, it ends like one without an accident; steps
-    that were replayed are in the log twice, and the last record counts."""
+    """The run dies at its n-th rename: of config.json, of three files in the first save, of two that keep the
+    best adapter, of four in each later save, which keeps the previous checkpoint. Resumed, it ends like one
+    without an accident; steps that were replayed are in the log twice, and the last record counts."""
     real, count = os.replace, []
 
     def dies(source, target):
@@ -359,9 +361,8 @@ def test_a_run_without_a_whole_checkpoint_is_not_begun_from_nothing(copy):
         main("--resume", copy)
 
 
-@pytest.mark.parametrize("name, room", [("checkpoint", 20_000), ("metrics.jsonl", 100)])
-def test_a_full_disk_is_one_sentence_and_keeps_the_checkpoint(
-        whole, start, tmp_path, monkeypatch, name, room):
+@pytest.mark.parametrize("room", [20_000, 100])
+def test_a_full_disk_is_one_sentence_and_keeps_the_checkpoint(whole, start, tmp_path, monkeypatch, room):
     """The kernel limits the size of files: the adapter does not fit, or only a part of a log's line fits, and
     closing must not write it again. Resumed without the limit, the run ends like one without an accident."""
     folder, real, count = tmp_path / "run", train.collect, []
@@ -377,19 +378,50 @@ def test_a_full_disk_is_one_sentence_and_keeps_the_checkpoint(
     ended = Command(tmp_path, "--resume", folder, code="import resource; resource.setrlimit("
                     f"resource.RLIMIT_FSIZE, ({limit}, {limit}))")
     assert ended.code == 2 and ended.said.count("\n") == 1, ended.said
-    assert re.fullmatch(rf"train.py: .*run/{name} cannot be written \(.*File too large.*\); the last "
-                        r"checkpoint holds: go on with: python train.py --resume .*run\n", ended.said)
+    assert re.fullmatch(r"train.py: .*/run: .*File too large.*; the last checkpoint holds: go on with: "
+                        r"python train.py --resume .*run\n", ended.said)
     assert (folder / "checkpoint.safetensors").read_bytes() == before
     assert main("--resume", folder) == 0 and outcome(folder) == outcome(whole)
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "config.json", "curves.png"])
+def test_a_full_disk_at_ctrl_c_is_one_sentence_too(start, whole, tmp_path, monkeypatch):
+    """safetensors has an error of its own. The step after the last save is made again by the resume."""
+    def stopped(*_):
+        monkeypatch.setattr(runs, "save_file", full)
+        raise KeyboardInterrupt
+
+    def full(*_, **__):
+        raise SafetensorError("No space left on device")
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "evaluate", lambda *args, real=train.evaluate: real(*args) if not any(
+            (tmp_path / "run").glob("*.safetensors")) else stopped())
+        with pytest.raises(OSError, match="run: No space left on device; the last checkpoint holds: go on"):
+            start()
+    monkeypatch.undo()
+    assert main("--resume", tmp_path / "run") == 0 and outcome(tmp_path / "run") == outcome(whole)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "config.json",
+                                  "adapter-best/adapter_config.json"])
 def test_any_file_that_cannot_be_written_is_named(start, tmp_path, monkeypatch, name):
     """A folder of the file's name prevents writing; root could write to a file of any mode."""
     (tmp_path / "run" / name).mkdir(parents=True)
-    with pytest.raises(OSError, match=rf"^.*run/{name} cannot be written \(.*Is a directory.*\)") as error:
+    with pytest.raises(OSError, match=rf"^.*Is a directory: .*run/{name}'") as error:
         start()
-    assert ("the last checkpoint holds" in str(error.value)) == (name == "curves.png")
+    said = str(error.value)
+    assert ("the last checkpoint holds" in said) == ("best" in name) and "\n" not in said
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), ImportError("no matplotlib"), RuntimeError("font")])
+def test_drawing_never_fails_a_finished_run(start, whole, tmp_path, monkeypatch, capsys, error):
+    """One line of warning with the command that draws; the last line does not name a picture."""
+    def fails(_):
+        raise error
+    monkeypatch.setattr(runs, "plot", fails)
+    assert start() == 0 and outcome(tmp_path / "run") == outcome(whole)
+    said, folder = capsys.readouterr(), tmp_path / "run"
+    assert said.err == f"warning: no curves, for {error!r}; try runs.py plot {folder}\n"
+    assert said.out.splitlines()[-1].startswith(f"done: {folder}, adapter in {folder}/adapter; best: ")
 
 
 def test_a_record_that_fits_in_part_is_passed_over_and_the_next_has_its_own_line(
@@ -405,7 +437,7 @@ def test_a_record_that_fits_in_part_is_passed_over_and_the_next_has_its_own_line
         real(path, record)
     with monkeypatch.context() as patch:
         patch.setattr(runs, "append", full)
-        with pytest.raises(OSError, match="metrics.jsonl cannot be written .*No space left on device.*; the"):
+        with pytest.raises(OSError, match="run: .*No space left on device; the last checkpoint"):
             start()
     assert main("--resume", tmp_path / "run") == 0 and outcome(tmp_path / "run") == outcome(whole)
 
@@ -522,9 +554,10 @@ def test_a_task_of_ones_own_trains_from_an_empty_folder(tiny_chat, tmp_path, mon
 
 
 def test_preflight_changes_nothing_and_says_whether_training_would_work(
-        tiny_chat, tmp_path, monkeypatch, capsys):
+        whole, tiny_chat, tmp_path, monkeypatch, capsys):
     """Rewards for short answers: exit code 0. Times tables, which a random model cannot do: 3, and advice.
-    The folder is removed. A rollout that serves two steps counts half for each."""
+    No folder is made, and one that holds a run stays as it is. A rollout that serves two steps counts half
+    for each."""
     flags = (*FLAGS, "--model", tiny_chat, "--out", tmp_path / "run", "--preflight")
     assert main(*flags) == 0
     said = capsys.readouterr().out
@@ -535,6 +568,13 @@ def test_preflight_changes_nothing_and_says_whether_training_would_work(
     said = capsys.readouterr().out
     assert "change: 32 prompts without one group of unequal rewards" in said and "pointless" in said
     assert not (tmp_path / "run").exists()
+    before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
+    with monkeypatch.context() as patch:
+        loaded = []
+        patch.setattr(lora, "load_adapter", lambda _, folder: loaded.append(folder))
+        assert main(*flags, "--out", whole, "--adapter", whole / "adapter-best") == 0
+        assert loaded == [str(whole / "adapter-best")]
+    assert before == {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
     taken, judge = [], runs.Run.preflight
     monkeypatch.setattr(runs.Run, "preflight", lambda self, r: taken.append(r["rollout_s"]) or judge(self, r))
     monkeypatch.setattr(train.time, "perf_counter", itertools.count().__next__)
@@ -550,8 +590,8 @@ def test_preflight_changes_nothing_and_says_whether_training_would_work(
     (dict(signal=0, reward=1.0), 3, "harder")])
 def test_preflight_judges_as_the_training_does(tmp_path, capsys, change, code, words):
     record = GOOD | dict(solved=.4, length=9., memory_gb=1., rollout_s=6., update_s=4.)
-    run = runs.Run(train.Config(out=str(tmp_path / "x"), steps=30))
-    assert run.preflight(record | change) == code
+    run = runs.Run(train.Config(out=str(tmp_path / "x"), steps=30, preflight=True))
+    assert run.preflight(record | change) == code and not run.folder.exists()
     said = capsys.readouterr().out
     assert words in said and "10.0   seconds, 4.0 of them the update; 30 steps 5 minutes" in said
     assert ("change" in said) == bool(change)
@@ -714,9 +754,139 @@ def test_the_last_record_of_a_step_holds_and_they_come_in_order(tmp_path):
         runs.read(tmp_path / "nowhere")
 
 
+def test_the_best_adapter_is_kept_over_a_resume_and_the_first_of_equals(tmp_path, monkeypatch):
+    """Before a step there is no adapter of the run's. An evaluation is saved before its record, so that a
+    crash in between costs nothing. A rank that writes nothing keeps none."""
+    saved, config = [], train.Config(out=str(tmp_path / "run"))
+
+    def save(model, folder, base):
+        saved.append(len(lines(tmp_path / "run")))
+        Path(folder).mkdir(exist_ok=True)
+        (folder / "adapter_config.json").touch()
+    monkeypatch.setattr(lora, "save_adapter", save)
+
+    def evaluated(config, *scores, quiet=False):
+        """The evaluations (step, accuracy) of a run → how many records precede each save, the best."""
+        saved.clear()
+        run = runs.Run(config, quiet)
+        run.model = None
+        for step, score in scores:
+            run.log("eval", step, dict(eval_greedy=score, eval_greedy_loose=1., eval_sampled=0., rollout_s=1))
+        return list(saved), run.best and run.best["step"]
+    assert evaluated(config, (0, .9), (4, .3), (8, .5), (12, .5), (16, math.nan), (20, .4)) == ([1, 2], 8)
+    resumed = dataclasses.replace(config, resume=config.out, out="")
+    assert evaluated(resumed) == ([], 8)
+    assert evaluated(resumed, (8, .5), (12, .4), (24, .6), (28, .6)) == ([8], 24)
+    shutil.rmtree(tmp_path / "run/adapter-best")            # an earlier version's run has no such folder
+    assert evaluated(resumed, (32, .1)) == ([10], 32)
+    negative = dataclasses.replace(config, out=str(tmp_path / "other"))
+    assert evaluated(negative, quiet=True) == evaluated(negative, (4, -.5), quiet=True) == ([], None)
+
+
+def test_the_end_of_a_run_names_the_best_adapter_which_has_that_accuracy(start, tmp_path, capsys):
+    """A run whose first evaluation after a step is the best: the last adapter is another one."""
+    folder = tmp_path / "run"
+    assert start("--lr", ".05", "--overlong", "none", "--task", task(tmp_path)) == 0
+    done = capsys.readouterr().out.splitlines()[-1]
+    (_, first), (_, last) = ((k, r) for k, r in runs.read(folder).items() if k[0] == "eval" and k[1])
+    assert first["eval_greedy"] > last["eval_greedy"], "this test needs a run that gets worse"
+    assert done == (f"done: {folder}/curves.png, adapter in {folder}/adapter; best: step 3, "
+                    f"{first['eval_greedy']:.2f}, {folder}/adapter-best")
+    assert start("--steps", 0, "--adapter", folder / "adapter-best", "--out", tmp_path / "again", "--task",
+                 task(tmp_path)) == 0
+    (again,) = runs.read(tmp_path / "again").values()
+    assert {k: first[k] for k in first if k not in (*TIMINGS, "step")} == {
+        k: again[k] for k in again if k not in (*TIMINGS, "step")}
+
+
+def task(folder):
+    """→ the path of a task whose reward is any number: the more digits, the worse."""
+    (folder / "digits.py").write_text(
+        "problems = lambda: [{'prompt': f'{n} + {m}'} for n in range(10) for m in range(10)]\n"
+        "reward = lambda problem, text, finished: -sum(c.isdigit() for c in text) - (not finished) / 7\n")
+    return folder / "digits.py"
+
+
+def test_a_reward_that_is_no_accuracy_is_called_mean_reward(start, tmp_path, monkeypatch, capsys):
+    """In the evaluation's line and in the picture; a built-in task keeps its words in both."""
+    from matplotlib.axes import Axes
+    labels, draw = [], Axes.plot
+    monkeypatch.setattr(Axes, "plot", lambda self, *args, **more: labels.append(more["label"]) or draw(
+        self, *args, **more))
+    for more, words, other in (((), "right and ended", "mean reward"),
+                               (("--task", task(tmp_path)), "mean reward", "right and ended")):
+        labels.clear()
+        assert start(*more, "--steps", 2, "--out", tmp_path / words) == 0
+        evaluated = [text for text in capsys.readouterr().out.splitlines() if text.startswith("eval after")]
+        assert len(evaluated) == 2 and all(f" {words}, " in t and other not in t for t in evaluated)
+        assert labels[1] == f"held out: {words}" and other not in labels[2]
+    assert runs.line(runs.read(tmp_path / "mean reward")["eval", 2], own=True) == evaluated[1]
+
+
+def test_a_step_says_how_long_the_run_will_take(start, capsys, monkeypatch):
+    """Steps and evaluations to come at the median of those made; elapsed since the start or resume."""
+    assert start() == 0
+    said = capsys.readouterr().out.splitlines()
+    ends = [re.search(r" GB( \| skipped)? \| elapsed 0:\d\d:\d\d, left 0:\d\d:\d\d$", t) for t in said]
+    assert [bool(end) for end in ends] == [text.startswith("step ") for text in said]
+    assert sum(map(bool, ends)) == 6
+    monkeypatch.setattr(runs.time, "perf_counter", lambda: 1000.4)
+    run = runs.Run(train.Config(steps=20, updates_per_rollout=2, eval_every=5), quiet=True)
+    run.began, run.done, run.spent = 0, 10, {"step": [900, 60, 40, 50, 60], "eval": []}
+    assert run.clock() == " | elapsed 0:16:40, left 0:05:00"                        # 5 rollouts of 60
+    run.spent["eval"] = [100]
+    assert run.clock() == " | elapsed 0:16:40, left 0:10:00"                        # and 3 evaluations
+    run.done = 20
+    assert run.clock() == " | elapsed 0:16:40, left 0:01:40"                        # the last evaluation
+
+
+def test_a_list_has_a_line_for_each_run(tmp_path, monkeypatch, capsys):
+    """Also for one that has just begun, and for one without a config that can be read."""
+    monkeypatch.chdir(tmp_path)
+    evals = [dict(kind="eval", step=s, segment=0, eval_greedy=x, rollout_s=10) for s, x in (
+        (0, .1), (8, .5), (16, .25))]
+    steps = [dict(kind="step", step=s, segment=0, rollout_s=500, update_s=100) for s in range(0, 8, 2)]
+    for name, flags, records in (
+            ("a", json.dumps(dict(task="/home/mine.py", model="/home/qwen", steps=16, updates_per_rollout=2)),
+             evals + steps + steps[-1:]),
+            ("b", json.dumps(vars(train.Config())), []), ("c/d", "{", steps[:1])):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.json").write_text(flags)
+        log = "".join(json.dumps(record) + "\n" for record in records)
+        (tmp_path / "runs" / name / "metrics.jsonl").write_text(log)
+    assert listed(monkeypatch, capsys) == [
+        "run task model steps first best last time".split(),
+        "runs/a mine qwen 8/16 0.10 0.50 0.25 0:40:30".split(),
+        "runs/b multiplication smollm2 0/16 – – – 0:00:00".split(), "runs/c/d – – 1/– – – – 0:10:00".split()]
+    assert listed(monkeypatch, capsys, "runs/a")[1][0] == "runs/a"
+    assert len(listed(monkeypatch, capsys, "runs/c")) == 2
+    with pytest.raises(SystemExit, match="no run in runs/a/x: name the folder that holds your runs"):
+        listed(monkeypatch, capsys, "runs/a/x")
+
+
+def listed(monkeypatch, capsys, *folders):
+    """python runs.py list FOLDERS → the words of its lines."""
+    monkeypatch.setattr(sys, "argv", ["runs.py", "list", *folders])
+    runpy.run_path(str(ROOT / "runs.py"), run_name="__main__")
+    return [text.split() for text in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize("command", ["show", "plot"])
+def test_folders_without_a_run_are_passed_over_with_a_note(whole, tmp_path, monkeypatch, capsys, command):
+    """As in `plot runs/*`. The only run's picture is in its folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr(sys, "argv", ["runs.py", command, "empty", str(whole), "nowhere"])
+    runpy.run_path(str(ROOT / "runs.py"), run_name="__main__")
+    said = capsys.readouterr()
+    assert sorted(said.err.splitlines()) == ["note: empty holds no run", "note: nowhere holds no run"]
+    assert (" best " if command == "show" else f"{whole}/curves.png\n") in said.out
+
+
 @pytest.mark.parametrize("argv, code, words", [
     (["show", "{run}"], None, "worst"), (["plot", "{run}"], None, "curves.png"),
     (["plot", "{run}", "{run}"], None, "curves.png"), (["show"], 1, "usage"), ([], 1, "usage"),
+    (["plot", "/nowhere", "/elsewhere"], 1, "nowhere holds no metrics.jsonl"), (["draw"], 1, "usage"),
     (["plot", "/nowhere"], 1, "holds no metrics.jsonl"), (["show", "/nowhere"], 1, "holds no samples.jsonl")])
 def test_runs_py_shows_and_plots(whole, tmp_path, monkeypatch, capsys, argv, code, words):
     """plot writes into the only run's folder, or for several into the current one; errors exit with 1."""
