@@ -257,7 +257,7 @@ class RandomWeights(checkpoint.Source):
     def tensor(self, name, shape):
         if "norm" in name:
             return torch.ones(shape, device=DEVICE)
-        return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) * 0.5 * shape[-1]**-.5
+        return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16).mul_(0.5 * shape[-1]**-.5)
 
 
 def random_model(shape, quant, rank=32):
