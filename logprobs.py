@@ -79,11 +79,11 @@ def _softmax_kernel(z, targets, scale, logprob, entropy, dz, V, TILE: constexpr)
     top, total = tl.full((TILE,), -1e30, tl.float32), tl.zeros((TILE,), tl.float32)
     dot = tl.zeros((TILE,), tl.float32)
     for start in range(0, V, TILE):
-        x = tl.load(z + start + cols, mask=start + cols < V, other=-1e20) * scale
+        x = tl.load(z + start + cols, mask=start + cols < V, other=float("-inf")) * scale
         new = tl.maximum(top, x)
         shrink, p = tl.exp(top - new), tl.exp(x - new)
         total = total * shrink + p
-        dot = dot * shrink + p * x
+        dot = dot * shrink + tl.where(p > 0, p * x, 0.)                 # past the end 0 · −inf would be NaN
         top = new
     largest = tl.max(top, 0)
     shrink = tl.exp(top - largest)
@@ -93,6 +93,6 @@ def _softmax_kernel(z, targets, scale, logprob, entropy, dz, V, TILE: constexpr)
     tl.store(entropy + row, log_sum - tl.sum(dot * shrink, 0) / total)
     if dz is not None:
         for start in range(0, V, TILE):
-            x = tl.load(z + start + cols, mask=start + cols < V, other=-1e20) * scale
+            x = tl.load(z + start + cols, mask=start + cols < V, other=0.) * scale
             slope = (tl.where(start + cols == target, 1., 0.) - tl.exp(x - log_sum)) * scale
             tl.store(dz + row * V + start + cols, slope.to(dz.dtype.element_ty), mask=start + cols < V)

@@ -91,7 +91,8 @@ def test_kernel_compiles_for_four_generations():
 @pytest.mark.gpu
 @pytest.mark.parametrize("V", [1000, 151936])
 def test_gpu_equals_float64(V):
-    """bf16 inputs, fp32 results: log-probabilities and entropies to fp32's sums of V terms, the gradient to
+    """A temperature that is no power of two: x · scale − its own maximum, as one FMA, is the rounding error.
+    bf16 inputs, fp32 results: log-probabilities and entropies to fp32's sums of V terms, the gradient to
     bf16's rounding of each of two products' inputs and results."""
     hidden, targets, W = example(300, 64, V, torch.bfloat16, "cuda")
     exact = hidden.detach().double().requires_grad_()
