@@ -96,3 +96,10 @@ def _softmax_kernel(z, targets, scale, logprob, entropy, dz, V, TILE: constexpr)
             x = tl.load(z + start + cols, mask=start + cols < V, other=0.) * scale
             slope = (tl.where(start + cols == target, 1., 0.) - tl.exp(x - log_sum)) * scale
             tl.store(dz + row * V + start + cols, slope.to(dz.dtype.element_ty), mask=start + cols < V)
+
+
+if __name__ == "__main__":
+    hidden, W, targets = torch.randn(3, 8), torch.randn(50, 8), torch.tensor([1, 2, 3])
+    logprob, entropy = TokenLogprobs.apply(hidden, targets, W, 1.)
+    whole = (hidden @ W.T).log_softmax(-1)[range(3), targets]
+    print("ours", logprob.tolist(), "\nfrom all logits", whole.tolist(), "\nentropy", entropy.tolist())

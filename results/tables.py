@@ -9,6 +9,7 @@
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import textwrap
@@ -19,7 +20,6 @@ import memory  # noqa: E402
 import runs  # noqa: E402
 
 LOGS = Path(__file__).parent
-CARDS = 8, 12, 16, 24, 32, 48, 80, 96, 141      # GB of usual cards
 ANSWERS, PROMPT, MEAN = 128, 150, 500           # of a step in `hardware`; tokens of a prompt and of an answer
 
 NAMES = {"135m": "SmolLM2-135M", "nvfp4": "NVFP4", "bf16": "bf16",
@@ -137,13 +137,15 @@ def step():
         sampled = "– | –" if only else f"{middle['rollout_s']:.1f} | {middle['rollout_tok_s']:,.0f}"
         planned = f"{found[-1]['planned_gb']:.1f}" if "planned_gb" in found[-1] else ""
         where = f", capped at {cap:g} GB" if cap else f", {ranks} GPUs" if ranks > 1 else ""
+        where += f", rank {found[0]['rank']}" if found[0].get("rank", 32) != 32 else ""
         print(f"| {model(shape)}{where} | {ranks * prompts} × {samples} × {new} | {micro} | {NAMES[weights]} "
               f"| {sampled} | {middle['update_s']:.2f} | {middle['update_tok_s']:,.0f} "
               f"| {middle['peak_gb']:.1f} | {planned} |")
     note((r for found in latest.values() for r in found), "random weights of each shape, prompts of 128 "
-         "tokens, LoRA of rank 32, gradient checkpointing; the median of the steps after the first, which "
-         "compiles. * its sampling is extrapolated from 32 steps in the middle of the answers. By `python "
-         "results/bench.py step` and `python results/qlora_step.py`, log in `results/step_bench.jsonl`.")
+         "tokens, LoRA of rank 32 or as said, gradient checkpointing; the median of the steps after the "
+         "first, which compiles. * its sampling is extrapolated from 32 steps in the middle of the answers. "
+         "By `python results/bench.py step` and `python results/qlora_step.py`, log in "
+         "`results/step_bench.jsonl`.")
 
 
 def recipes():
@@ -267,25 +269,40 @@ def results():
               f"{model(records[0]['shape'])} + LoRA, {card(records[0])} (answers at once)",
               f"both NVFP4 {four} its tokens/s; both bf16 {plain}", "", "")
     for (shape, prompts, samples, new, _, weights, cap, ranks), found in steps().items():
-        if weights == "nvfp4" and ranks == 1 and prompts * samples >= 32:
+        if weights == "nvfp4" and ranks == 1 and not cap and prompts * samples >= 32:
             sampling, update, peak = (statistics.median(r[k] for r in found)
                                       for k in ("rollout_s", "update_s", "peak_gb"))
             answers = f"{prompts} × {samples} answers of {new} tokens"
             entry(f"a step of the {shape.upper()}, {card(found[0])}: {answers}",
-                  f"memory capped at {cap:g} GB" if cap else "",
+                  "",
                   f"sampling {sampling:.0f} s, update {update:.0f} s", f"{peak:.1f}")
 
 
 def hardware():
-    head("Qwen2.5", "weights, GB", "planned peak, GB", "card", "seconds a step", "hours for 600 steps")
+    head("Qwen2.5", "weights, GB", "on 24 GB", "on 80 GB", "measured: memory capped at, a step, its peak",
+         "seconds a step")
     rates = {r["recipe"].split("-")[0]: r for r in read("recipes") if r["kind"] == "step"}
     rates |= {shape: found[-1] for (shape, *_), found in steps().items() if shape == "72b"}
-    for shape in ("0.5b", "1.5b", "3b", "7b", "14b", "32b", "72b"):
-        plan, r = memory.plan(memory.config(shape)), rates.get(shape)
-        card = min(gb for gb in CARDS if gb >= plan.peak / 1e9 + 1)
+    capped = {}
+    for (shape, prompts, samples, new, _, _, cap, _), found in steps().items():
+        if cap and cap < capped.get(shape, (math.inf,))[0]:
+            seconds, peak = (statistics.median(r[key] for r in found) for key in ("step_s", "peak_gb"))
+            capped[shape] = cap, (f"**{cap:g} GB**, {card(found[0])}: {prompts} × {samples} answers of {new} "
+                                  f"tokens, {seconds:.0f} s, {peak:.1f} GB")
+    for shape in memory.TABLE:
+        c, r = memory.config(shape), rates.get(shape)
         seconds = r and ANSWERS * (MEAN / r["rollout_tok_s"] + (PROMPT + MEAN) / r["update_tok_s"])
-        entry(shape.upper(), f"{plan.weights / 1e9:.1f}", f"{plan.peak / 1e9:.1f}", f"{card} GB",
-              *((f"{seconds:.0f}", f"{600 * seconds / 3600:.1f}") if r else ("not timed", "")))
+        entry(shape.upper(), f"{memory.plan(c).weights / 1e9:.1f}", *(fitting(c, gb) for gb in (24, 80)),
+              capped.get(shape, ("", ""))[1], f"{seconds:.0f}" if r else "not timed")
+
+
+def fitting(c, gb):
+    """What `memory.py --rank 16 --table` says of a model and a card."""
+    try:
+        slots, _, longest = memory.fits(c, "nvfp4", 16, 256, 1024, gb)
+    except ValueError:
+        return "–"
+    return f"{slots} × {longest - 256:,}"
 
 
 if __name__ == "__main__":
