@@ -2,7 +2,7 @@
 
     results, hardware               README.md: what was measured, and which model needs which card
     gemm, rollout, step, recipes    results/README.md: every measurement of speed and memory
-    turns                           results/README.md: the kernel before and after it was shortened
+    turns                           results/README.md: the speed of two commits in turns
     peers                           results/README.md: vLLM on the same card
     peers                           results/README.md: vLLM on the same card
 """
@@ -161,13 +161,14 @@ def recipes():
 
 def turns():
     records = [json.loads(line) for line in (LOGS / "turns.jsonl").read_text().splitlines()]
-    head("work", "rows", *(f"{tree}, ms" for tree in dict.fromkeys(r["tree"] for r in records)), "speed kept")
+    head("work", "rows", "commits", "before, ms", "after, ms", "speed kept")
     for old, new in zip(records[::2], records[1::2], strict=True):
         entry(f"{'an update' if old['work'] == 'update' else 'a decode step'} of {model(old['shape'])}, "
-              f"{NAMES[old['weights']]}", f"{old['batch']}", f"{old['ms']:.3f}", f"{new['ms']:.3f}",
-              f"{1 + new['faster']:.3f}")
-    note(records[1::2], f"both commits in turns in one process, median of {records[0]['rounds']} turns. By "
-         "`python results/turns.py`, log in `results/turns.jsonl`.")
+              f"{NAMES[old['weights']]}", f"{old['batch']}", f"{old['tree']}, {new['tree']}",
+              f"{old['ms']:.3f}", f"{new['ms']:.3f}", f"{1 + new['faster']:.3f}")
+    rounds = sorted({r["rounds"] for r in records})
+    note(records[1::2], f"both commits in turns in one process, median of {rounds[0]} or {rounds[-1]} turns. "
+         "By `python results/turns.py`, log in `results/turns.jsonl`.")
 
 
 def peer_rows(path=None):
