@@ -341,7 +341,8 @@ def test_a_dataset_of_the_hub_is_read_through_datasets_which_is_named_where_it_i
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     assert len(tasks.TASKS["gsm8k"]("o/n").train) == 6 and tasks.TASKS["gsm8k"]("o/n/c:test[:50%]")
     for data, says in (("o/n:bad", "o/n:bad, line 8: .* 'answer' is some text"),
-                       ("data/x.jsonl", "No such file"), ("o/none", "o/none cannot be read .no such dataset.:")):
+                       ("data/x.jsonl", "No such file"),
+                       ("o/none", "o/none cannot be read .no such dataset.:")):
         with pytest.raises(ValueError, match=says):
             tasks.TASKS["gsm8k"](data)
     assert asked == [("o/n", None, "train"), ("o/n", "c", "test[:50%]"), ("o/n", None, "bad"),
