@@ -76,7 +76,7 @@ def rms_norm(x, weight, eps, dtype=None):
 
 
 def add_norm(x, y, weight, eps, dtype):
-    """Residual stream x (…, D) f32, a branch's output y (…, D) of dtype or None → x + y, its norm in dtype."""
+    """Residual stream x (…, D) f32, a branch's y (…, D) of `dtype` or None → (x + y, its norm in dtype)."""
     if x.is_cuda:
         return AddNorm.apply(x, y, weight, eps, dtype)
     x = x if y is None else x + y
