@@ -37,8 +37,7 @@ import nvfp4
 
 # what configs call NVFP4 weights; A16: activations stay in 16 bits
 CT, MODELOPT = ("compressed-tensors", "nvfp4-pack-quantized"), ("modelopt", "W4A16_NVFP4")
-# scales of activations and kv-caches, which keep 16 bits here
-UNUSED = ".input_global_scale", ".input_scale", ".k_scale", ".v_scale"
+UNUSED = ".input_global_scale", ".input_scale", ".k_scale", ".v_scale"     # activations have 16 bits here
 
 
 def open(name):                                                  # checkpoint.open(...), like gzip.open

@@ -103,8 +103,7 @@ def plan(c, quant="nvfp4", rank=32, slots=64, length=1152, micro_tokens=4096, ch
 
 
 def plan_of(config, c, slots, length, prefill=PREFILL_TOKENS, longest=0):
-    """The plan of a run: config is a train.Config, the rest as in plan(). longest: tokens of the longest row
-    that was sampled, if known (default: length)."""
+    """The plan of a run. config: a train.Config; longest: tokens of the longest row, if it is known."""
     return plan(c, config.quant, config.rank, slots, length, max(config.micro_tokens, longest or length),
                 config.gradient_checkpointing, prefill)
 
@@ -139,10 +138,10 @@ def main(arguments):
     for name in args.model:
         c = config(name) if name in MODELS else checkpoint.config_of(name)
         family(c)                                            # refuse an unsupported model before its flags
-        if not all(n >= 1 for n in (rank, prompt, new, *cards)) or prompt + new > c.max_position_embeddings:
+        context = c.max_position_embeddings
+        if not all(n >= 1 for n in (rank, prompt, new, *cards)) or prompt + new > context:
             raise ValueError(f"--rank {rank}, --prompt-length {prompt}, --max-new-tokens {new}, --memory-gb "
-                             f"{min(cards)}: each must be at least 1, and prompt and answer fit the context "
-                             f"of {c.max_position_embeddings} tokens")
+                             f"{min(cards)}: give 1 or more, within the context of {context} tokens")
         for gb in cards:
             print("{:6g}{:7.1f}{:9}{:16}{:9}{:9.2f}{:9.2f}{:9.2f}{:8.2f}  {}".format(
                 *row(c, args.quant, rank, prompt, new, gb), name))
