@@ -20,7 +20,6 @@ Needs: torch, transformers, safetensors, huggingface_hub, nvfp4.py, lora.py; ggu
 import importlib.util
 import json
 import re
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -38,7 +37,7 @@ import nvfp4
 
 # what configs call NVFP4 weights; A16: activations stay in 16 bits
 CT, MODELOPT = ("compressed-tensors", "nvfp4-pack-quantized"), ("modelopt", "W4A16_NVFP4")
-UNUSED = (".input_global_scale", ".input_scale", ".k_scale", ".v_scale")     # of activations and kv-caches
+UNUSED = ".input_global_scale", ".input_scale", ".k_scale", ".v_scale"     # activations have 16 bits here
 
 
 def open(name):                                                  # checkpoint.open(...), like gzip.open
@@ -53,28 +52,21 @@ def open(name):                                                  # checkpoint.op
         if not path.is_file():
             raise ValueError(f"{name} is not a file: name a .gguf file that exists")
         return GGUF(path)
-    if _on_the_hub(name):
+    if not path.is_dir():
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
+            raise ValueError(f"{name} is neither a folder, nor a .gguf file, nor a hub id like owner/model")
         wanted = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
         with readable(name, "is not a folder here and could not be fetched from the hub"):
             path = Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
     return Safetensors(path)
 
 
-def _on_the_hub(name):
-    """True for a hub id, False for a folder with a config. ValueError: neither."""
-    if (folder := Path(name)).is_dir():
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"{folder} has no config.json: name a folder written by save_pretrained")
-    elif not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
-        raise ValueError(f"{name} is neither a folder, nor a .gguf file, nor a hub id like owner/model")
-    return not folder.is_dir()
-
-
 def config_of(name):
     """transformers' config of what `open` takes, without reading weights. ValueError: there is none."""
     if name == "smollm2" or Path(name).suffix == ".gguf":
         return open(name).config
-    _on_the_hub(name)
+    if (folder := Path(name)).is_dir() and not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} has no config.json: name a folder written by save_pretrained")
     with readable(name, "has no config.json that can be read"):
         return AutoConfig.from_pretrained(name)
 
@@ -153,9 +145,6 @@ class Safetensors(Source):
             for i, part in enumerate(lora.FUSED.get(fused, ("",))):
                 self.names[name.replace(fused, part)] = file, stored, fused, i
         self.unread = {name for name in self.names if not name.endswith(UNUSED)}
-        if unused := len(self.names) - len(self.unread):
-            print(f"note: {unused} scales of activations or of a kv-cache in {folder} are not used: only the "
-                  "weights have 4 bits here", file=sys.stderr, flush=True)
 
     def _files(self):
         """Stored tensor name → name of its file. ValueError: no list of them, or a file is missing."""

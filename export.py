@@ -20,7 +20,6 @@ from pathlib import Path
 
 import huggingface_hub
 import torch
-from safetensors import SafetensorError
 from transformers import GenerationConfig
 
 import checkpoint
@@ -45,8 +44,7 @@ def export(source, destination, format, adapter="", quant=""):
         raise ValueError(f"{place} exists and is not an empty folder: name a new one")
     if (run / "config.json").is_file() and "quant" in (flags := _json(run / "config.json")):
         if not adapter and not (run / "adapter").is_dir():
-            raise ValueError(f"{run} has never saved an adapter: train on with python train.py --resume {run}"
-                             ", which saves every --save-every steps and at its end; an evaluation does not")
+            raise ValueError(f"{run} has no adapter: train on with python train.py --resume {run}")
         source, adapter, quant = flags["model"], adapter or run / "adapter", quant or flags["quant"]
     if not adapter and format == "adapter":
         raise ValueError(f"{source} has no adapter: name a run's folder, or an adapter's with --adapter")
@@ -68,11 +66,12 @@ def export(source, destination, format, adapter="", quant=""):
         new, wrong = Path(scratch) / "new", place.with_name(f"{place.name}.wrong")
         beside = adapter and {"adapter": new, "bf16": None}.get(format, new / "adapter")
         new.mkdir()
-        _copy_tokenizer(source, new)
-        if beside:
-            lora.save_adapter(ours, beside, base_name)
-        if format != "adapter":
-            _write(ours, source, new, layout)
+        with checkpoint.readable(place, "cannot be written"):    # on a full disk safetensors names no file
+            _copy_tokenizer(source, new)
+            if beside:
+                lora.save_adapter(ours, beside, base_name)
+            if format != "adapter":
+                _write(ours, source, new, layout)
         del ours                                                 # one model in memory at a time
         again = model.load(source if format == "adapter" else str(new),
                            "bf16" if format == "bf16" else quant, rank, alpha)
@@ -156,8 +155,7 @@ if __name__ == "__main__":
     flags = parser.parse_args()
     try:
         off = export(**vars(flags))
-    except (ValueError, OSError, SafetensorError) as error:     # the last names no file on a full disk
-        where = f"{flags.destination}: " * isinstance(error, SafetensorError)
-        print(f"export.py: {where}{error}", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        print(f"export.py: {error}", file=sys.stderr)
         sys.exit(2)
     print(f"done: {flags.destination}, whose logits are the model's but for {off:.1e} of their size")

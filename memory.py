@@ -1,4 +1,4 @@
-"""Where the bytes go, by formula: python memory.py --model 32b --memory-gb 40, without loading a weight.
+"""Where the bytes go, by formula, without loading a weight: python memory.py --model 32b --memory-gb 40
 
     peak = weights + adapter and optimizer + the larger of rollout and update
 
@@ -11,8 +11,10 @@
                residual stream between layers (fp32), without it every activation. On top the larger of:
                logits in chunks; one layer's backward: its activations, gradients, one weight in bf16
 
-A card that is sold as 24 GB has 24 · 2³⁰ bytes; elsewhere a GB is 10⁹. The formulas are a GPU's: a CPU
-computes in fp32 and keeps each weight twice, packed and decoded.
+A line of the table: a card, the GB that one answer at a time needs, how many answers the card samples at a
+time, the most --micro-tokens, the longest prompt and answer, 8 at a time (0: nothing fits; the update with
+--gradient-checkpointing), and the parts of one answer's peak. A card's GB is 2³⁰ bytes, a part's is 10⁹.
+The formulas are a GPU's: a CPU computes in fp32 and keeps each weight twice, packed and decoded.
 
 Needs: transformers; checkpoint.py for configs; model.py, rollout.py, fp4_gemm.py for sizes and families.
 """
@@ -29,7 +31,7 @@ from logprobs import LOGITS_AT_ONCE
 from model import QUANT, family, head_dim
 from rollout import PREFILL_TOKENS, SLOTS, cached_bytes, prefill_bytes
 
-CARDS, TABLE = (12, 16, 24, 40, 48, 80), ("1.5b", "3b", "7b", "14b", "32b", "72b")
+CARDS = 12, 16, 24, 40, 48, 80
 BESIDE = 1.5e9             # bytes for CUDA's context, a display, and the gaps that the allocator leaves
 
 # hidden, layers, query heads, key heads, width of the MLP, vocabulary, lm_head tied to the embeddings
@@ -101,75 +103,48 @@ def plan(c, quant="nvfp4", rank=32, slots=64, length=1152, micro_tokens=4096, ch
 
 
 def plan_of(config, c, slots, length, prefill=PREFILL_TOKENS, longest=0):
-    """The plan of a run: config is a train.Config, the rest as in plan(). longest: tokens of the longest row
-    that was sampled, if known (default: length)."""
+    """The plan of a run. config: a train.Config; longest: tokens of the longest row, if it is known."""
     return plan(c, config.quant, config.rank, slots, length, max(config.micro_tokens, longest or length),
                 config.gradient_checkpointing, prefill)
 
 
-def fits(c, quant, rank, prompt, new, gb):
-    """→ (answers sampled at a time, tokens of a micro-batch, tokens of the longest prompt and answer of 8 at
-    a time) on a card of so many GB, the last two with gradient checkpointing. ValueError: not one answer."""
+def row(c, quant, rank, prompt, new, gb):
+    """→ the numbers of a line of the table. c: a transformers config; prompt, new: tokens."""
     room, length, context = gb * 2**30 - BESIDE, prompt + new, c.max_position_embeddings
 
-    def peak(slots, micro_tokens, length=length):
+    def planned(slots, micro_tokens, length=length):
         prefill = max(prompt, min(PREFILL_TOKENS, slots * prompt))
-        return plan(c, quant, rank, slots, length, micro_tokens, prefill=prefill).peak
+        return plan(c, quant, rank, slots, length, micro_tokens, prefill=prefill)
 
-    if not peak(1, length) <= room:                           # this refuses NaN too
-        raise ValueError(f"--memory-gb {gb:g} is too little: one answer of {length} tokens needs "
-                         f"{(peak(1, length) + BESIDE) / 2**30:.1f} GB; lower --max-new-tokens or --rank, "
-                         "or take a smaller model")
-    return (max(s for s in range(1, SLOTS + 1) if peak(s, length) <= room),
-            length * max(n for n in range(1, 129) if peak(1, n * length) <= room),
-            bisect.bisect(range(1, context + 1), room, key=lambda n: peak(8, n, n)))
-
-
-def table(args):
-    """Print a row per card and a column per model."""
-    print("| GB | " + " | ".join(name.upper() for name in TABLE) + " |\n" + "|---" * (1 + len(TABLE)) + "|")
-    for gb in CARDS:
-        cells = []
-        for name in TABLE:
-            try:
-                slots, _, longest = fits(config(name), args.quant, args.rank, args.prompt_length,
-                                         args.max_new_tokens, gb)
-                cells.append(f"{slots} × {longest - args.prompt_length:,}")
-            except ValueError:
-                cells.append("–")
-        print(f"| {gb} | " + " | ".join(cells) + " |")
+    one = planned(1, length)
+    return (gb, (one.peak + BESIDE) / 2**30,
+            bisect.bisect(range(1, SLOTS + 1), room, key=lambda n: planned(n, length).peak),
+            bisect.bisect(range(1, 129), room, key=lambda n: planned(1, n * length).peak) * length,
+            bisect.bisect(range(1, context + 1), room, key=lambda n: planned(8, n, n).peak),
+            *(part / 1e9 for part in one))
 
 
 def main(arguments):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2", help=f"one of {', '.join(MODELS)}, or a model as for "
-                        "train.py, whose config is read and no weights")
+    parser.add_argument("--model", nargs="+", default=MODELS, help="as for train.py; default: each of MODELS")
     parser.add_argument("--quant", default="nvfp4", choices=QUANT)
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--prompt-length", type=int, default=256)
     parser.add_argument("--max-new-tokens", type=int, default=1024)
-    parser.add_argument("--memory-gb", type=float, default=80, help="of the card, as it is sold")
-    parser.add_argument("--table", action="store_true", help="for all models and cards: answers at a time × "
-                        "tokens of the longest answer of 8 at a time")
+    parser.add_argument("--memory-gb", type=float, nargs="+", default=CARDS, help="of cards as they are sold")
     args = parser.parse_args(arguments)
-    c = config(args.model) if args.model in MODELS else checkpoint.config_of(args.model)
-    family(c)                                                # refuse an unsupported model before its flags
-    length = args.prompt_length + args.max_new_tokens
-    if min(args.rank, args.prompt_length, args.max_new_tokens) < 1 or length > c.max_position_embeddings:
-        raise ValueError(f"--rank {args.rank}, --prompt-length {args.prompt_length} and --max-new-tokens "
-                         f"{args.max_new_tokens} must be at least 1 and the last two fit the model's context "
-                         f"of {c.max_position_embeddings}")
-    if args.table:
-        return table(args)
-    least = plan(c, args.quant, args.rank, 1, length, length, prefill=args.prompt_length)
-    names = "weights", "adapter and AdamW", "rollout, one answer at a time", "update, one answer at a time"
-    for name, value in zip(names, least, strict=True):
-        print(f"{name:>30} {value / 1e9:8.2f} GB")
-    slots, micro, longest = fits(c, args.quant, args.rank, args.prompt_length, args.max_new_tokens,
-                                 args.memory_gb)
-    print(f"in {args.memory_gb:g} GB: {slots} answers of {length} tokens are sampled at a time (more go in "
-          f"waves), and --micro-tokens {micro} with --gradient-checkpointing\n"
-          f"longest prompt and answer of 8 at a time: {longest} tokens")
+    rank, prompt, new, cards = args.rank, args.prompt_length, args.max_new_tokens, args.memory_gb
+    print("  card  needs  answers  --micro-tokens  longest  weights  adapter  rollout  update  model")
+    for name in args.model:
+        c = config(name) if name in MODELS else checkpoint.config_of(name)
+        family(c)                                            # refuse an unsupported model before its flags
+        context = c.max_position_embeddings
+        if not all(n >= 1 for n in (rank, prompt, new, *cards)) or prompt + new > context:
+            raise ValueError(f"--rank {rank}, --prompt-length {prompt}, --max-new-tokens {new}, --memory-gb "
+                             f"{min(cards)}: give 1 or more, within the context of {context} tokens")
+        for gb in cards:
+            print("{:6g}{:7.1f}{:9}{:16}{:9}{:9.2f}{:9.2f}{:9.2f}{:8.2f}  {}".format(
+                *row(c, args.quant, rank, prompt, new, gb), name))
 
 
 if __name__ == "__main__":

@@ -196,9 +196,8 @@ class Decoder(nn.Module):
     def forward(self, ids, positions, cache=None):
         """ids, positions (B, T) → hidden (B, T, D) after the final norm.
 
-        Each row attends to itself, from position 0 on; padding goes on the right. A KVCache stores the rows'
-        keys and values. With a cache, T = 1 is a decode step: each row's new token attends to every position
-        that is cached before its own.
+        Each row attends to itself, from position 0 on; padding goes on the right. A KVCache stores keys and
+        values; with one, T = 1 is a decode step: a row's new token attends to every position before its own.
         """
         # The residual stream is fp32 on a GPU too, because bf16 would round each of its sums, and not always
         # to the same number in the sampler's and the trainer's batches.

@@ -1,8 +1,7 @@
 """The operations of a decoder block that are not matrix products: one function each.
 
-Every function has plain torch lines, which define its result and have autograd. On a GPU add_norm, swiglu,
-rope and cached_attention launch a Triton kernel with the same result instead; the first three, which the
-trainer uses too, have another kernel for the gradient. Causal attention over whole rows is torch's.
+Plain torch lines define each result and have autograd. On a GPU a Triton kernel computes the same; add_norm,
+swiglu and rope, which the trainer uses too, also have one for the gradient. Causal attention is torch's.
 
     add_norm → [q k v] → cached_attention → [o] → add_norm → [gate up] → swiglu → [down] → add_norm → …
     x + the output of the     rope, cache write,      brackets: a matrix product of fp4_gemm.py, with LoRA
@@ -52,14 +51,13 @@ def _start(PDL: constexpr):
 
 
 # --- embeddings, norms and activations
-
 def embed(ids, table):
     """Rows ids (…) int64 of table (V, D) → (…, D) f32. For ids on a GPU the table may be pinned host memory:
     the kernel reads the rows over the bus."""
     if not ids.is_cuda:
         return table[ids].float()
     out = torch.empty(*ids.shape, table.shape[1], device=ids.device)
-    _embed_kernel[_rows(out)](ids.contiguous(), table, out, **_row(out), **_flags(out))
+    _embed_kernel[_rows(out)](ids.contiguous(), table, out, **_row(out))
     return out
 
 
@@ -71,7 +69,6 @@ def _embed_kernel(ids, table, out, D: constexpr, TILE: constexpr, PDL: constexpr
     tl.store(out + row * D + cols, x.to(tl.float32), mask=cols < D)
 
 
-
 def rms_norm(x, weight, eps, dtype=None):
     """x (…, D) / rms(x) · weight (D,) f32, computed in fp32 → (…, D) in `dtype`, by default x's."""
     wide = x.float()
@@ -79,7 +76,7 @@ def rms_norm(x, weight, eps, dtype=None):
 
 
 def add_norm(x, y, weight, eps, dtype):
-    """Residual stream x (…, D) f32, a branch's output y (…, D) or None → (x + y, its norm in dtype)."""
+    """Residual stream x (…, D) f32, a branch's y (…, D) of `dtype` or None → (x + y, its norm in dtype)."""
     if x.is_cuda:
         return AddNorm.apply(x, y, weight, eps, dtype)
     x = x if y is None else x + y
@@ -96,10 +93,9 @@ class AddNorm(torch.autograd.Function):
         y = None if y is None else y.contiguous()
         total = x if y is None else torch.empty_like(x)
         out = torch.empty_like(x, dtype=dtype)
-        _add_norm_kernel[_rows(x)](x, y, weight, total, out, eps, **_row(x), **_flags(x))
+        _add_norm_kernel[_rows(x)](x, y, weight, total, out, eps, **_row(x))
         ctx.save_for_backward(total, weight)
         ctx.eps = eps
-        ctx.y_dtype = None if y is None else y.dtype
         return total, out
 
     @staticmethod
@@ -107,9 +103,8 @@ class AddNorm(torch.autograd.Function):
         total, weight = ctx.saved_tensors
         d_total, d_out = d_total.contiguous(), d_out.contiguous()
         dx = torch.empty_like(total)
-        dy = None if ctx.y_dtype is None else torch.empty_like(total, dtype=ctx.y_dtype)
-        _add_norm_backward_kernel[_rows(total)](total, weight, d_total, d_out, dx, dy, ctx.eps, **_row(total),
-                                                **_flags(total))
+        dy = torch.empty_like(d_out) if ctx.needs_input_grad[1] else None
+        _add_norm_backward_kernel[_rows(total)](total, weight, d_total, d_out, dx, dy, ctx.eps, **_row(total))
         return dx, dy, None, None, None
 
 
@@ -121,7 +116,7 @@ def _rows(x):
 def _row(x):
     """→ launch options for a CTA that holds a whole row."""
     D = x.shape[-1]
-    return {"D": D, "TILE": triton.next_power_of_2(D), "num_warps": 8 if D > 1024 else 2}
+    return {"D": D, "TILE": triton.next_power_of_2(D), "num_warps": 8 if D > 1024 else 2, **_flags(x)}
 
 
 @jit
@@ -208,7 +203,6 @@ def _swiglu_kernel(gate_up, out, d_out, F_, TILE: constexpr, PDL: constexpr):
 
 
 # --- attention
-
 def rope(x, cos, sin):
     """Rotary position embedding: rotate the pair (i, i + Dh/2) of each head by its position's i-th angle.
     x (B, T, H, Dh), cos and sin of the angles (B, T, Dh/2) f32 → (B, T, H, Dh) in x's dtype."""
@@ -310,13 +304,10 @@ def _cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
     out = qkv.new_empty(B, H * Dh)
     sums = qkv.new_empty(B, Hkv, pieces, H // Hkv, Dh, dtype=torch.float32)         # each piece's Σ p·v
     maxima = qkv.new_empty(B, Hkv, pieces, 2, H // Hkv, dtype=torch.float32)        # its largest score, Σ p
-    assert cache.counters.numel() >= B * Hkv and pieces * SPLIT < length + SPLIT
-    sms, shared_memory = 132, 2**20                                       # for Triton's interpreter
-    if qkv.is_cuda:
-        gpu = torch.cuda.get_device_properties(qkv.device)
-        sms, shared_memory = gpu.multi_processor_count, gpu.shared_memory_per_block_optin
     # few rows: large tiles, so that a CTA loads its piece at once; many: small ones, so that CTAs share an SM
-    few = 4 * B * Hkv <= sms and shared_memory > 200 * 2**10
+    few = 4 * B * Hkv <= 132                                              # SMs of an H100
+    if qkv.is_cuda:
+        few &= torch.cuda.get_device_properties(qkv.device).shared_memory_per_block_optin > 200 * 2**10
     half = max(16, triton.next_power_of_2(Dh) // 2)
     scale = Dh**-0.5 * 1.4426950408889634                # times log2(e), because the kernel uses exp2
     _attention_kernel[Hkv, pieces, B](

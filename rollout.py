@@ -208,7 +208,7 @@ class _Batch:
                 most = max(len(p) - at for (_, p, _), at in zip(running, positions, strict=True))
                 steps = min(STEPS, self.limit - 1 + most)      # not more than a row may still draw
             self.state[3, len(running):] = -1          # the graph's other rows are marked finished
-            positions = self.advance(size, max(positions) + steps, steps, bar)[:len(running)]
+            positions = self.advance(size, max(positions) + steps, steps)[:len(running)]
             going = [i for i, at in enumerate(positions) if at >= 0]
             if len(going) < len(running):
                 bar.update(len(running) - len(going))
@@ -255,7 +255,7 @@ class _Batch:
         rows = self.state[0, :size]                          # ascending: rows start in ascending order
         self.state[6, :size] = self.state[1, torch.searchsorted(rows, rows // self.group * self.group)]
 
-    def advance(self, size, longest, steps, bar):
+    def advance(self, size, longest, steps):
         """Run decode steps of the first `size` rows, none beyond position `longest` → each row's position."""
         most = -(-self.rollout.tokens.shape[1] // ops.SPLIT)
         key = self.choose(size, min(most, 1 << (longest // ops.SPLIT).bit_length()))
@@ -266,10 +266,7 @@ class _Batch:
                 # call the step once, outside capture: CUDA cannot load its kernels while capturing
                 self.step(*key)
                 self.sampler.loaded.add(kernels)
-                called, steps = self.clock("capture_s", began), steps - 1
-                if called - began > 1 and not bar.disable:
-                    tqdm.write(f"kernels for {key[0]} rows compiled in {called - began:.1f} s")
-                began = called
+                steps -= 1
             self.graphs[key] = graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.pool):
                 self.step(*key)

@@ -1,6 +1,6 @@
 r"""Tasks: problems, a prompt for each, and a reward that a program can verify: 1 if right, else 0.
 
-    task = TASKS["multiplication"]()          # addition, countdown; with data: gsm8k, math; own("mine.py")
+    task = TASKS["multiplication"]()          # addition; with data: gsm8k, math; own("results/countdown.py")
     task.train, task.held_out                 # lists of problems, each a dict
     task.prompt(problem)                      # "What is 7 * 8?", the user's message without a chat template
     task.reward(problem, text, finished)      # 1.0 or 0.0
@@ -11,8 +11,6 @@ An answer scores 1 if the model ended it (finished) and if it is right:
     gsm8k                       the number after the last "####" that a number follows equals the solution's.
                                 "#### 1. First step" is a heading, and skipped; "#### 6 * 3 = 18" answers 18.
                                 Without such a mark: the last number in the last \boxed{…}, else in the text
-    countdown                   the formula in the last <answer>…</answer>, else in the last line, makes the
-                                target with + - * / from the numbers, each used exactly once, as in TinyZero
     math                        math-verify finds the last \boxed{…} equal to the solution
 
     "7 * 8 = 56."         56    "-7", "−7", "-$7"       −7      "1,000" is 1000; "1,00" ends with 00
@@ -25,13 +23,11 @@ as code. Judging takes at most a few milliseconds, or 1 s of processor time wher
 
 data is a JSONL file, or a dataset of the hub as owner/name[/config][:split]. Its records have these fields:
     gsm8k       question; answer, which ends with "#### 18"              openai/gsm8k/main
-    countdown   nums; target. Without data, problems are made up         Jiayi-Pan/Countdown-Tasks-3to4
     math        problem, question or prompt, which may be a chat; and    HuggingFaceH4/MATH-500:test
                 answer, reward_model.ground_truth or solution            open-r1/DAPO-Math-17k-Processed/en
 
 Left out: partial credit; 1.000,00 and 1 000. Needs: nothing; math-verify for math; datasets for the hub.
 """
-import ast
 import hashlib
 import inspect
 import json
@@ -45,19 +41,17 @@ import sys
 import traceback
 from collections.abc import Callable
 from fractions import Fraction
-from functools import cache, lru_cache, partial, reduce
+from functools import cache, lru_cache, partial
 from itertools import accumulate, combinations
 from typing import NamedTuple
 
 GSM8K = "{question}\nThink step by step, and end with a line of the form #### <number>."
-COUNTDOWN = ("Make {target} from {nums} with + - * / and brackets. Use each number exactly once.\n"
-             "Think step by step, and end with the formula, as in <answer>(1 + 2) * 3</answer>.")
 MATH = "{problem}\nThink step by step, and put the final answer into \\boxed{{}}."
 
 SPLIT_SEED = 0                      # independent of --seed: every run holds out the same problems
 MAX_PAIRS = 1_000_000               # of operands from 0-999, all of which are held in memory
 READ, MAX_DIGITS = 2000, 40         # characters of a text, digits of a number
-FORMULA, GOLD, DEEP = 200, 500, 8     # at most: characters, characters, levels of nested brackets
+GOLD, DEEP = 500, 8                 # at most: characters of a formula, levels of nested brackets
 
 NUMBER = re.compile(r"""
     (?P<sign>[-\u2212])? (?:\\?[$€£])?
@@ -79,7 +73,6 @@ BARE = re.compile(r"\\boxed +((?:\\\$|[^ ${])(?:\\\$|[^$])*?) *(?=\$|\\[])]|\\en
 BINARY = re.compile(r"(?:[^\W_]|[)\]}%]|[0-9]\$|[0-9%][ \t]{1,8})\Z")        # a minus after this subtracts
 POWER = re.compile(r"(?:[0-9)]\*\*|[0-9)] \*\* |\^ ?[({]?)\Z")               # a number after this is a power
 RAISED = re.compile(r"\^(?!\{?\\circ)|\*\*[0-9(]| \*\* [0-9(]")              # a power; 90^\circ is none
-OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 HUB = re.compile(r"(?!.*\.jsonl?\Z)([\w-][\w.-]*/[\w.-]+)(?:/([\w.-]+))?(?::([\w.%:[\]-]+))?")
 # instructions around each problem of DAPO: removed, because they ask for another form of answer
 DAPO = re.compile(r"\ASolve the following math problem[^\n]*\n\n|\n\nRemember to put your answer[^\n]*\Z")
@@ -116,7 +109,10 @@ def _arithmetic(question, operation, default, data=None, operands=None, held_out
     4 * 3. ValueError: operands not LOW-HIGH; under 2·held_out problems, or over MAX_PAIRS; data given."""
     if data:
         raise ValueError(f"{data}: the arithmetic tasks make their own problems: leave out --data and --test")
-    low, high = _bounds(operands or default)
+    match = re.fullmatch("([0-9]{1,9})-([0-9]{1,9})", operands or default)
+    if not match or int(match[1]) > int(match[2]):
+        raise ValueError(f"--operands {operands} must be LOW-HIGH with LOW <= HIGH, for example 2-12")
+    low, high = map(int, match.groups())
     n = high - low + 1
     if not 2 * held_out <= n * n <= MAX_PAIRS:
         raise ValueError(f"--operands {low}-{high} makes {n * n} problems, not {2 * held_out} to {MAX_PAIRS}")
@@ -131,13 +127,6 @@ def _arithmetic(question, operation, default, data=None, operands=None, held_out
     return Task([{"a": a, "b": b} for a in values for b in values if (a, b) not in kept_apart],
                 [{"a": a, "b": b} for a, b in held], question.format_map,
                 lambda p, text, finished: float(finished and last_number(text) == operation(p["a"], p["b"])))
-
-
-def _bounds(operands):
-    match = re.fullmatch("([0-9]{1,9})-([0-9]{1,9})", operands)
-    if not match or int(match[1]) > int(match[2]):
-        raise ValueError(f"--operands {operands} must be LOW-HIGH with LOW <= HIGH, for example 2-12")
-    return int(match[1]), int(match[2])
 
 
 def gsm8k(data=None, operands=None, held_out=256):
@@ -158,54 +147,6 @@ def _word_problem(record):
     if re.search(r"\A *[!^²³]|[0-9]", re.sub(r"\(.*?\)", "", rest)):
         raise ValueError(f"its answer {marked[0] + rest!r} is read as {marked[0]}: write one plain number")
     return problem
-
-
-def countdown(data=None, operands=None, held_out=256):
-    """Make a target from three or four numbers; without data, of operands, "1-99" unless told otherwise."""
-    problems = read(data, _number_problem) if data else _made_up(*_bounds(operands or "1-99"))
-    return _split(problems, held_out, data or f"--operands {operands}", data and operands, countdown_reward,
-                  lambda p: COUNTDOWN.format(target=p["target"], nums=", ".join(map(str, p["nums"]))))
-
-
-def _made_up(low, high, count=4096):
-    rng, made = random.Random(SPLIT_SEED), {}
-    for _ in range(3 * count):
-        nums = [rng.randint(low, high) for _ in range(rng.choice((3, 4)))]
-        target = reduce(lambda a, b: rng.choice((a + b, a - b, a * b)), nums)
-        if 0 < target < 1000:
-            made[(target, *sorted(nums))] = {"nums": rng.sample(nums, len(nums)), "target": target}
-    return list(made.values())[:count]
-
-
-def _number_problem(record):
-    nums, target = record.get("nums"), record.get("target")
-    if (not isinstance(nums, list) or not 0 < len(nums) < 10 or {type(n) for n in (target, *nums)} != {int}
-            or min(nums) < 0):
-        raise ValueError("'nums' must be a list of 1 to 9 integers, none negative, and 'target' an integer")
-    return {"nums": nums, "target": target}
-
-
-def countdown_reward(problem, text, finished):
-    inside, closed, _ = text[-READ:].rpartition("</answer>")
-    found = inside.rpartition("<answer>")[2] if closed else text[-READ:].strip().rpartition("\n")[2]
-    found = found.partition("=")[0].translate(str.maketrans("×·÷−", "**/-")).strip()
-    if not finished or len(found) > FORMULA or not re.fullmatch("[0-9+*/() -]+", found):
-        return 0.0
-    try:
-        left = list(problem["nums"])
-        return float(_evaluate(ast.parse(found, mode="eval").body, left) == problem["target"] and not left)
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
-        return 0.0
-
-
-def _evaluate(node, left):
-    """A formula's value, a Fraction. Removes its numbers from the list left; ValueError: one is not in it."""
-    if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
-        return OPERATIONS[type(node.op)](_evaluate(node.left, left), _evaluate(node.right, left))
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_evaluate(node.operand, left)
-    left.remove(getattr(node, "value", None))           # ValueError for any other node: value is no number
-    return Fraction(node.value)
 
 
 def math(data=None, operands=None, held_out=256):
@@ -302,8 +243,8 @@ def own(path, held_out=32):
 def tested(name, test, data=None, operands=None, trains=True):
     """The task called name, which holds out all problems of test and trains on all others of data.
     trains=False without data reads only test. ValueError: what the task raises; test holds all of data."""
-    given = TASKS[name](data, operands) if trains or data or operands else None
-    task = TASKS[name](test, held_out=0)
+    given = TASKS[name](data, operands) if trains or data else None
+    task = TASKS[name](test, operands, held_out=0)
     asked = set(map(task.prompt, task.train))
     train = [p for p in given.train + given.held_out if task.prompt(p) not in asked] if given else []
     if given and not train:
@@ -411,7 +352,7 @@ def _value(number):
 
 TASKS = {"multiplication": partial(_arithmetic, "What is {a} * {b}?", operator.mul, "2-12"),
          "addition": partial(_arithmetic, "What is {a} + {b}?", operator.add, "0-99"),
-         "countdown": countdown, "gsm8k": gsm8k, "math": math}
+         "gsm8k": gsm8k, "math": math}
 
 if __name__ == "__main__":
     example = {"question": "A pen costs $3. What do 6 pens cost?", "answer": "6 * 3 = 18\n#### 18"}

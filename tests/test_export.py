@@ -9,6 +9,7 @@ import huggingface_hub
 import pytest
 import torch
 from conftest import tiny_checkpoint
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from test_checkpoint import IDS, Q, bits, foreign, logits, projections
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
@@ -258,8 +259,8 @@ def test_the_command_exports_a_run_or_says_why_not_in_one_line(runs, tmp_path, m
             ((run, tmp_path / "out", "--format", "bf16", "--adapter", tmp_path / "no"), "no/adapter_conf"),
             ((base, tmp_path / "out", "--format", "bf16", "--adapter", tmp_path / "full"), "not a mapping"),
             ((base, tmp_path / "out", "--format", "bf16", "--quant", "int3"), "quant='int3'"),
-            ((unsaved, tmp_path / "out", "--format", "nvfp4"), f"{unsaved} has never saved an adapter: "
-             f"train on with python train.py --resume {unsaved}, which saves every --save-every steps and "),
+            ((unsaved, tmp_path / "out", "--format", "nvfp4"),
+             f"{unsaved} has no adapter: train on with python train.py --resume {unsaved}"),
             ((tmp_path / "none", tmp_path / "out", "--format", "bf16"), "hub id"),
             ((run, tmp_path / "full" / "mine" / "out", "--format", "bf16"), "mine")]:
         code, out, err = command(monkeypatch, capsys, *arguments)
@@ -270,7 +271,8 @@ def test_the_command_exports_a_run_or_says_why_not_in_one_line(runs, tmp_path, m
 
 
 def test_an_export_that_is_interrupted_or_wrong_is_not_at_its_place(runs, tmp_path, monkeypatch):
-    """An interrupted export leaves nothing; a wrong one is moved to another name, which the message has."""
+    """An export that is interrupted, or fails on a full disk, leaves nothing; a wrong one is moved to another
+    name, which the message has."""
     write, out = huggingface_hub.save_torch_state_dict, tmp_path / "out"
 
     def interrupted(tensors, folder):
@@ -279,6 +281,14 @@ def test_an_export_that_is_interrupted_or_wrong_is_not_at_its_place(runs, tmp_pa
 
     monkeypatch.setattr(huggingface_hub, "save_torch_state_dict", interrupted)
     with pytest.raises(KeyboardInterrupt):
+        export.export(runs()[0], out, "nvfp4")
+    assert not any(tmp_path.iterdir())
+
+    def full(tensors, folder):
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(huggingface_hub, "save_torch_state_dict", full)
+    with pytest.raises(ValueError, match=f"^{out} cannot be written: No space left on device$"):
         export.export(runs()[0], out, "nvfp4")
     assert not any(tmp_path.iterdir())
     for format, name in (("nvfp4", f"{Q}_scale"), ("bf16", Q)):

@@ -1,5 +1,6 @@
 """python -m pytest tests/test_memory.py -q"""
 import json
+import shutil
 from pathlib import Path
 
 import bench
@@ -99,46 +100,50 @@ def test_a_runs_plan_has_the_positions_that_were_allocated_and_the_tokens_that_c
     assert memory.plan_of(config, c, 8, 4096).update > plan.update
 
 
-def test_the_command_prints_a_plan_and_refuses_what_does_not_fit(tiny, tmp_path, capsys):
-    """It loads no weights; a refusal names the bytes and the remedy."""
-    arguments = ["--model", str(tiny), "--prompt-length", "20", "--max-new-tokens", "30", "--rank", "4"]
-    memory.main([*arguments, "--memory-gb", "4"])
-    said = capsys.readouterr().out
-    assert "weights" in said and "answers of 50 tokens" in said and "--micro-tokens" in said
-    assert "longest prompt and answer of 8 at a time: 128 tokens" in said            # the whole context
-    with pytest.raises(ValueError, match="--memory-gb 1.2 is too little: one answer of 50 tokens needs"):
-        memory.main([*arguments, "--memory-gb", "1.2"])
-    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())         # and nothing else
-    memory.main(["--model", str(tmp_path), *arguments[2:], "--memory-gb", "4"])
-    assert capsys.readouterr().out.endswith(said)
+def printed(capsys, *arguments):
+    """`python memory.py arguments` → {(model, GB): what it prints of this model on this card}."""
+    memory.main([*map(str, arguments)])
+    title, *lines = capsys.readouterr().out.splitlines()
+    rows = [dict(zip(title.split(), line.split(), strict=True)) for line in lines]
+    return {(row["model"], int(row["card"])): row for row in rows}
+
+
+def test_the_command_reads_a_config_alone_and_refuses_what_makes_no_sense(tiny, tmp_path, capsys):
+    """A refusal names the value."""
+    flags = "--prompt-length", 20, "--max-new-tokens", 30, "--rank", 4
+    row, = printed(capsys, "--model", tiny, *flags, "--memory-gb", 4).values()
+    assert row["longest"] == "128" and row["--micro-tokens"] == "6400"            # the context, 128 answers
+    shutil.copy(tiny / "config.json", tmp_path)                                   # and nothing else
+    again, = printed(capsys, "--model", tmp_path, *flags, "--memory-gb", 4).values()
+    assert again == row | {"model": str(tmp_path)}
+    for flag, value in (("--max-new-tokens", "0"), ("--rank", "0"), ("--memory-gb", "nan"),
+                        ("--max-new-tokens", "109")):
+        with pytest.raises(ValueError, match=f"{flag} {value}.*: give 1 or more, within .* of 128 tok"):
+            printed(capsys, "--model", tiny, *flags, flag, value)
     (tmp_path / "config.json").write_text('{"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}')
     with pytest.raises(ValueError, match="^Gemma2ForCausalLM is not supported"):
-        memory.main(["--model", str(tmp_path), *arguments[2:]])
-    for new in ("0", "109"):
-        with pytest.raises(ValueError, match=f"--max-new-tokens {new} must be at least 1 and .* of 128"):
-            memory.main([*arguments, "--max-new-tokens", new])
-    for flag, value in (("--rank", "0"), ("--memory-gb", "nan")):
-        with pytest.raises(ValueError, match=f"{flag} {value}"):
-            memory.main([*arguments, flag, value])
+        printed(capsys, "--model", tmp_path, "--rank", 0)
 
 
 def test_the_table_says_what_the_plan_of_each_card_says(capsys):
     """At the numbers it prints the peak fits beside the reserve; one answer, or one token, more does not."""
-    memory.main(["--table", "--rank", "16"])
-    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in
-                      capsys.readouterr().out.splitlines()]
-    assert head == ["GB", "1.5B", "3B", "7B", "14B", "32B", "72B"] and len(rows) == 6
-    found = {(int(gb), name): cell for gb, *cells in rows for name, cell in zip(head[1:], cells, strict=True)}
-    assert found[24, "72B"] == "–" and found[80, "1.5B"] == "256 × 32,512"          # all slots, the context
-    for gb, name in ((24, "32B"), (12, "7B"), (80, "72B")):
-        slots, longest = (int(n.replace(",", "")) for n in found[gb, name].split(" × "))
-        c, room = memory.config(name.lower()), gb * 2**30 - memory.BESIDE
+    table = printed(capsys, "--rank", 16)
+    assert list(table) == [(name, gb) for name in memory.MODELS for gb in (12, 16, 24, 40, 48, 80)]
+    assert table["1.5b", 80]["answers"] == "256" and table["1.5b", 80]["longest"] == "32768"
+    row = table["72b", 24]
+    assert row["answers"] == row["longest"] == row["--micro-tokens"] == "0"
+    for name, gb in (("32b", 24), ("7b", 12), ("72b", 80)):
+        row, c, room = table[name, gb], memory.config(name), gb * 2**30 - memory.BESIDE
 
-        def peak(slots, length, micro, c=c):
-            return memory.plan(c, "nvfp4", 16, slots, length, micro, prefill=min(8192, slots * 256)).peak
-        assert peak(slots, 1280, 1280) <= room < peak(slots + 1, 1280, 1280)
-        longest += 256
-        assert peak(8, longest, longest) <= room < peak(8, longest + 1, longest + 1)
+        def planned(slots, length, micro, c=c):
+            return memory.plan(c, "nvfp4", 16, slots, length, micro, prefill=min(8192, slots * 256))
+        slots, longest, micro = (int(row[key]) for key in ("answers", "longest", "--micro-tokens"))
+        assert planned(slots, 1280, 1280).peak <= room < planned(slots + 1, 1280, 1280).peak
+        assert planned(1, 1280, micro).peak <= room < planned(1, 1280, micro + 1280).peak
+        assert planned(8, longest, longest).peak <= room < planned(8, longest + 1, longest + 1).peak
+        one = planned(1, 1280, 1280)
+        assert float(row["needs"]) == pytest.approx((one.peak + memory.BESIDE) / 2**30, abs=.06)
+        assert [float(row[part]) for part in one._fields] == pytest.approx([x / 1e9 for x in one], abs=.006)
 
 
 @pytest.mark.gpu

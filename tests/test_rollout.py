@@ -419,7 +419,7 @@ def test_gpu_graph_equals_eager(real, monkeypatch, top_p):
     graph = sampler.generate(*draw, top_p=top_p)
     assert torch.equal(graph.tokens, whole.tokens) == (top_p == 1)
 
-    def advance(self, size, longest, steps, bar):
+    def advance(self, size, longest, steps):
         most = -(-self.rollout.tokens.shape[1] // ops.SPLIT)
         key = self.choose(size, min(most, 1 << (longest // ops.SPLIT).bit_length()))
         self.graphs[key] = None

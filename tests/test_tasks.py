@@ -221,11 +221,8 @@ def test_without_data_a_test_file_is_read_to_evaluate_and_never_to_train(tmp_pat
             {"question": f"Is it {i}?", "answer": f"#### {i}"} for i in range(n)]
     with pytest.raises(ValueError, match="few.jsonl has 0 problems, too few"):
         tasks.tested("gsm8k", word_problems(test_path, range(0)), trains=False)
-    with pytest.raises(ValueError, match="--operands nonsense must be LOW-HIGH"):
-        tasks.tested("countdown", test, operands="nonsense", trains=False)
-    numbers = jsonl(tmp_path / "numbers.jsonl", [{"nums": [i, 2], "target": i + 2} for i in range(9)])
-    made_up = tasks.tested("countdown", str(numbers), operands="1-20")            # countdown needs no data
-    assert len(made_up.held_out) == 9 and len(made_up.train) > 1000
+    with pytest.raises(ValueError, match="--operands 1-9 has no meaning beside problems from .*test.jsonl"):
+        tasks.tested("gsm8k", test, operands="1-9", trains=False)
 
 
 @pytest.mark.parametrize("trains", [True, False])
@@ -245,18 +242,6 @@ def test_the_file_runs_and_reads_problems_alone_in_a_folder(file, tmp_path):
         assert tasks.gsm8k_reward(problem, right, True) == 1
         assert tasks.gsm8k_reward(problem, f"{right}\n#### {tasks.final_answer(right) + 1}", True) == 0
 
-
-COUNTDOWN = [    # text, reward: make 9 from 1, 2, 3
-    ("<answer>(1 + 2) * 3</answer>", 1), ("so <answer>3*(2+1)=9</answer>.", 1), ("3 + 6?\n(1 + 2) × 3", 1),
-    ("<answer>1</answer> no, <answer>(2+1)*3</answer>", 1), ("<answer>-(1 + 2) * -3</answer>", 1),
-    ("<answer>3 ÷ (1 ÷ (1 + 2))</answer>", 0), ("<answer>9</answer>", 0), ("<answer>3 * 3</answer>", 0),
-    ("<answer>(1 + 2) * 3 * 1</answer>", 0), ("<answer>3 ** 2 * 1</answer>", 0), ("<answer>3^2</answer>", 0),
-    ("<answer>(1 + 2) * 3.0</answer>", 0), ("<answer>(1 + 2) * 3 // 1</answer>", 0), ("", 0), ("\n \n", 0),
-    ("<answer>(1 + 2 * 3</answer>", 0), ("<answer>(1)(2)(3)</answer>", 0), ("<answer>12 - 3</answer>", 0),
-    ("<answer>1 / (2 - 2) * 3</answer>", 0), ("it is (1 + 2) * 3", 0), ("<answer>٣*(٢+١)</answer>", 0),
-    ("<answer>__import__('os')</answer>", 0), ("<answer>9**9**9**9</answer>", 0), ("-" * 199 + "1", 0),
-    ("<answer>" + "(" * 98 + "1" + ")" * 98 + "</answer>", 0), ("<answer>(*1)</answer>", 0),
-    ("<answer>(1 + 2) * 03</answer>", 0), ("<answer></answer>", 0), ("</answer>(1 + 2) * 3", 0)]
 
 MATH = [    # gold, boxed, reward
     ("5, 100", "5100", 0), ("5100", "5, 100", 0), ("5, 100", "100, 5", 1), ("5100", "5,100", 1),
@@ -301,38 +286,6 @@ def jsonl(path, records):
     return path
 
 
-@pytest.mark.parametrize("text, expected", COUNTDOWN)
-def test_countdown_wants_each_number_once_and_no_other_operation(text, expected):
-    problem = {"nums": [1, 2, 3], "target": 9}
-    assert tasks.countdown_reward(problem, text, True) == expected
-    assert tasks.countdown_reward(problem, text, False) == 0
-
-
-def test_countdown_is_exact_and_takes_a_number_as_often_as_it_is_given():
-    """8 / (3 - 8 / 3) is 24 in fractions and 23.999999999999996 in floats."""
-    problem = {"nums": [3, 3, 8, 8], "target": 24}
-    assert tasks.countdown_reward(problem, "8 / (3 - 8 / 3)", True) == 1
-    assert tasks.countdown_reward(problem, "8 * 3 * 8 / 8", True) == 0
-    assert tasks.countdown_reward(problem, "8 * 3", True) == 0, "two are left"
-
-
-def test_made_up_countdown_problems_can_be_solved_and_are_held_out_in_every_order():
-    """For each of the first 50, some order of its numbers, evaluated left to right, makes the target."""
-    from itertools import permutations, product
-    task, small = tasks.TASKS["countdown"](), tasks.TASKS["countdown"](None, "2-5")
-    assert len(task.train) == 3840 and len(task.held_out) == 256 and task[:2] == tasks.countdown()[:2]
-    assert {n for p in small.train for n in p["nums"]} == {2, 3, 4, 5}
-    for problem in task.train[:50]:
-        forms = ("({}{}{}){}{}".format(*pick) if len(pick) == 5 else "(({}{}{}){}{}){}{}".format(*pick)
-                 for nums in permutations(problem["nums"])
-                 for signs in product("+-*", repeat=len(nums) - 1)
-                 for pick in [[x for pair in zip(nums, (*signs, ""), strict=True) for x in pair][:-1]])
-        assert any(tasks.countdown_reward(problem, form, True) for form in forms), problem
-    key = lambda p: (p["target"], *sorted(p["nums"]))                 # noqa: E731
-    assert not set(map(key, task.train)) & set(map(key, task.held_out))
-    assert not set(map(key, small.train)) & set(map(key, small.held_out)) and len(small.held_out) > 9
-
-
 @pytest.mark.parametrize("gold, boxed, expected", MATH)
 def test_math_is_judged_by_math_verify(gold, boxed, expected):
     text = f"It is \\boxed{{0}}, no: $\\boxed{{{boxed}}}$."
@@ -361,22 +314,17 @@ def test_math_reads_the_field_names_of_the_known_datasets(tmp_path, record):
     assert task.reward(problem, "\\boxed{.5}", True) == 1
 
 
-@pytest.mark.parametrize("name, line", [
-    *(("countdown", line) for line in ('{"nums": [1, 2]}', '{"nums": [1, true], "target": 3}', "[1]", "{",
-                                       '{"nums": "12", "target": 3}', '{"nums": [], "target": 3}',
-                                       '{"nums": [-3, 5], "target": 2}')),
-    *(("math", line) for line in ('{"problem": "a"}', '{"answer": "3"}', "[1]", "3", "{",
-                                  '{"problem": "a", "answer": ""}', '{"prompt": [], "answer": "3"}',
-                                  '{"prompt": ["hi"], "answer": "3"}', '{"problem": "a", "answer": NaN}',
-                                  '{"prompt": [{"role": "assistant", "content": "a"}], "answer": "3"}',
-                                  '{"prompt": [{"role": "user", "content": "a"}, {"role": "user", "content": '
-                                  '"b"}], "answer": "3"}',
-                                  '{"problem": "a", "answer": "' + "x" * 501 + '"}'))])
-def test_a_broken_line_of_any_task_is_named(tmp_path, name, line):
-    good = '{"problem": "a", "answer": "3", "nums": [1, 2], "target": 3}\n\n'
+@pytest.mark.parametrize("line", [
+    '{"problem": "a"}', '{"answer": "3"}', "[1]", "3", "{", '{"problem": "a", "answer": ""}',
+    '{"prompt": [], "answer": "3"}', '{"prompt": ["hi"], "answer": "3"}', '{"problem": "a", "answer": NaN}',
+    '{"prompt": [{"role": "assistant", "content": "a"}], "answer": "3"}',
+    '{"prompt": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}], "answer": "3"}',
+    '{"problem": "a", "answer": "' + "x" * 501 + '"}'])
+def test_a_broken_line_of_task_math_is_named(tmp_path, line):
+    good = '{"problem": "a", "answer": "3"}\n\n'
     (tmp_path / "some.jsonl").write_text(good + line)
     with pytest.raises(ValueError, match="some.jsonl, line 3: .") as refused:
-        tasks.TASKS[name](tmp_path / "some.jsonl")
+        tasks.TASKS["math"](tmp_path / "some.jsonl")
     assert "\n" not in str(refused.value)
 
 
@@ -388,18 +336,20 @@ def test_a_dataset_of_the_hub_is_read_through_datasets_which_is_named_where_it_i
         asked.append((name, config, split))
         if name == "o/none":
             raise RuntimeError("no such dataset\nand more")
-        return [{"nums": [1, i], "target": 1 + i} for i in range(7)] + [{"nums": 1}] * (split == "bad")
+        good = [{"question": f"{i}?", "answer": f"#### {i}"} for i in range(7)]
+        return good + [{"question": "8?"}] * (split == "bad")
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    assert len(tasks.TASKS["countdown"]("o/n").train) == 6 and tasks.TASKS["countdown"]("o/n/c:test[:50%]")
-    for data, says in (("o/n:bad", "o/n:bad, line 8: 'nums' must"), ("data/x.jsonl", "No such file"),
+    assert len(tasks.TASKS["gsm8k"]("o/n").train) == 6 and tasks.TASKS["gsm8k"]("o/n/c:test[:50%]")
+    for data, says in (("o/n:bad", "o/n:bad, line 8: .* 'answer' is some text"),
+                       ("data/x.jsonl", "No such file"),
                        ("o/none", "o/none cannot be read .no such dataset.:")):
         with pytest.raises(ValueError, match=says):
-            tasks.TASKS["countdown"](data)
+            tasks.TASKS["gsm8k"](data)
     assert asked == [("o/n", None, "train"), ("o/n", "c", "test[:50%]"), ("o/n", None, "bad"),
                      ("o/none", None, "train")]
     monkeypatch.setitem(sys.modules, "datasets", None)                # makes the import fail
     with pytest.raises(ValueError, match="o/n cannot be read .*pip install datasets"):
-        tasks.TASKS["countdown"]("o/n")
+        tasks.TASKS["gsm8k"]("o/n")
 
 
 def test_task_math_names_the_command_where_math_verify_is_missing(tmp_path, monkeypatch):
@@ -489,9 +439,8 @@ ADDITION = tasks.TASKS["addition"]()
 @given(COMPLETION)
 def test_two_thousand_hostile_answers_cost_under_10_ms_each_and_score_0_or_1(text):
     """Processor time of each reward; for math of the guard alone, without math-verify."""
-    problem = {"a": 1, "b": 2, "nums": [1, 2, 3], "target": 9}
-    judges = [(tasks.gsm8k_reward, {"answer": "#### 1,000"}), (tasks.countdown_reward, problem),
-              (tasks.math_reward, {"answer": "\\frac{1}{2}"}), (ADDITION.reward, problem)]
+    judges = [(tasks.gsm8k_reward, {"answer": "#### 1,000"}), (ADDITION.reward, {"a": 1, "b": 2}),
+              (tasks.math_reward, {"answer": "\\frac{1}{2}"})]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tasks, "equal", lambda gold, answer: gold == answer)
         for reward, problem in judges:

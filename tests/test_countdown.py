@@ -1,0 +1,48 @@
+"""results/countdown.py: which formula scores 1, and which problems are made up."""
+from itertools import permutations, product
+
+import countdown
+import pytest
+
+import tasks
+
+FORMULAS = [    # text, reward: make 9 from 1, 2, 3
+    ("<answer>(1 + 2) * 3</answer>", 1), ("so <answer>3*(2+1)=9</answer>.", 1), ("3 + 6?\n(1 + 2) × 3", 1),
+    ("<answer>1</answer> no, <answer>(2+1)*3</answer>", 1), ("<answer>-(1 + 2) * -3</answer>", 1),
+    ("<answer>3 ÷ (1 ÷ (1 + 2))</answer>", 0), ("<answer>9</answer>", 0), ("<answer>3 * 3</answer>", 0),
+    ("<answer>(1 + 2) * 3 * 1</answer>", 0), ("<answer>3 ** 2 * 1</answer>", 0), ("<answer>3^2</answer>", 0),
+    ("<answer>(1 + 2) * 3.0</answer>", 0), ("<answer>(1 + 2) * 3 // 1</answer>", 0), ("", 0), ("\n \n", 0),
+    ("<answer>(1 + 2 * 3</answer>", 0), ("<answer>(1)(2)(3)</answer>", 0), ("<answer>12 - 3</answer>", 0),
+    ("<answer>1 / (2 - 2) * 3</answer>", 0), ("it is (1 + 2) * 3", 0), ("<answer>٣*(٢+١)</answer>", 0),
+    ("<answer>__import__('os')</answer>", 0), ("<answer>9**9**9**9</answer>", 0), ("-" * 199 + "1", 0),
+    ("<answer>" + "(" * 98 + "1" + ")" * 98 + "</answer>", 0), ("<answer>(*1)</answer>", 0),
+    ("<answer>(1 + 2) * 03</answer>", 0), ("<answer></answer>", 0), ("</answer>(1 + 2) * 3", 0)]
+
+
+@pytest.mark.parametrize("text, expected", FORMULAS)
+def test_a_formula_takes_each_number_once_and_no_other_operation(text, expected):
+    assert countdown.reward({"nums": [1, 2, 3], "target": 9}, text) == expected
+
+
+def test_the_value_is_exact_and_a_number_counts_as_often_as_it_is_given():
+    """8 / (3 - 8 / 3) is 24 in fractions and 23.999999999999996 in floats."""
+    problem = {"nums": [3, 3, 8, 8], "target": 24}
+    assert countdown.reward(problem, "8 / (3 - 8 / 3)") == 1
+    assert countdown.reward(problem, "8 * 3 * 8 / 8") == 0
+    assert countdown.reward(problem, "8 * 3") == 0, "two are left"
+
+
+def test_the_problems_can_be_solved_and_none_is_held_out_in_another_order():
+    """For each of the first 50, some order of its numbers, evaluated left to right, makes the target."""
+    task = tasks.own(countdown.__file__)
+    assert len(task.train) == 4064 and len(task.held_out) == 32 and task.train[0] in countdown.problems()
+    assert {n for p in countdown.problems(2, 5) for n in p["nums"]} == {2, 3, 4, 5}
+    for problem in task.train[:50]:
+        forms = ("({}{}{}){}{}".format(*pick) if len(pick) == 5 else "(({}{}{}){}{}){}{}".format(*pick)
+                 for nums in permutations(problem["nums"])
+                 for signs in product("+-*", repeat=len(nums) - 1)
+                 for pick in [[x for pair in zip(nums, (*signs, ""), strict=True) for x in pair][:-1]])
+        assert any(task.reward(problem, form, True) for form in forms), problem
+    made = [(p["target"], *sorted(p["nums"])) for p in task.train + task.held_out]
+    assert len(made) == len(set(made))
+    assert task.prompt({"nums": [1, 2, 3], "target": 9}).startswith("Make 9 from 1, 2, 3 with + - * / and br")
