@@ -304,6 +304,7 @@ def _cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
     out = qkv.new_empty(B, H * Dh)
     sums = qkv.new_empty(B, Hkv, pieces, H // Hkv, Dh, dtype=torch.float32)         # each piece's Σ p·v
     maxima = qkv.new_empty(B, Hkv, pieces, 2, H // Hkv, dtype=torch.float32)        # its largest score, Σ p
+    assert cache.counters.numel() >= B * Hkv and pieces * SPLIT < length + SPLIT
     # few rows: large tiles, so that a CTA loads its piece at once; many: small ones, so that CTAs share an SM
     few = 4 * B * Hkv <= 132                                              # SMs of an H100
     if qkv.is_cuda:

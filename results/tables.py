@@ -290,7 +290,7 @@ def hardware():
             seconds, peak = (statistics.median(r[key] for r in found) for key in ("step_s", "peak_gb"))
             capped[shape] = cap, (f"**{cap:g} GB**, {card(found[0])}: {prompts} × {samples} answers of {new} "
                                   f"tokens, {seconds:.0f} s, {peak:.1f} GB")
-    for shape in memory.TABLE:
+    for shape in ("1.5b", "3b", "7b", "14b", "32b", "72b"):
         c, r = memory.config(shape), rates.get(shape)
         seconds = r and ANSWERS * (MEAN / r["rollout_tok_s"] + (PROMPT + MEAN) / r["update_tok_s"])
         entry(shape.upper(), f"{memory.plan(c).weights / 1e9:.1f}", *(fitting(c, gb) for gb in (24, 80)),
@@ -298,12 +298,9 @@ def hardware():
 
 
 def fitting(c, gb):
-    """What `memory.py --rank 16 --table` says of a model and a card."""
-    try:
-        slots, _, longest = memory.fits(c, "nvfp4", 16, 256, 1024, gb)
-    except ValueError:
-        return "–"
-    return f"{slots} × {longest - 256:,}"
+    """What `memory.py --rank 16` says of a model and a card."""
+    _, _, slots, _, longest, *_ = memory.row(c, "nvfp4", 16, 256, 1024, gb)
+    return f"{slots} × {longest - 256:,}" if slots else "–"
 
 
 if __name__ == "__main__":
