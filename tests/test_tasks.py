@@ -115,6 +115,7 @@ def test_no_text_takes_10_ms_of_the_processor(text):
         assert cpu_seconds(reward, nine, text, True) < 0.01
 
 
+@settings(deadline=None)                                    # a busy machine is no error
 @given(st.text() | st.text(alphabet="0123456789-−.,/$%*^(){}#e \\") | st.from_regex(tasks.NUMBER))
 def test_any_text_at_all_scores_0_or_1(text):
     assert tasks.gsm8k_reward({"answer": "#### 1,000"}, text, True) in (0.0, 1.0)
