@@ -4,8 +4,6 @@ Exit codes: 0 done, 2 an error, 3 --preflight finds training pointless, 128 + n 
 Needs: torch; checkpoint.py, model.py, runs.py, tasks.py, aqn.py, grpo.py, lora.py.
 """
 import inspect
-import json
-import math
 import os
 import re
 import signal
@@ -34,8 +32,8 @@ LEAST |= dict.fromkeys("prompts max_new_tokens updates_per_rollout eval_every ev
                        "alpha micro_tokens".split(), 1) | dict(eval_problems=0, group_size=2, sigma_stages=3)
 MOST = dict.fromkeys("lr weight_decay beta temperature sigma_start sigma_end".split(), 1e9)  # not infinity
 MOST |= dict(seed=2**32 - 1, eval_top_p=1, rank=512)         # rank: the kernel keeps lora_B in shared memory
-SCORED = ("model quant rank alpha task data test operands "     # these eight cannot change in a resume
-          "max_new_tokens temperature eval_samples eval_top_p seed").split()
+TRAINED = "model quant rank alpha task data test operands".split()      # a resume cannot change these
+SCORED = TRAINED + "max_new_tokens temperature eval_problems eval_samples eval_top_p seed".split()
 
 
 def main(Config, train, preflight):
@@ -66,10 +64,9 @@ def start(config, train, preflight):
     began = time.perf_counter()
     source = checkpoint.open(config.model)
     tokenizer, stop_ids = source.tokenizer(), source.stop_ids()
-    # Check now, not when training draws them: one prompt's roles, and long texts (1 byte a token or more)
-    room = getattr(source.config, "max_position_embeddings", math.inf) - config.max_new_tokens
-    long = [p for p in task.held_out + task.train * trains if len(str(task.prompt(p)).encode()) > room / 2]
-    encoded(config, source.config, task, tokenizer, task.held_out[:1] + long)
+    longest = sorted(task.held_out + task.train * trains, key=lambda p: len(str(task.prompt(p))))[-99:]
+    encoded(config, source.config, task, tokenizer, longest)        # now, not when training draws them
+    task = task._replace(held_out=task.held_out[:config.eval_problems])
     run = runs.Run(config, quiet=rank > 0)
     if tokenizer.chat_template is None:
         run.say("note: this model's tokenizer has no chat template: prompts are plain text", sys.stderr)
@@ -105,39 +102,24 @@ def parse(Config, arguments):
     for word in unknown:
         near = ", --".join(get_close_matches(word.replace("-", "_"), Config.__annotations__, cutoff=0))
         raise ValueError(f"there is no {word}; the nearest are --{near.replace('_', '-')}; --help lists all")
-    given, flags, note = vars(given), vars(Config()), ""
+    given, flags = vars(given), vars(Config())
     if folder := given.get("resume"):
-        flags |= runs.stored(Config, folder)
-        for name in ("out", "adapter", *SCORED[:8]):
-            if os.path.abspath(str(given.get(name, flags[name]))) != os.path.abspath(str(flags[name])):
-                raise ValueError(f"--{name} {given[name]} beside --resume {folder}: that run has its own "
-                                 f"({flags[name] or 'none'}); leave it out, or begin another run")
-        planned, steps = flags["steps"], given.get("steps", flags["steps"])
-        made = max((step + (kind == "step") * flags["updates_per_rollout"]
-                    for kind, step in runs.read(folder)), default=0)
-        if "steps" in given and steps < made:
-            raise ValueError(f"--steps {steps} beside --resume {folder}: that has made {made} steps; take at "
-                             f"least as many, or evaluate with --steps 0 --adapter {folder}")
-        if made and steps != planned:
-            note = (f"--steps {steps}, not {planned} as planned: learning rate and σ go on at "
-                    f"{made / steps:.0%} of their schedules, not at {made / planned:.0%}")
+        flags |= runs.stored(Config, folder) | {"out": folder}
+        for name in given.keys() & {"out", "adapter", "updates_per_rollout", *TRAINED}:
+            if os.path.abspath(str(given[name])) != os.path.abspath(str(flags[name])):
+                raise ValueError(f"--{name.replace('_', '-')} {given[name]} beside --resume {folder}: that run "
+                                 f"has its own ({flags[name] or 'none'}); leave it out, or begin another run")
     elif given.get("adapter"):
-        adapter = Path(os.path.abspath(given["adapter"]))
-        adapter /= "adapter" * (adapter / "adapter").is_dir()       # --adapter RUN
-        file = adapter.with_name("config.json")
-        try:
-            stored = json.loads(file.read_text()) if file.is_file() else {}
-        except ValueError as error:
-            raise ValueError(f"{file} is damaged ({error}): mend it, or move {adapter} elsewhere") from error
-        if "quant" in stored:                                       # else there is none, or a model's
-            if given.get("task", stored["task"]) != stored["task"]:
-                stored |= dict(data="", test="", operands="")       # another task has other problems
-            taken = {k: stored[k] for k in SCORED if k not in given and stored.get(k, "") != ""}
-            parser.set_defaults(**taken)
-            given = vars(parser.parse_args(arguments)) | dict(adapter=str(adapter))
-            note = f"from {file}: {', '.join(f'{k} {v}' for k, v in taken.items())}"
-    if note and os.environ.get("RANK", "0") == "0":
-        print(note)
+        path = Path(os.path.abspath(given["adapter"]))
+        given["adapter"] = str(path / "adapter" if (path / "adapter").is_dir() else path)   # --adapter RUN
+        run = Path(given["adapter"]).parent
+        stored = runs.stored(Config, run) if (run / "metrics.jsonl").is_file() else flags
+        if given.get("task", stored["task"]) != stored["task"]:
+            stored |= dict(data="", test="", operands="")           # another task has other problems
+        taken = {k: stored[k] for k in SCORED if k not in given and stored[k] != flags[k]}
+        if taken and os.environ.get("RANK", "0") == "0":
+            print(f"from {run}/config.json: {', '.join(f'{k} {v}' for k, v in taken.items())}")
+        flags |= taken
     flags |= given
     for name in ("model", "data", "test", "adapter", *["task"] * flags["task"].endswith(".py")):
         if os.path.exists(flags[name]) and flags[name] != "smollm2":    # a resume may start elsewhere
