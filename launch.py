@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import sys
-import time
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction
 from difflib import get_close_matches
 from pathlib import Path
@@ -44,11 +43,10 @@ def main(Config, train, preflight):
     except KeyboardInterrupt:                               # while loading
         sys.exit(130)
     except torch.OutOfMemoryError:
-        why = ("out of memory before the first step: try a lower --max-new-tokens, --micro-tokens, "
-               "--gradient-checkpointing, --quant nvfp4 or a smaller --model")
+        print("train.py: out of memory: try a lower --max-new-tokens or --micro-tokens, or "
+              "--gradient-checkpointing", file=sys.stderr)
     except (ValueError, OSError) as error:
-        why = error
-    print(f"train.py: {why}", file=sys.stderr)
+        print(f"train.py: {error}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -61,7 +59,6 @@ def start(config, train, preflight):
     trains, given = bool(config.steps or config.preflight), (config.data, config.operands)
     task = (tested(config.task, config.test, *given * trains, trains=trains) if config.test else
             own(config.task) if config.task.endswith(".py") else TASKS[config.task](*given))
-    began = time.perf_counter()
     source = checkpoint.open(config.model)
     tokenizer, stop_ids = source.tokenizer(), source.stop_ids()
     longest = sorted(task.held_out + task.train * trains, key=lambda p: len(str(task.prompt(p))))[-99:]
@@ -74,10 +71,9 @@ def start(config, train, preflight):
     model.gradient_checkpointing = config.gradient_checkpointing
     if config.adapter and not run.saved():
         lora.load_adapter(model, config.adapter)
-    run.say(f"{config.model}: {config.quant}, loaded in {time.perf_counter() - began:.0f}s on {model.device},"
-            f" {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M adapter weights learn\n{config.task}:"
-            f" {len(task.train)} problems to train on, {len(task.held_out)} held out; {config.prompts} "
-            f"prompts × {config.group_size} answers a step\nrun folder: {run.folder}")
+    run.say(f"{config.model}: {config.quant} on {model.device}\n{config.task}: {len(task.train)} problems to "
+            f"train on, {len(task.held_out)} held out; {config.prompts} prompts × {config.group_size} answers "
+            f"a step\nrun folder: {run.folder}")
     for number in (signal.SIGTERM, signal.SIGHUP):              # SIGHUP: the terminal was closed
         if signal.getsignal(number) != signal.SIG_IGN:          # nohup ignores SIGHUP
             signal.signal(number, lambda n, _: sys.exit(128 + n))
@@ -88,9 +84,8 @@ def start(config, train, preflight):
 
 
 def parse(Config, arguments):
-    """→ a checked Config. Each field is a --flag, its comment the flag's help. Flags not given: those of the
-    run in --resume; the SCORED ones, those of the run that trained --adapter. SystemExit 2: a wrong type;
-    ValueError: an unknown flag, a bad value, or one that a resume cannot change."""
+    """→ a checked Config. Each field is a --flag, its comment the help. Flags not given are those of the run
+    in --resume, and the SCORED ones those of --adapter's run. SystemExit, ValueError: a flag that is wrong."""
     parser = ArgumentParser(usage="train.py [--flag value]", allow_abbrev=False, argument_default=SUPPRESS)
     field, group = r"(?:# --- (.+)\n)?^    (\w+):.*?#\s*(.*)", parser     # perhaps a title; name, comment
     for title, name, comment in re.findall(field, inspect.getsource(Config), re.M):
@@ -102,25 +97,22 @@ def parse(Config, arguments):
     for word in unknown:
         near = ", --".join(get_close_matches(word.replace("-", "_"), Config.__annotations__, cutoff=0))
         raise ValueError(f"there is no {word}; the nearest are --{near.replace('_', '-')}; --help lists all")
-    given, flags = vars(given), vars(Config())
+    given, stored = vars(given), {}
     if folder := given.get("resume"):
-        flags |= runs.stored(Config, folder) | {"out": folder}
+        stored = runs.stored(Config, folder) | {"out": folder}
         for name in given.keys() & {"out", "adapter", "updates_per_rollout", *TRAINED}:
-            if os.path.abspath(str(given[name])) != os.path.abspath(str(flags[name])):
-                raise ValueError(f"--{name.replace('_', '-')} {given[name]} beside --resume {folder}: that run "
-                                 f"has its own ({flags[name] or 'none'}); leave it out, or begin another run")
+            if os.path.abspath(str(given[name])) != os.path.abspath(str(stored[name])):
+                raise ValueError(f"--{name.replace('_', '-')} {given[name]} beside --resume {folder}: that "
+                                 f"run has its own ({stored[name]}); leave it out, or begin another run")
     elif given.get("adapter"):
         path = Path(os.path.abspath(given["adapter"]))
-        given["adapter"] = str(path / "adapter" if (path / "adapter").is_dir() else path)   # --adapter RUN
-        run = Path(given["adapter"]).parent
-        stored = runs.stored(Config, run) if (run / "metrics.jsonl").is_file() else flags
-        if given.get("task", stored["task"]) != stored["task"]:
-            stored |= dict(data="", test="", operands="")           # another task has other problems
-        taken = {k: stored[k] for k in SCORED if k not in given and stored[k] != flags[k]}
-        if taken and os.environ.get("RANK", "0") == "0":
-            print(f"from {run}/config.json: {', '.join(f'{k} {v}' for k, v in taken.items())}")
-        flags |= taken
-    flags |= given
+        path = path / "adapter" if (path / "adapter").is_dir() else path        # --adapter RUN
+        given["adapter"] = str(path)
+        if (path.parent / "metrics.jsonl").is_file():                           # else it is from elsewhere
+            flags = runs.stored(Config, path.parent)
+            stored = {name: flags[name] for name in SCORED if name not in given and flags[name]}
+            print(f"from {path.parent}/config.json:", *(f"--{k} {v}" for k, v in stored.items()))
+    flags = vars(Config()) | stored | given
     for name in ("model", "data", "test", "adapter", *["task"] * flags["task"].endswith(".py")):
         if os.path.exists(flags[name]) and flags[name] != "smollm2":    # a resume may start elsewhere
             flags[name] = os.path.abspath(flags[name])
@@ -140,10 +132,8 @@ def check(config):
         *((name, getattr(c, name) <= high, f"must be at most {high:.10g}") for name, high in MOST.items()),
         ("device", c.device in ("", "cpu") or c.device == "cuda" and torch.cuda.is_available(),
          "must be cpu, or cuda where torch finds a GPU"),
-        ("task", not own_task or not (c.data or c.test or c.operands),
-         "makes its problems itself: no --data, no --test, no --operands"),
-        ("steps", c.steps % max(1, c.updates_per_rollout) == 0,
-         f"must be a multiple of --updates-per-rollout {c.updates_per_rollout}"),
+        ("task", not own_task or not (c.data or c.test or c.operands), "takes no --data, --test, --operands"),
+        ("steps", c.steps % max(1, c.updates_per_rollout) == 0, "must be a multiple of --updates-per-rollout"),
         ("preflight", not (c.preflight and c.resume), f"takes no --resume, but --adapter {c.resume}/adapter"),
         ("loss", (c.loss, c.correction) != ("gspo", "bypass"), "needs --correction none or tis: the noise in "
          "an answer's ratio is far beyond gspo's clip of 3e-4 and would silence nearly all answers")]

@@ -12,7 +12,7 @@
 A resumed run replays the steps after its last checkpoint and appends their records again; readers take the
 last record of a step. The batch, the noise and every sampled token are functions of (seed, step), so on a CPU
 a resumed run ends with the same bytes as a run without a stop.
-`python runs.py show|plot RUN…`, `list [FOLDER]`. Needs: torch, safetensors, matplotlib; lora.py, memory.py.
+`python runs.py show|plot RUN…`, `list [FOLDER]`. Needs: torch, safetensors, matplotlib; lora.py.
 """
 import fcntl
 import hashlib
@@ -24,7 +24,6 @@ import signal
 import sys
 import time
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -32,7 +31,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import lora
-import memory
 
 PROBE = 32                          # prompts that a preflight samples
 LABELS = ("right and ended", "right, ended or not"), ("mean reward", "mean reward, ended or not")
@@ -56,7 +54,7 @@ class Run:
         self.folder = Path(config.resume or config.out or named)
         self.go_on = f"go on with: python train.py --resume {self.folder}"
         self.config, self.quiet, self.history, self.warned = config, quiet, [], set()
-        self.done, self.whole, self.damaged, self.best = 0, True, False, None
+        self.done, self.whole, self.damaged, self.best = 0, True, False, -math.inf
         if quiet or config.preflight:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +67,8 @@ class Run:
             raise ValueError(f"{self.folder} holds a run already: go on with --resume, or take another --out")
         records = read(self.folder).values()
         self.segment = 1 + max((r["segment"] for r in records), default=-1)
-        self.best = best(records)
+        scores = (r["eval_greedy"] for r in records if r["step"] and r.get("eval_greedy") is not None)
+        self.best = max(scores, default=-math.inf)
         made = config.updates_per_rollout * sum(r["kind"] == "step" for r in records)
         if config.steps < made:
             raise ValueError(f"--steps {config.steps}: {self.folder} has made {made} steps; take at least as "
@@ -78,8 +77,9 @@ class Run:
     @contextmanager
     def guarded(self, model, optimizer):
         """Context manager around the training loop; yields the first step. If the loop is stopped or fails,
-        it saves the last finished step, and says how to go on. Ctrl-C becomes SystemExit."""
-        self.model, self.first = model, self.load(model, optimizer)     # outside the try: never save half a model
+        it saves the last finished step, and says how to go on."""
+        self.model = model
+        self.first = self.load(model, optimizer)        # outside the try: never save half a model
         self.began = time.perf_counter()
         optimizer.register_step_pre_hook(lambda *_: setattr(self, "whole", False))
         try:
@@ -91,8 +91,6 @@ class Run:
                         self.save(model, optimizer)
                 why = stop.args[0] if isinstance(stop, KeyboardInterrupt) and stop.args else ""
                 self.say(f"\nstopped after {self.done} steps{why}; {self.go_on}", sys.stderr)
-                if isinstance(stop, KeyboardInterrupt):
-                    sys.exit(130)
                 raise
         except (OSError, SafetensorError) as error:     # a full disk: no save, and the log lacks this step
             holds = f"; the last checkpoint holds: {self.go_on}" if self.saved() else ""
@@ -113,12 +111,9 @@ class Run:
             signal.raise_signal(number)
 
     def made(self, step, stats, sampler, sampled):
-        """Count and log a finished step, and print warnings. ValueError: five steps in a row were skipped."""
+        """Count and log a finished step, and print warnings. sampler, sampled: for what a subclass measures.
+        ValueError: five steps in a row were skipped."""
         stats["memory_gb"] = peak_memory_gb()
-        if sampler.model.device.type == "cuda":
-            room = (sampler.stats[k] for k in ("slots", "length", "at_once"))
-            plan = memory.plan_of(self.config, sampler.model.config, *room, longest=sampled.tokens.shape[1])
-            stats["planned_gb"] = max([plan.peak / 1e9, *(s["planned_gb"] for s in self.history[-1:])])
         self.history.append(stats)
         self.done, self.whole = step + self.config.updates_per_rollout, True
         self.log("step", step, stats)
@@ -134,15 +129,15 @@ class Run:
         "eval"; step: optimizer steps made before it."""
         record = {"kind": kind, "step": step, **{k: rounded(v) for k, v in record.items()}}
         if not self.quiet:
-            if best([self.best, record]) is record:     # save before the record, as a resume goes by records
+            if kind == "eval" and step and record["eval_greedy"] > self.best:
+                self.best = record["eval_greedy"]       # save before the record, as a resume goes by records
                 lora.save_adapter(self.model, self.folder / "adapter-best", self.config.model)
-                self.best = record
             append(self.folder / "metrics.jsonl", record | {"segment": self.segment})
         text = line(record, own=self.config.task.endswith(".py"))
         if kind == "step":
-            elapsed = time.perf_counter() - self.began              # since the start or the resume
-            left = elapsed * (self.config.steps - self.done) / (self.done - self.first)
-            text += f" | elapsed {timedelta(seconds=round(elapsed))}, left {timedelta(seconds=round(left))}"
+            minutes = (time.perf_counter() - self.began) / 60           # since the start or the resume
+            left = minutes * (self.config.steps - self.done) / (self.done - self.first)
+            text += f" | {minutes:.1f} min, {left:.1f} min left"
         self.say(text)
 
     def sample(self, step, texts, rewards, advantages):
@@ -188,8 +183,8 @@ class Run:
                     optimizer.state[p] = {k: tensors[f"{name}/{k}"].to(p.device)
                                           for k in ("step", "exp_avg", "exp_avg_sq")}
             lora.refresh(model)
-            self.say(f"resumed after {self.done} of {self.config.steps} steps: learning rate and σ go on at "
-                     f"{self.done / self.config.steps:.0%} of their schedules")
+            share = self.done / self.config.steps
+            self.say(f"resumed after {self.done} steps, {share:.0%} of the schedules of learning rate and σ")
             break
         else:
             if self.damaged:
@@ -223,10 +218,9 @@ class Run:
         self.say("\n    ".join((
             f"{PROBE} prompts × {self.config.group_size} answers, nothing is updated:",
             f"solve rate  {r['solved']:7.1%}   answers with a reward above 0",
-            f"finished    {r['finished']:7.1%}   answers that ended, of {r['length']:.0f} tokens on average; "
-            "--max-new-tokens cut off the others",
-            f"no signal   {1 - r['signal']:7.1%}   groups of equal rewards, which teach nothing: fewer with "
-            "another task, a larger --group-size, or --resample 2",
+            f"finished    {r['finished']:7.1%}   answers that --max-new-tokens did not cut off",
+            f"length      {r['length']:7.1f}   tokens on average",
+            f"no signal   {1 - r['signal']:7.1%}   groups of equal rewards; a larger --group-size has fewer",
             f"mismatch    {r['mismatch']:7.4f}   sampler against trainer; 1 is perfect",
             f"memory      {r['memory_gb']:7.1f}   GB at most",
             f"a step      {seconds:7.1f}   seconds, {r['update_s']:.1f} of them the update; "
@@ -244,8 +238,8 @@ class Run:
             self.say(f"warning: no curves, for {error!r}; try runs.py plot {self.folder}", sys.stderr)
         if (self.folder / "adapter").exists():
             results += f", adapter in {self.folder}/adapter"
-        if top := self.best:
-            results += f"; best: step {top['step']}, {top['eval_greedy']:.2f}, {self.folder}/adapter-best"
+        if (self.folder / "adapter-best").exists():
+            results += f", the best ({self.best:.2f}) in {self.folder}/adapter-best"
         self.say(results)
 
 
@@ -257,20 +251,18 @@ def stored(Config, folder):
         if odd := {k: v for k, v in flags.items() if default[k] is not None and type(default[k])(v) != v}:
             raise ValueError(odd)
     except (OSError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} holds no flags of this version ({error}): name the folder of a run, or copy "
-                         f"{folder}/adapter elsewhere and begin another run from it with --adapter") from error
+        raise ValueError(f"{path} has no flags of this version ({error}): name the folder of a run, or copy "
+                         "its adapter elsewhere and begin another run with --adapter COPY") from error
     return flags
 
 
 def diagnose(records, needed=5, seen="five steps"):
     """Records of steps, the oldest first → (name, sentence) of each problem in the last `needed` of them."""
     last, recent = records[-1], records[-needed:]
-    enough = len(recent) == needed
-    if enough and all(r["signal"] == 0 for r in recent):
-        yield "flat", (f"{seen} without one group of unequal rewards: nothing can be learnt. Where all answers "
-                       "are right, take a harder task, else easier problems (in arithmetic --operands 2-5), "
-                       "a larger --group-size or --max-new-tokens.")
-    if enough and all(r["finished"] == 0 for r in recent):
+    if len(recent) == needed and all(r["signal"] == 0 for r in recent):
+        yield "flat", (f"{seen} without one group of unequal rewards: nothing can be learnt. Try a harder or "
+                       "easier task (--operands 2-5), a larger --group-size or --max-new-tokens.")
+    if len(recent) == needed and all(r["finished"] == 0 for r in recent):
         yield "unfinished", (f"{seen} in which no answer ended: raise --max-new-tokens, or check that the "
                              "model's chat template and end token are the ones it was trained with.")
     if "skipped" in last:
@@ -294,25 +286,18 @@ def read(folder):
     return dict(sorted(last.items(), key=lambda item: (item[0][1], item[0][0])))
 
 
-def best(records):
-    """→ the evaluation after a step with the best greedy accuracy, the first of equals; None without one."""
-    found = [r for r in records if r and r["step"] and r.get("eval_greedy") is not None]
-    return max(found, key=lambda r: r["eval_greedy"], default=None)
-
-
 def line(record, own=False):
     """A record as one line of text. –: not measured in this step. own: a task of one's own, of any reward."""
-    planned = " of {planned_gb:.1f} planned" * ("planned_gb" in record)
-    text = LINES[record["kind"]] + planned + " | skipped" * ("skipped" in record)
+    text = LINES[record["kind"]] + " | skipped" * ("skipped" in record)
     text = text.format(*LABELS[own], **{k: float("nan") if v is None else v for k, v in record.items()})
     return text.replace("nan%", "–").replace("nan", "–")
 
 
-def plot(folders, path=""):
+def plot(folders, path=None):
     """Draw accuracy, entropy and noise, a colour for each run, a line style for each quantity → path, by
     default curves.png in the only folder or, of several, in this one."""
     from matplotlib.figure import Figure
-    path = Path(path or ("." if folders[1:] else folders[0]), "" if path else "curves.png")
+    path = path or Path("." if folders[1:] else folders[0], "curves.png")
     figure = Figure(figsize=(13, 3.8), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     curves = (  # axis, key of a record, label, style
@@ -329,13 +314,11 @@ def plot(folders, path=""):
             label = Path(folder).name if axis is middle else label if i == 0 else None
             axis.plot([r["step"] for r in found], [r[key] for r in found], style, color=f"C{i}",
                       label=label, markerfacecolor="none", alpha=.4 if key == "reward" else 1)
-    low, high = left.dataLim.intervaly                     # a user's rewards may lie outside of 0 to 1
-    left.set(title="Mean reward", ylim=(min(-.03, low), max(1.03, high)))
-    middle.set(title="Entropy of the policy", ylabel="nats a token", ylim=(0, None))
+    left.set_ylim(min(-.03, left.dataLim.y0), max(1.03, left.dataLim.y1))       # a reward may be any number
     right.set_yscale("symlog", linthresh=1e-4)
-    right.set(title="Adaptive noise", ylim=(0, None))
-    for axis in (left, middle, right):
-        axis.set_xlabel("optimizer steps")
+    titles = "Mean reward", "Entropy of the policy, nats a token", "Adaptive noise"
+    for axis, title in zip((left, middle, right), titles, strict=True):
+        axis.set(title=title, xlabel="optimizer steps")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     figure.savefig(path, dpi=120)
@@ -350,8 +333,8 @@ def show(folders):
 
 
 def table(folders):
-    """→ a line of text for each run in the folders. time: of its steps and evaluations."""
-    rows = [("run", "task", "model", "steps", "first", "best", "last", "time")]
+    """→ a line of text for each run in the folders. minutes: of its steps and evaluations."""
+    rows = [("run", "task", "model", "steps", "first", "best", "last", "minutes")]
     for log in sorted(path for folder in folders for path in Path(folder).rglob("metrics.jsonl")):
         flags, records = dict(task="–", model="–", steps="–"), read(log.parent).values()
         with suppress(OSError, TypeError, ValueError):                  # without a config, or a damaged one
@@ -361,7 +344,7 @@ def table(folders):
         scores = [f"{x:.2f}" for x in (greedy[0], max(greedy), greedy[-1])] if greedy else "–––"
         seconds = sum(r["rollout_s"] + r.get("update_s", 0) for r in records)
         rows.append((str(log.parent), Path(flags["task"]).stem, Path(flags["model"]).name,
-                     f"{made}/{flags['steps']}", *scores, str(timedelta(seconds=round(seconds)))))
+                     f"{made}/{flags['steps']}", *scores, f"{seconds / 60:.1f}"))
     if not rows[1:]:
         raise ValueError(f"no run in {', '.join(folders)}: name the folder that holds your runs")
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
