@@ -111,8 +111,7 @@ class Run:
             signal.raise_signal(number)
 
     def made(self, step, stats, sampler, sampled):
-        """Count and log a finished step, and print warnings. sampler, sampled: for what a subclass measures.
-        ValueError: five steps in a row were skipped."""
+        """Count and log a finished step, and print warnings. ValueError: five steps in a row were skipped."""
         stats["memory_gb"] = peak_memory_gb()
         self.history.append(stats)
         self.done, self.whole = step + self.config.updates_per_rollout, True
@@ -183,8 +182,7 @@ class Run:
                     optimizer.state[p] = {k: tensors[f"{name}/{k}"].to(p.device)
                                           for k in ("step", "exp_avg", "exp_avg_sq")}
             lora.refresh(model)
-            share = self.done / self.config.steps
-            self.say(f"resumed after {self.done} steps, {share:.0%} of the schedules of learning rate and σ")
+            self.say(f"resumed at {self.done / self.config.steps:.0%} of the schedules of learning rate and σ")
             break
         else:
             if self.damaged:
@@ -218,9 +216,8 @@ class Run:
         self.say("\n    ".join((
             f"{PROBE} prompts × {self.config.group_size} answers, nothing is updated:",
             f"solve rate  {r['solved']:7.1%}   answers with a reward above 0",
-            f"finished    {r['finished']:7.1%}   answers that --max-new-tokens did not cut off",
-            f"length      {r['length']:7.1f}   tokens on average",
-            f"no signal   {1 - r['signal']:7.1%}   groups of equal rewards; a larger --group-size has fewer",
+            f"finished    {r['finished']:7.1%}   answers within --max-new-tokens, of {r['length']:.0f} on average",
+            f"no signal   {1 - r['signal']:7.1%}   groups of equal rewards teach nothing; --resample draws others",
             f"mismatch    {r['mismatch']:7.4f}   sampler against trainer; 1 is perfect",
             f"memory      {r['memory_gb']:7.1f}   GB at most",
             f"a step      {seconds:7.1f}   seconds, {r['update_s']:.1f} of them the update; "
