@@ -67,8 +67,8 @@ def start(config, train, preflight):
         lora.load_adapter(model, config.adapter)
     template = "in its chat template" if tokenizer.chat_template else "as plain text, without a chat template"
     run.say(f"{config.model}: {config.quant} on {model.device}, prompts {template}\n{config.task}: "
-            f"{len(task.train)} problems to train on, {len(task.held_out)} held out; {config.prompts} prompts "
-            f"× {config.group_size} answers a step\nrun folder: {run.folder}")
+            f"{len(task.train)} problems to train on, {len(task.held_out)} held out; {config.prompts} "
+            f"prompts × {config.group_size} answers a step\nrun folder: {run.folder}")
     for number in (signal.SIGTERM, signal.SIGHUP):              # SIGHUP: the terminal was closed
         if signal.getsignal(number) != signal.SIG_IGN:          # nohup ignores SIGHUP
             signal.signal(number, lambda n, _: sys.exit(128 + n))
@@ -98,7 +98,7 @@ def parse(Config, arguments):
         for name in given.keys() & {"out", "adapter", "updates_per_rollout", *TRAINED}:
             if os.path.abspath(str(given[name])) != os.path.abspath(str(stored[name])):
                 raise ValueError(f"--{name.replace('_', '-')} {given[name]} beside --resume {folder}: that "
-                                 f"run has its own ({stored[name]}); leave it out, or begin another run")
+                                 f"run has its own ({stored[name]!r}); leave it out, or begin another run")
     elif given.get("adapter"):
         inside = os.path.join(given["adapter"], "adapter")
         given["adapter"] = inside if os.path.isdir(inside) else given["adapter"]        # --adapter RUN
@@ -106,7 +106,7 @@ def parse(Config, arguments):
         if os.path.isfile(f"{run}/metrics.jsonl"):                      # else the adapter is from elsewhere
             flags = runs.stored(Config, run)
             stored = {name: flags[name] for name in SCORED if name not in given and flags[name]}
-            print(f"from {run}/config.json:", *(f"--{k} {v}" for k, v in stored.items()))
+            print(f"from {run}/config.json:", *(f"--{k.replace('_', '-')} {v}" for k, v in stored.items()))
     flags = vars(Config()) | stored | given
     for name in ("model", "data", "test", "adapter", *["task"] * flags["task"].endswith(".py")):
         if os.path.exists(flags[name]) and flags[name] != "smollm2":    # a resume may start elsewhere
@@ -125,7 +125,7 @@ def check(config):
         ("device", c.device in ("", "cpu") or c.device == "cuda" and torch.cuda.is_available(),
          "must be cpu, or cuda where torch finds a GPU"),
         ("task", not own_task or not (c.data or c.test or c.operands), "takes no --data, --test, --operands"),
-        ("steps", c.steps % (c.updates_per_rollout or 1) == 0, "must be a multiple of --updates-per-rollout"),
+        ("updates_per_rollout", c.steps % (c.updates_per_rollout or 1) == 0, f"must divide {c.steps} steps"),
         ("prompts", c.prompts % int(os.environ.get("WORLD_SIZE", 1)) == 0, "must be a multiple of the ranks"),
         ("preflight", not (c.preflight and c.resume), f"takes no --resume, but --adapter {c.resume}/adapter"),
         ("loss", (c.loss, c.correction) != ("gspo", "bypass"), "needs --correction none or tis: the noise in "

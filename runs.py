@@ -182,7 +182,7 @@ class Run:
                     optimizer.state[p] = {k: tensors[f"{name}/{k}"].to(p.device)
                                           for k in ("step", "exp_avg", "exp_avg_sq")}
             lora.refresh(model)
-            self.say(f"resumed at {self.done / self.config.steps:.0%} of the schedules of learning rate and σ")
+            self.say(f"resumed at {self.done / self.config.steps:.0%} of the schedules of lr and σ")
             break
         else:
             if self.damaged:
@@ -216,8 +216,8 @@ class Run:
         self.say("\n    ".join((
             f"{PROBE} prompts × {self.config.group_size} answers, nothing is updated:",
             f"solve rate  {r['solved']:7.1%}   answers with a reward above 0",
-            f"finished    {r['finished']:7.1%}   answers within --max-new-tokens, of {r['length']:.0f} on average",
-            f"no signal   {1 - r['signal']:7.1%}   groups of equal rewards teach nothing; --resample draws others",
+            f"finished    {r['finished']:7.1%}   answers that ended; --max-new-tokens cut the others",
+            f"no signal   {1 - r['signal']:7.1%}   groups of equal rewards; --resample replaces them",
             f"mismatch    {r['mismatch']:7.4f}   sampler against trainer; 1 is perfect",
             f"memory      {r['memory_gb']:7.1f}   GB at most",
             f"a step      {seconds:7.1f}   seconds, {r['update_s']:.1f} of them the update; "

@@ -1,4 +1,4 @@
-"""QeRL: reinforcement learning of a quantised language model (arXiv 2510.11696), the whole loop.
+"""QeRL: reinforcement learning of a quantised language model (arXiv 2510.11696). python train.py --help
 
     for each step:
         σ        ← aqn.sigma(step)                              noise falls as training goes on
@@ -6,9 +6,6 @@
         rewards  ← task.reward(answer)                          verifiable: right or wrong
         A        ← (reward − mean of its group) / std           grpo.advantages
         LoRA     ← AdamW step on policy_loss(…, A)              the NVFP4 base never changes
-
-    python train.py                     teaches SmolLM2-135M the times table on a CPU; --help lists the flags
-    torchrun --nproc-per-node 2 train.py …                      prompts split by rank, gradients summed
 
 Needs: aqn.py, grpo.py, lora.py, model.py, rollout.py; launch.py to start, runs.py to log, save and resume.
 """
