@@ -4,16 +4,12 @@ Exit codes: 0 done, 2 an error, 3 --preflight finds training pointless, 128 + n 
 Needs: torch; checkpoint.py, model.py, runs.py, tasks.py, aqn.py, grpo.py, lora.py.
 """
 import inspect
-import json
-import math
 import os
 import re
 import signal
 import sys
-import time
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction
 from difflib import get_close_matches
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,13 +25,13 @@ from tasks import TASKS, own, tested
 CHOICES = {"quant": QUANT, "task": TASKS, "loss": grpo.CLIP, "correction": ("none", "bypass", "tis"),
            "overlong": ("none", "mask", "penalty"), "schedule": ("constant", "linear", "cosine"),
            "sigma_schedule": aqn.SCHEDULES}
-LEAST = dict.fromkeys("steps warmup resample beta clip_low clip_high lr weight_decay seed".split(), 0)
-LEAST |= dict.fromkeys("prompts max_new_tokens updates_per_rollout eval_every eval_samples save_every rank "
-                       "alpha micro_tokens".split(), 1) | dict(eval_problems=0, group_size=2, sigma_stages=3)
-MOST = dict.fromkeys("lr weight_decay beta temperature sigma_start sigma_end".split(), 1e9)  # not infinity
-MOST |= dict(seed=2**32 - 1, eval_top_p=1, rank=512)         # rank: the kernel keeps lora_B in shared memory
-SCORED = ("model quant rank alpha task data test operands "     # these eight cannot change in a resume
-          "max_new_tokens temperature eval_samples eval_top_p seed").split()
+RANGES = {(0, 10**9): "steps warmup resample eval_problems beta clip_low clip_high lr weight_decay",
+          (1, 10**9): "prompts max_new_tokens updates_per_rollout eval_every eval_samples save_every alpha "
+                      "micro_tokens", (2, 10**9): "group_size", (3, 10**9): "sigma_stages",
+          (1e-9, 10**9): "temperature max_grad_norm sigma_start sigma_end", (1e-9, 1): "eval_top_p",
+          (0, 2**32 - 1): "seed", (1, 512): "rank"}         # 512: the kernel keeps lora_B in shared memory
+TRAINED = "model quant rank alpha task data test operands".split()      # a resume cannot change these
+SCORED = TRAINED + "max_new_tokens temperature eval_problems eval_samples eval_top_p seed".split()
 
 
 def main(Config, train, preflight):
@@ -46,40 +42,32 @@ def main(Config, train, preflight):
     except KeyboardInterrupt:                               # while loading
         sys.exit(130)
     except torch.OutOfMemoryError:
-        why = ("out of memory before the first step: try a lower --max-new-tokens, --micro-tokens, "
-               "--gradient-checkpointing, --quant nvfp4 or a smaller --model")
+        print("train.py: out of memory: try a lower --max-new-tokens or --micro-tokens, or "
+              "--gradient-checkpointing", file=sys.stderr)
     except (ValueError, OSError) as error:
-        why = error
-    print(f"train.py: {why}", file=sys.stderr)
+        print(f"train.py: {error}", file=sys.stderr)
     sys.exit(2)
 
 
 def start(config, train, preflight):
     """Load what the flags name, then train or preflight → the exit code. SystemExit: a stopped run."""
     device = join_ranks(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    rank, ranks = rank_and_count()
-    if config.prompts % ranks:
-        raise ValueError(f"--prompts {config.prompts} must be a multiple of the {ranks} ranks")
     trains, given = bool(config.steps or config.preflight), (config.data, config.operands)
     task = (tested(config.task, config.test, *given * trains, trains=trains) if config.test else
             own(config.task) if config.task.endswith(".py") else TASKS[config.task](*given))
-    began = time.perf_counter()
     source = checkpoint.open(config.model)
     tokenizer, stop_ids = source.tokenizer(), source.stop_ids()
-    # Check now, not when training draws them: one prompt's roles, and long texts (1 byte a token or more)
-    room = getattr(source.config, "max_position_embeddings", math.inf) - config.max_new_tokens
-    long = [p for p in task.held_out + task.train * trains if len(str(task.prompt(p)).encode()) > room / 2]
-    encoded(config, source.config, task, tokenizer, task.held_out[:1] + long)
-    run = runs.Run(config, quiet=rank > 0)
-    if tokenizer.chat_template is None:
-        run.say("note: this model's tokenizer has no chat template: prompts are plain text", sys.stderr)
+    longest = sorted(task.held_out + task.train * trains, key=lambda p: len(str(task.prompt(p))))[-99:]
+    encoded(config, source.config, task, tokenizer, longest)        # now, not when training draws them
+    task = task._replace(held_out=task.held_out[:config.eval_problems])
+    run = runs.Run(config, quiet=rank_and_count()[0] > 0)
     model = load(source, config.quant, config.rank, config.alpha, device, config.seed)
     model.gradient_checkpointing = config.gradient_checkpointing
     if config.adapter and not run.saved():
         lora.load_adapter(model, config.adapter)
-    run.say(f"{config.model}: {config.quant}, loaded in {time.perf_counter() - began:.0f}s on {model.device},"
-            f" {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M adapter weights learn\n{config.task}:"
-            f" {len(task.train)} problems to train on, {len(task.held_out)} held out; {config.prompts} "
+    template = "in its chat template" if tokenizer.chat_template else "as plain text, without a chat template"
+    run.say(f"{config.model}: {config.quant} on {model.device}, prompts {template}\n{config.task}: "
+            f"{len(task.train)} problems to train on, {len(task.held_out)} held out; {config.prompts} "
             f"prompts × {config.group_size} answers a step\nrun folder: {run.folder}")
     for number in (signal.SIGTERM, signal.SIGHUP):              # SIGHUP: the terminal was closed
         if signal.getsignal(number) != signal.SIG_IGN:          # nohup ignores SIGHUP
@@ -91,9 +79,8 @@ def start(config, train, preflight):
 
 
 def parse(Config, arguments):
-    """→ a checked Config. Each field is a --flag, its comment the flag's help. Flags not given: those of the
-    run in --resume; the SCORED ones, those of the run that trained --adapter. SystemExit 2: a wrong type;
-    ValueError: an unknown flag, a bad value, or one that a resume cannot change."""
+    """→ a checked Config. Each field is a --flag, its comment the help. Flags not given are those of the run
+    in --resume, and the SCORED ones those of --adapter's run. SystemExit, ValueError: a wrong flag."""
     parser = ArgumentParser(usage="train.py [--flag value]", allow_abbrev=False, argument_default=SUPPRESS)
     field, group = r"(?:# --- (.+)\n)?^    (\w+):.*?#\s*(.*)", parser     # perhaps a title; name, comment
     for title, name, comment in re.findall(field, inspect.getsource(Config), re.M):
@@ -105,40 +92,22 @@ def parse(Config, arguments):
     for word in unknown:
         near = ", --".join(get_close_matches(word.replace("-", "_"), Config.__annotations__, cutoff=0))
         raise ValueError(f"there is no {word}; the nearest are --{near.replace('_', '-')}; --help lists all")
-    given, flags, note = vars(given), vars(Config()), ""
+    given, stored = vars(given), {}
     if folder := given.get("resume"):
-        flags |= runs.stored(Config, folder)
-        for name in ("out", "adapter", *SCORED[:8]):
-            if os.path.abspath(str(given.get(name, flags[name]))) != os.path.abspath(str(flags[name])):
-                raise ValueError(f"--{name} {given[name]} beside --resume {folder}: that run has its own "
-                                 f"({flags[name] or 'none'}); leave it out, or begin another run")
-        planned, steps = flags["steps"], given.get("steps", flags["steps"])
-        made = max((step + (kind == "step") * flags["updates_per_rollout"]
-                    for kind, step in runs.read(folder)), default=0)
-        if "steps" in given and steps < made:
-            raise ValueError(f"--steps {steps} beside --resume {folder}: that has made {made} steps; take at "
-                             f"least as many, or evaluate with --steps 0 --adapter {folder}")
-        if made and steps != planned:
-            note = (f"--steps {steps}, not {planned} as planned: learning rate and σ go on at "
-                    f"{made / steps:.0%} of their schedules, not at {made / planned:.0%}")
+        stored = runs.stored(Config, folder) | {"out": folder}
+        for name in given.keys() & {"out", "adapter", "updates_per_rollout", *TRAINED}:
+            if os.path.abspath(str(given[name])) != os.path.abspath(str(stored[name])):
+                raise ValueError(f"--{name.replace('_', '-')} {given[name]} beside --resume {folder}: that "
+                                 f"run has its own ({stored[name]!r}); leave it out, or begin another run")
     elif given.get("adapter"):
-        adapter = Path(os.path.abspath(given["adapter"]))
-        adapter /= "adapter" * (adapter / "adapter").is_dir()       # --adapter RUN
-        file = adapter.with_name("config.json")
-        try:
-            stored = json.loads(file.read_text()) if file.is_file() else {}
-        except ValueError as error:
-            raise ValueError(f"{file} is damaged ({error}): mend it, or move {adapter} elsewhere") from error
-        if "quant" in stored:                                       # else there is none, or a model's
-            if given.get("task", stored["task"]) != stored["task"]:
-                stored |= dict(data="", test="", operands="")       # another task has other problems
-            taken = {k: stored[k] for k in SCORED if k not in given and stored.get(k, "") != ""}
-            parser.set_defaults(**taken)
-            given = vars(parser.parse_args(arguments)) | dict(adapter=str(adapter))
-            note = f"from {file}: {', '.join(f'{k} {v}' for k, v in taken.items())}"
-    if note and os.environ.get("RANK", "0") == "0":
-        print(note)
-    flags |= given
+        inside = os.path.join(given["adapter"], "adapter")
+        given["adapter"] = inside if os.path.isdir(inside) else given["adapter"]        # --adapter RUN
+        run = os.path.dirname(os.path.abspath(given["adapter"]))
+        if os.path.isfile(f"{run}/metrics.jsonl"):                      # else the adapter is from elsewhere
+            flags = runs.stored(Config, run)
+            stored = {name: flags[name] for name in SCORED if name not in given and flags[name]}
+            print(f"from {run}/config.json:", *(f"--{k.replace('_', '-')} {v}" for k, v in stored.items()))
+    flags = vars(Config()) | stored | given
     for name in ("model", "data", "test", "adapter", *["task"] * flags["task"].endswith(".py")):
         if os.path.exists(flags[name]) and flags[name] != "smollm2":    # a resume may start elsewhere
             flags[name] = os.path.abspath(flags[name])
@@ -148,20 +117,16 @@ def parse(Config, arguments):
 def check(config):
     """→ config. ValueError: the first flag that cannot work, with its value and what it must be."""
     c, own_task = config, config.task.endswith(".py")
-    positive = "temperature", "max_grad_norm", "eval_top_p", *("sigma_start", "sigma_end") * c.aqn
     rules = [  # flag, whether it holds, what it must be
         *((name, getattr(c, name) in known or own_task and name == "task",
            f"must be one of {', '.join(known)}") for name, known in CHOICES.items()),
-        *((name, getattr(c, name) is None or getattr(c, name) >= low, f"must be at least {low}")
-          for name, low in LEAST.items()),
-        *((name, getattr(c, name) > 0, "must be positive") for name in positive),
-        *((name, getattr(c, name) <= high, f"must be at most {high:.10g}") for name, high in MOST.items()),
+        *((name, getattr(c, name) is None or low <= getattr(c, name) <= high, f"must be {low} to {high}")
+          for (low, high), names in RANGES.items() for name in names.split()),
         ("device", c.device in ("", "cpu") or c.device == "cuda" and torch.cuda.is_available(),
          "must be cpu, or cuda where torch finds a GPU"),
-        ("task", not own_task or not (c.data or c.test or c.operands),
-         "makes its problems itself: no --data, no --test, no --operands"),
-        ("steps", c.steps % max(1, c.updates_per_rollout) == 0,
-         f"must be a multiple of --updates-per-rollout {c.updates_per_rollout}"),
+        ("task", not own_task or not (c.data or c.test or c.operands), "takes no --data, --test, --operands"),
+        ("updates_per_rollout", c.steps % (c.updates_per_rollout or 1) == 0, f"must divide {c.steps} steps"),
+        ("prompts", c.prompts % int(os.environ.get("WORLD_SIZE", 1)) == 0, "must be a multiple of the ranks"),
         ("preflight", not (c.preflight and c.resume), f"takes no --resume, but --adapter {c.resume}/adapter"),
         ("loss", (c.loss, c.correction) != ("gspo", "bypass"), "needs --correction none or tis: the noise in "
          "an answer's ratio is far beyond gspo's clip of 3e-4 and would silence nearly all answers")]

@@ -12,7 +12,7 @@
 A resumed run replays the steps after its last checkpoint and appends their records again; readers take the
 last record of a step. The batch, the noise and every sampled token are functions of (seed, step), so on a CPU
 a resumed run ends with the same bytes as a run without a stop.
-`python runs.py show|plot RUN…`, `list [FOLDER]`. Needs: torch, safetensors, matplotlib; lora.py, memory.py.
+`python runs.py show|plot RUN…`, `list [FOLDER]`. Needs: torch, safetensors, matplotlib; lora.py.
 """
 import fcntl
 import hashlib
@@ -24,7 +24,6 @@ import signal
 import sys
 import time
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -32,7 +31,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import lora
-import memory
 
 PROBE = 32                          # prompts that a preflight samples
 LABELS = ("right and ended", "right, ended or not"), ("mean reward", "mean reward, ended or not")
@@ -56,8 +54,7 @@ class Run:
         self.folder = Path(config.resume or config.out or named)
         self.go_on = f"go on with: python train.py --resume {self.folder}"
         self.config, self.quiet, self.history, self.warned = config, quiet, [], set()
-        self.done, self.whole, self.phase, self.damaged = 0, True, "sampling", False
-        self.best, self.spent, self.began = None, {"step": [], "eval": []}, time.perf_counter()
+        self.done, self.whole, self.damaged, self.best = 0, True, False, -math.inf
         if quiet or config.preflight:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -70,34 +67,31 @@ class Run:
             raise ValueError(f"{self.folder} holds a run already: go on with --resume, or take another --out")
         records = read(self.folder).values()
         self.segment = 1 + max((r["segment"] for r in records), default=-1)
-        if (self.folder / "adapter-best/adapter_config.json").is_file():    # earlier versions did not keep it
-            self.best = best(records)
+        scores = (r["eval_greedy"] for r in records if r["step"] and r.get("eval_greedy") is not None)
+        self.best = max(scores, default=-math.inf)
+        made = config.updates_per_rollout * sum(r["kind"] == "step" for r in records)
+        if config.steps < made:
+            raise ValueError(f"--steps {config.steps}: {self.folder} has made {made} steps; take at least as "
+                             f"many, or evaluate with --steps 0 --adapter {self.folder}")
 
     @contextmanager
     def guarded(self, model, optimizer):
         """Context manager around the training loop; yields the first step. If the loop is stopped or fails,
-        it saves the last finished step. Ctrl-C and signals become SystemExit, out of memory a ValueError."""
-        self.model, first = model, self.load(model, optimizer)  # outside the try: never save half a model
+        it saves the last finished step, and says how to go on."""
+        self.model = model
+        self.first = self.load(model, optimizer)        # outside the try: never save half a model
+        self.began = time.perf_counter()
         optimizer.register_step_pre_hook(lambda *_: setattr(self, "whole", False))
         try:
             try:
-                yield first
+                yield self.first
             except (KeyboardInterrupt, SystemExit, ValueError, RuntimeError) as stop:
-                phase = self.phase
-                if self.done > first:
+                if self.done > self.first:
                     with suppress(KeyboardInterrupt, SystemExit), self.undivided():  # a second Ctrl-C waits
                         self.save(model, optimizer)
-                if isinstance(stop, torch.OutOfMemoryError):
-                    c = self.config
-                    less = (f"--micro-tokens {c.micro_tokens // 2 or 1} --gradient-checkpointing"
-                            if phase == "update" else f"--max-new-tokens {c.max_new_tokens // 2 or 1}")
-                    raise ValueError(f"out of memory in the {phase} after {self.done} steps; "
-                                     f"{self.go_on if self.saved() else 'begin again with'} {less}") from stop
-                if not isinstance(stop, (KeyboardInterrupt, SystemExit)):
-                    raise
                 why = stop.args[0] if isinstance(stop, KeyboardInterrupt) and stop.args else ""
                 self.say(f"\nstopped after {self.done} steps{why}; {self.go_on}", sys.stderr)
-                sys.exit(stop.code if isinstance(stop, SystemExit) else 130)
+                raise
         except (OSError, SafetensorError) as error:     # a full disk: no save, and the log lacks this step
             holds = f"; the last checkpoint holds: {self.go_on}" if self.saved() else ""
             raise OSError(f"{self.folder}: {error}{holds}") from error
@@ -108,10 +102,8 @@ class Run:
         """Encloses an update, its log and its save. Signals wait for the end, so no part is left out."""
         pending, ends = [], (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         old = {s: signal.signal(s, lambda n, _: pending.append(n)) for s in ends}
-        self.phase = "update"
         try:
             yield
-            self.phase = "sampling"
         finally:
             for number, handler in old.items():
                 signal.signal(number, handler)
@@ -121,10 +113,6 @@ class Run:
     def made(self, step, stats, sampler, sampled):
         """Count and log a finished step, and print warnings. ValueError: five steps in a row were skipped."""
         stats["memory_gb"] = peak_memory_gb()
-        if sampler.model.device.type == "cuda":
-            room = (sampler.stats[k] for k in ("slots", "length", "at_once"))
-            plan = memory.plan_of(self.config, sampler.model.config, *room, longest=sampled.tokens.shape[1])
-            stats["planned_gb"] = max([plan.peak / 1e9, *(s["planned_gb"] for s in self.history[-1:])])
         self.history.append(stats)
         self.done, self.whole = step + self.config.updates_per_rollout, True
         self.log("step", step, stats)
@@ -140,20 +128,16 @@ class Run:
         "eval"; step: optimizer steps made before it."""
         record = {"kind": kind, "step": step, **{k: rounded(v) for k, v in record.items()}}
         if not self.quiet:
-            if best([self.best, record]) is record:     # save before the record, as a resume goes by records
+            if kind == "eval" and step and record["eval_greedy"] > self.best:
+                self.best = record["eval_greedy"]       # save before the record, as a resume goes by records
                 lora.save_adapter(self.model, self.folder / "adapter-best", self.config.model)
-                self.best = record
             append(self.folder / "metrics.jsonl", record | {"segment": self.segment})
-        self.spent[kind].append(record["rollout_s"] + record.get("update_s", 0))
-        self.say(line(record, self.config.task.endswith(".py")) + self.clock() * (kind == "step"))
-
-    def clock(self):
-        """→ the end of a step's line: the time since the start or resume, and the time that steps and
-        evaluations to come will take. Medians leave out the first step, in which kernels compile."""
-        step, evaluation = (sorted(seconds or [0])[len(seconds) // 2] for seconds in self.spent.values())
-        each = step / self.config.updates_per_rollout + evaluation / self.config.eval_every
-        times = time.perf_counter() - self.began, (self.config.steps - self.done) * each + evaluation
-        return " | elapsed {}, left {}".format(*(timedelta(seconds=round(s)) for s in times))
+        text = line(record, own=self.config.task.endswith(".py"))
+        if kind == "step":
+            minutes = (time.perf_counter() - self.began) / 60           # since the start or the resume
+            left = minutes * (self.config.steps - self.done) / (self.done - self.first)
+            text += f" | {minutes:.1f} min, {left:.1f} min left"
+        self.say(text)
 
     def sample(self, step, texts, rewards, advantages):
         """Keep and print the worst and the best answer of a step. texts: (prompt, answer) of each row."""
@@ -182,7 +166,7 @@ class Run:
 
     def load(self, model, optimizer):
         """→ the step to continue with, 0 without a checkpoint. Skips a damaged checkpoint, with a warning.
-        ValueError: a checkpoint of another model; all are damaged; --steps too few for what was made."""
+        ValueError: a checkpoint of another model; all are damaged."""
         for path in self.saved():
             try:
                 tensors, self.done = _read(path)
@@ -198,15 +182,12 @@ class Run:
                     optimizer.state[p] = {k: tensors[f"{name}/{k}"].to(p.device)
                                           for k in ("step", "exp_avg", "exp_avg_sq")}
             lora.refresh(model)
+            self.say(f"resumed at {self.done / self.config.steps:.0%} of the schedules of lr and σ")
             break
         else:
             if self.damaged:
                 raise ValueError(f"every checkpoint in {self.folder} is damaged: begin another run with "
                                  f"--adapter {self.folder}/adapter, or delete them to begin this one again")
-        steps, each = self.config.steps, self.config.updates_per_rollout
-        if self.done > steps or self.done % each:
-            raise ValueError(f"--steps {steps} --updates-per-rollout {each}: {self.folder} has made "
-                             f"{self.done} steps; take at least as many, and updates that divide them")
         if not self.quiet:                      # only now: a refused resume must not change the flags
             flags = json.dumps(vars(self.config) | {"resume": "", "out": str(self.folder)}, indent=2) + "\n"
             _replace(self.folder / "config.json", lambda p: p.write_text(flags))
@@ -229,25 +210,21 @@ class Run:
 
     def preflight(self, r):
         """Report on the record of a step without update → exit code; 3: training would be pointless."""
-        advice = [text for _, text in diagnose([r], 1, f"{PROBE} prompts")]
         untrained = r["signal"] == 0 or self.config.overlong == "mask" and r["finished"] == 0
-        verdict = "training would be pointless" if untrained or not r["mismatch"] <= 1.5 else "ready to train"
-        if 0 < r["signal"] < .25:
-            advice.append("most groups have equal rewards: try another task, --group-size, or --resample 2.")
-        if 0 < r["finished"] < .5:
-            advice.append("most answers are cut off: raise --max-new-tokens.")
+        pointless = untrained or not r["mismatch"] <= 1.5
         seconds = r["rollout_s"] + r["update_s"]
         self.say("\n    ".join((
             f"{PROBE} prompts × {self.config.group_size} answers, nothing is updated:",
             f"solve rate  {r['solved']:7.1%}   answers with a reward above 0",
-            f"finished    {r['finished']:7.1%}   answers that ended, of {r['length']:.0f} tokens on average",
-            f"no signal   {1 - r['signal']:7.1%}   groups of equal rewards, which teach nothing",
+            f"finished    {r['finished']:7.1%}   answers that ended; --max-new-tokens cut the others",
+            f"no signal   {1 - r['signal']:7.1%}   groups of equal rewards; --resample replaces them",
             f"mismatch    {r['mismatch']:7.4f}   sampler against trainer; 1 is perfect",
             f"memory      {r['memory_gb']:7.1f}   GB at most",
             f"a step      {seconds:7.1f}   seconds, {r['update_s']:.1f} of them the update; "
             f"{self.config.steps} steps {seconds * self.config.steps / 60:.0f} minutes, evaluation aside",
-            *(f"change: {text}" for text in advice), verdict)))
-        return 0 if verdict == "ready to train" else 3
+            *(f"change: {text}" for _, text in diagnose([r], 1, f"{PROBE} prompts")),
+            "training would be pointless" if pointless else "ready to train")))
+        return 3 if pointless else 0
 
     def finish(self):
         """Draw the curves and print where the results are. A drawing that fails costs only the drawing."""
@@ -258,50 +235,38 @@ class Run:
             self.say(f"warning: no curves, for {error!r}; try runs.py plot {self.folder}", sys.stderr)
         if (self.folder / "adapter").exists():
             results += f", adapter in {self.folder}/adapter"
-        if top := self.best:
-            results += f"; best: step {top['step']}, {top['eval_greedy']:.2f}, {self.folder}/adapter-best"
+        if (self.folder / "adapter-best").exists():
+            results += f", the best ({self.best:.2f}) in {self.folder}/adapter-best"
         self.say(results)
 
 
 def stored(Config, folder):
-    """→ the flags in a run's config.json. ValueError: none, damaged, or with a flag that is gone since."""
-    path, instead = Path(folder) / "config.json", f"begin another run with --adapter {folder}/adapter"
-    if not path.is_file():
-        raise ValueError(f"--resume {folder}: there is no {path}; name the folder of a run")
-    own = vars(Config())
+    """→ the flags of a run. ValueError: its config.json is missing, damaged, or of another version."""
+    path, default = Path(folder) / "config.json", vars(Config())
     try:
-        flags = {**json.loads(path.read_text())}
-        if odd := {k: v for k, v in flags.items() if own.get(k) is not None and type(own[k])(v) != v}:
+        flags = vars(Config(**json.loads(path.read_text())))            # TypeError: a flag that is gone since
+        if odd := {k: v for k, v in flags.items() if default[k] is not None and type(default[k])(v) != v}:
             raise ValueError(odd)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} is damaged ({error}): mend it, or {instead}") from error
-    for name in flags.keys() - own:
-        raise ValueError(f"{path} has {name}={flags[name]!r}, and this version has no such flag: {instead}")
-    return flags | {"out": folder}
-
-
-def flags_of(folder):
-    """→ the flags of a run as its config.json has them; none, if it cannot be read."""
-    with suppress(OSError, TypeError, ValueError):
-        return {**json.loads((Path(folder) / "config.json").read_text())}
-    return {}
+    except (OSError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} has no flags of this version ({error}): name the folder of a run, or copy "
+                         "its adapter elsewhere and begin another run with --adapter COPY") from error
+    return flags
 
 
 def diagnose(records, needed=5, seen="five steps"):
     """Records of steps, the oldest first → (name, sentence) of each problem in the last `needed` of them."""
-    recent = records[-needed:]
+    last, recent = records[-1], records[-needed:]
     if len(recent) == needed and all(r["signal"] == 0 for r in recent):
-        yield "flat", f"{seen} without one group of unequal rewards: nothing can be learnt. " + (
-            "The task is solved; take a harder one." if recent[-1]["reward"] > 0.5 else
-            "Try easier problems (in arithmetic --operands 2-5), a larger --group-size or --max-new-tokens.")
+        yield "flat", (f"{seen} without one group of unequal rewards: nothing can be learnt. Try a harder or "
+                       "easier task (--operands 2-5), a larger --group-size or --max-new-tokens.")
     if len(recent) == needed and all(r["finished"] == 0 for r in recent):
         yield "unfinished", (f"{seen} in which no answer ended: raise --max-new-tokens, or check that the "
                              "model's chat template and end token are the ones it was trained with.")
-    if recent and "skipped" in recent[-1]:
+    if "skipped" in last:
         yield "skipped", "loss or gradient was NaN or infinite, and the step was skipped: try a lower --lr."
-    if recent and not (recent[-1].get("mismatch") or 1) <= 1.05:                # also if it is NaN
-        yield "mismatch", (f"sampler and trainer disagree by a factor of {recent[-1]['mismatch']:.3f} on a "
-                           "token's probability: the ratios are wrong. Report it, also with --quant bf16.")
+    if not (last["mismatch"] or 1) <= 1.05:                                     # also if it is NaN
+        yield "mismatch", (f"sampler and trainer disagree by a factor of {last['mismatch']:.3f} on a token's "
+                           "probability: the ratios are wrong. Report it, also with --quant bf16.")
 
 
 def peak_memory_gb():
@@ -318,50 +283,39 @@ def read(folder):
     return dict(sorted(last.items(), key=lambda item: (item[0][1], item[0][0])))
 
 
-def best(records):
-    """→ the evaluation after a step with the best greedy accuracy, the first of equals; None without one."""
-    found = [r for r in records if r and r["step"] and r.get("eval_greedy") is not None]
-    return max(found, key=lambda r: r["eval_greedy"], default=None)
-
-
 def line(record, own=False):
     """A record as one line of text. –: not measured in this step. own: a task of one's own, of any reward."""
-    planned = " of {planned_gb:.1f} planned" * ("planned_gb" in record)
-    text = LINES[record["kind"]] + planned + " | skipped" * ("skipped" in record)
+    text = LINES[record["kind"]] + " | skipped" * ("skipped" in record)
     text = text.format(*LABELS[own], **{k: float("nan") if v is None else v for k, v in record.items()})
     return text.replace("nan%", "–").replace("nan", "–")
 
 
-def plot(folders, path=""):
+def plot(folders, path=None):
     """Draw accuracy, entropy and noise, a colour for each run, a line style for each quantity → path, by
     default curves.png in the only folder or, of several, in this one."""
     from matplotlib.figure import Figure
-    path = Path(path or ("." if folders[1:] else folders[0]), "" if path else "curves.png")
-    own = any(flags_of(folder).get("task", "").endswith(".py") for folder in folders)
-    curves = (  # axis, kind of record, key, label, style
-        (0, "step", "reward", "training reward", "-"),
-        (0, "eval", "eval_greedy", f"held out: {LABELS[own][0]}", "o-"),
-        (0, "eval", "eval_greedy_loose", f"held out: {LABELS[own][1]}", "s--"),
-        (1, "step", "entropy", "entropy", "-"),
-        (2, "step", "kl_noise", "KL(noisy ‖ clean), nats a token", ".-"),
-        (2, "step", "sigma", "σ of the noise", ":"))
+    path = path or Path("." if folders[1:] else folders[0], "curves.png")
     figure = Figure(figsize=(13, 3.8), layout="constrained")
-    axes = figure.subplots(1, 3)
+    left, middle, right = figure.subplots(1, 3)
+    curves = (  # axis, key of a record, label, style
+        (left, "reward", "training reward", "-"),
+        (left, "eval_greedy", "held out: of ended answers", "o-"),
+        (left, "eval_greedy_loose", "held out: ended or not", "s--"),
+        (middle, "entropy", "entropy", "-"),
+        (right, "kl_noise", "KL(noisy ‖ clean), nats a token", ".-"),
+        (right, "sigma", "σ of the noise", ":"))
     for i, folder in enumerate(folders):
         records = read(folder).values()
-        for axis, kind, key, label, style in curves:
-            found = [r for r in records if r["kind"] == kind and r.get(key) is not None]
-            label = Path(folder).name if axis == 1 else label if i == 0 else None
-            axes[axis].plot([r["step"] for r in found], [r[key] for r in found], style, color=f"C{i}",
-                            label=label, markerfacecolor="none", alpha=.4 if key == "reward" else 1)
-    drawn = axes[0].dataLim                                # a user's rewards may lie outside of 0 to 1
-    axes[0].set(title="Reward" if own else "Accuracy", ylabel="mean" if own else "share of answers",
-                ylim=(min(-.03, drawn.y0), max(1.03, drawn.y1)))
-    axes[1].set(title="Entropy of the policy", ylabel="nats a token", ylim=(0, None))
-    axes[2].set_yscale("symlog", linthresh=1e-4)
-    axes[2].set(title="Adaptive noise", ylim=(0, None))
-    for axis in axes:
-        axis.set_xlabel("optimizer steps")
+        for axis, key, label, style in curves:
+            found = [r for r in records if r.get(key) is not None]
+            label = Path(folder).name if axis is middle else label if i == 0 else None
+            axis.plot([r["step"] for r in found], [r[key] for r in found], style, color=f"C{i}",
+                      label=label, markerfacecolor="none", alpha=.4 if key == "reward" else 1)
+    left.set_ylim(min(-.03, left.dataLim.y0), max(1.03, left.dataLim.y1))       # a reward may be any number
+    right.set_yscale("symlog", linthresh=1e-4)
+    titles = "Mean reward", "Entropy of the policy, nats a token", "Adaptive noise"
+    for axis, title in zip((left, middle, right), titles, strict=True):
+        axis.set(title=title, xlabel="optimizer steps")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     figure.savefig(path, dpi=120)
@@ -376,16 +330,18 @@ def show(folders):
 
 
 def table(folders):
-    """→ a line of text for each run in the folders. time: of its steps and evaluations."""
-    rows = [("run", "task", "model", "steps", "first", "best", "last", "time")]
+    """→ a line of text for each run in the folders. minutes: of its steps and evaluations."""
+    rows = [("run", "task", "model", "steps", "first", "best", "last", "minutes")]
     for log in sorted(path for folder in folders for path in Path(folder).rglob("metrics.jsonl")):
-        flags, records = flags_of(log.parent), read(log.parent).values()
+        flags, records = dict(task="–", model="–", steps="–"), read(log.parent).values()
+        with suppress(OSError, TypeError, ValueError):                  # without a config, or a damaged one
+            flags |= json.loads((log.parent / "config.json").read_text())
         made = sum(r["kind"] == "step" for r in records) * flags.get("updates_per_rollout", 1)
         greedy = [r["eval_greedy"] for r in records if r.get("eval_greedy") is not None]
         scores = [f"{x:.2f}" for x in (greedy[0], max(greedy), greedy[-1])] if greedy else "–––"
         seconds = sum(r["rollout_s"] + r.get("update_s", 0) for r in records)
-        rows.append((str(log.parent), Path(flags.get("task", "–")).stem, Path(flags.get("model", "–")).name,
-                     f"{made}/{flags.get('steps', '–')}", *scores, str(timedelta(seconds=round(seconds)))))
+        rows.append((str(log.parent), Path(flags["task"]).stem, Path(flags["model"]).name,
+                     f"{made}/{flags['steps']}", *scores, f"{seconds / 60:.1f}"))
     if not rows[1:]:
         raise ValueError(f"no run in {', '.join(folders)}: name the folder that holds your runs")
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

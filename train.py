@@ -1,4 +1,4 @@
-"""QeRL: reinforcement learning of a quantised language model (arXiv 2510.11696), the whole loop.
+"""QeRL: reinforcement learning of a quantised language model (arXiv 2510.11696). python train.py --help
 
     for each step:
         σ        ← aqn.sigma(step)                              noise falls as training goes on
@@ -6,13 +6,6 @@
         rewards  ← task.reward(answer)                          verifiable: right or wrong
         A        ← (reward − mean of its group) / std           grpo.advantages
         LoRA     ← AdamW step on policy_loss(…, A)              the NVFP4 base never changes
-
-    python train.py                                             teaches SmolLM2-135M the times table on a CPU
-    python train.py --task gsm8k --data train.jsonl --model Qwen/Qwen2.5-1.5B-Instruct --lr 1e-5
-    python train.py --task mine.py --preflight                  checks a task of your own before training
-    python train.py --resume runs/NAME                          continues a stopped run
-    python train.py --steps 0 --adapter runs/NAME/adapter       evaluates only
-    torchrun --nproc-per-node 2 train.py …                      prompts split by rank, gradients summed
 
 Needs: aqn.py, grpo.py, lora.py, model.py, rollout.py; launch.py to start, runs.py to log, save and resume.
 """
@@ -94,7 +87,7 @@ def train(config, model, task, tokenizer, stop_ids, run):
     with run.guarded(model, optimizer) as first:    # loads a checkpoint; saves one if the loop is stopped
         for step in range(first, config.steps, config.updates_per_rollout):
             evaluated = due(config, config.eval_every, step)
-            if evaluated:
+            if evaluated and task.held_out:
                 run.log("eval", step, evaluate(config, sampler, task, tokenizer, stop_ids, run.say))
 
             sigma = aqn.sigma(step, config.steps, config.sigma_start, config.sigma_end, config.sigma_stages,
@@ -111,7 +104,8 @@ def train(config, model, task, tokenizer, stop_ids, run):
                     run.sample(step, texts, rewards.tolist(), advantages.tolist())
                 if due(config, config.save_every, run.done) or run.done >= config.steps:
                     run.save(model, optimizer)
-        run.log("eval", config.steps, evaluate(config, sampler, task, tokenizer, stop_ids, run.say))
+        if task.held_out:
+            run.log("eval", config.steps, evaluate(config, sampler, task, tokenizer, stop_ids, run.say))
 
 
 def collect(config, sampler, task, tokenizer, stop_ids, step):
