@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import time
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction
 from difflib import get_close_matches
 
@@ -42,8 +43,7 @@ def main(Config, train, preflight):
     except KeyboardInterrupt:                               # while loading
         sys.exit(130)
     except torch.OutOfMemoryError:
-        print("train.py: out of memory: try a lower --max-new-tokens or --micro-tokens, or "
-              "--gradient-checkpointing", file=sys.stderr)
+        print("train.py: out of memory: lower --micro-tokens, take --gradient-checkpointing", file=sys.stderr)
     except (ValueError, OSError) as error:
         print(f"train.py: {error}", file=sys.stderr)
     sys.exit(2)
@@ -55,7 +55,7 @@ def start(config, train, preflight):
     trains, given = bool(config.steps or config.preflight), (config.data, config.operands)
     task = (tested(config.task, config.test, *given * trains, trains=trains) if config.test else
             own(config.task) if config.task.endswith(".py") else TASKS[config.task](*given))
-    source = checkpoint.open(config.model)
+    began, source = time.perf_counter(), checkpoint.open(config.model)
     tokenizer, stop_ids = source.tokenizer(), source.stop_ids()
     longest = sorted(task.held_out + task.train * trains, key=lambda p: len(str(task.prompt(p))))[-99:]
     encoded(config, source.config, task, tokenizer, longest)        # now, not when training draws them
@@ -65,10 +65,10 @@ def start(config, train, preflight):
     model.gradient_checkpointing = config.gradient_checkpointing
     if config.adapter and not run.saved():
         lora.load_adapter(model, config.adapter)
-    template = "in its chat template" if tokenizer.chat_template else "as plain text, without a chat template"
-    run.say(f"{config.model}: {config.quant} on {model.device}, prompts {template}\n{config.task}: "
-            f"{len(task.train)} problems to train on, {len(task.held_out)} held out; {config.prompts} "
-            f"prompts × {config.group_size} answers a step\nrun folder: {run.folder}")
+    plain = "" if tokenizer.chat_template else ", without a chat template: prompts are plain text"
+    run.say(f"{config.model}: {config.quant} on {model.device}, loaded in {time.perf_counter() - began:.0f} s"
+            f"{plain}\n{config.task}: {len(task.train)} problems to train on, {len(task.held_out)} held out; "
+            f"{config.prompts} prompts × {config.group_size} answers a step\nrun folder: {run.folder}")
     for number in (signal.SIGTERM, signal.SIGHUP):              # SIGHUP: the terminal was closed
         if signal.getsignal(number) != signal.SIG_IGN:          # nohup ignores SIGHUP
             signal.signal(number, lambda n, _: sys.exit(128 + n))

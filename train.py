@@ -35,7 +35,7 @@ class Config:                           # --- model
     alpha: int = 32                     # LoRA α; the adapter is scaled by α/r
     adapter: str = ""                   # a PEFT adapter to start from, or a run with its model, task, …
     # --- task
-    task: str = "multiplication"        # addition, countdown, gsm8k, math, or the PATH.py of your own
+    task: str = "multiplication"        # addition, gsm8k, math, or the PATH.py of your own
     data: str = ""                      # problems: FILE.jsonl, or owner/name[/config][:split] on the hub
     test: str = ""                      # as --data: evaluate on all of these problems, train on none of them
     operands: str = ""                  # LOW-HIGH, ends included, of arithmetic tasks; empty: the task's own

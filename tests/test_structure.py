@@ -17,7 +17,7 @@ ALLOWED = {
     "rollout": {"model", "gumbel", "ops"},
     "export": {"model", "checkpoint", "lora", "fp4_gemm", "nvfp4"},
     "memory": {"checkpoint", "fp4_gemm", "logprobs", "model", "rollout"},
-    "runs": {"lora", "memory"},
+    "runs": {"lora"},
     "launch": {"checkpoint", "model", "runs", "tasks", "aqn", "grpo", "lora"},
     "train": {"aqn", "grpo", "lora", "model", "rollout", "runs", "launch"}}
 LINES = dict(nvfp4=150, fp4_gemm=500, lora=195, aqn=110, gumbel=200, rollout=315, grpo=145, train=300,
