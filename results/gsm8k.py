@@ -490,5 +490,7 @@ def main(arguments):
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:                                   # train() has saved the run and said so
+        sys.exit(130)
     except (ValueError, OSError) as problem:
         sys.exit(f"gsm8k.py: {problem}")
