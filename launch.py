@@ -68,7 +68,7 @@ def start(config, train, preflight):
     plain = "" if tokenizer.chat_template else ", without a chat template: prompts are plain text"
     run.say(f"{config.model}: {config.quant} on {model.device}, loaded in {time.perf_counter() - began:.0f} s"
             f"{plain}\n{config.task}: {len(task.train)} problems to train on, {len(task.held_out)} held out; "
-            f"{config.prompts} prompts × {config.group_size} answers a step\nrun folder: {run.folder}")
+            f"{config.prompts} prompts × {config.group_size} answers a step")
     for number in (signal.SIGTERM, signal.SIGHUP):              # SIGHUP: the terminal was closed
         if signal.getsignal(number) != signal.SIG_IGN:          # nohup ignores SIGHUP
             signal.signal(number, lambda n, _: sys.exit(128 + n))

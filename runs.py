@@ -73,6 +73,7 @@ class Run:
         if config.steps < made:
             raise ValueError(f"--steps {config.steps}: {self.folder} has made {made} steps; take at least as "
                              f"many, or evaluate with --steps 0 --adapter {self.folder}")
+        self.say(f"run folder: {self.folder}")
 
     @contextmanager
     def guarded(self, model, optimizer):

@@ -559,7 +559,7 @@ def test_preflight_changes_nothing_and_says_whether_training_would_work(
     flags = (*FLAGS, "--model", tiny_chat, "--out", tmp_path / "run", "--preflight")
     assert main(*flags) == 0
     said = capsys.readouterr().out
-    assert "32 prompts × 4 answers" in said and said.endswith("ready to train\n")
+    assert "32 prompts × 4 answers" in said and said.endswith("ready to train\n") and "folder" not in said
     for word in ("solve rate", "finished", "no signal", "mismatch     1.0000", "memory", "a step"):
         assert word in said
     assert main(*flags, "--overlong", "none") == 3
