@@ -111,8 +111,9 @@ class Run:
         for number in pending:
             signal.raise_signal(number)
 
-    def made(self, step, stats, sampler, sampled):
-        """Count and log a finished step, and print warnings. ValueError: five steps in a row were skipped."""
+    def made(self, step, stats, sampled):
+        """Count and log a finished step, and print warnings. sampled: the step's answers, which only the
+        experiments in results/ measure. ValueError: five steps in a row were skipped."""
         stats["memory_gb"] = peak_memory_gb()
         self.history.append(stats)
         self.done, self.whole = step + self.config.updates_per_rollout, True

@@ -99,7 +99,7 @@ def train(config, model, task, tokenizer, stop_ids, run):
 
             with run.undivided():       # a signal waits until the step is made, logged and saved
                 stats |= update(config, model, optimizer, sampled, advantages.to(model.device))
-                run.made(step, stats | dict(sigma=sigma, lr=lr), sampler, sampled)
+                run.made(step, stats | dict(sigma=sigma, lr=lr), sampled)
                 if evaluated:
                     run.sample(step, texts, rewards.tolist(), advantages.tolist())
                 if due(config, config.save_every, run.done) or run.done >= config.steps:

@@ -195,7 +195,7 @@ class Record(runs.Run):
     def load(self, model, optimizer):
         return 0
 
-    def made(self, step, stats, sampler, sampled):
+    def made(self, step, stats, sampled):
         """Skipped steps do not stop the run: they are a result. "surprise", the mean −ln π of all sampled
         tokens, is the entropy of the sampling policy, noise included; "entropy" is that of the policy
         without noise, on the answers that were trained on."""

@@ -202,16 +202,16 @@ class Logged(runs.Run):
         self.write(self.start | dict(step=first))
         return first
 
-    def made(self, step, stats, sampler, sampled):
+    def made(self, step, stats, sampled):
         """Five skipped steps in a row do not stop the run: they are a result."""
         stats["sampler_entropy"] = -(sampled.logprobs.sum() / sampled.lengths.sum()).item()
         try:
-            super().made(step, stats, sampler, sampled)
+            super().made(step, stats, sampled)
         except ValueError as skipped:
             self.say(skipped)
 
     def log(self, kind, step, record):
-        unused = "rollout_tok_s", "update_tok_s", "resampled", "rows", "planned_gb", "clip_fraction"
+        unused = "rollout_tok_s", "update_tok_s", "resampled", "rows", "clip_fraction"
         record = dict(kind=kind, step=step) | record
         self.write({k: runs.rounded(v, 4) for k, v in record.items() if v is not None and k not in unused})
         self.say(runs.line(record))

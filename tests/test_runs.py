@@ -725,7 +725,7 @@ def test_a_diagnosis_needs_five_steps_or_a_mismatch_and_comes_once(
     run = runs.Run(train.Config(out=str(tmp_path / "x")))
     monkeypatch.setattr(run, "log", lambda *_: None)
     for step in range(8):
-        run.made(step, dict(bad), SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu"))), None)
+        run.made(step, dict(bad), None)
     error = capsys.readouterr().err
     assert error.count("warning: ") == 1 and error.count("\n") == 1
 
