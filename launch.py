@@ -12,8 +12,8 @@ import time
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction
 from difflib import get_close_matches
 
-import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before a group exists, which its default arguments would keep alive
 
 import aqn
 import checkpoint

@@ -103,6 +103,24 @@ def reward(problem, text):
     assert first.code not in (0, None) and "rank 1 fell over" not in first.said
 
 
+def test_the_threads_of_the_ranks_end_before_python_does(tiny_chat, tmp_path):
+    """A thread of gloo that outlives the group releases a tensor while Python ends, which aborts a process
+    now and then: something imported after the group began may hold it (default arguments of torch do)."""
+    code = f"""
+import atexit, pathlib, runpy
+@atexit.register
+def say():
+    print("threads:", *(t.read_text().strip() for t in pathlib.Path("/proc/self/task").glob("*/comm")))
+runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
+"""
+    flags = *FLAGS, "--steps", "1", "--updates-per-rollout", "1", "--eval-problems", "0", "--model", tiny_chat
+    ended = subprocess.run([sys.executable, "-c", code, *flags, "--out", tmp_path / "run"],
+                           capture_output=True, text=True, env=os.environ | ranks(1)[0])
+    assert ended.returncode == 0, ended.stderr
+    threads = ended.stdout.split("threads:")[1]
+    assert threads.strip() and "gloo" not in threads
+
+
 def test_every_field_is_a_flag_with_its_comment_as_help(capsys):
     """--help shows every field, and --no-… for a bool. Without flags, parse gives the defaults."""
     with pytest.raises(SystemExit, match="0"):
