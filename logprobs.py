@@ -4,10 +4,9 @@
     logprob = z[target] − ln Σ exp z                   entropy = ln Σ exp z − Σ softmax(z) · z
     d logprob / d hidden = (onehot(target) − softmax(z)) @ W / temperature
 
-Logits exist for a chunk of tokens at a time. W is frozen, so each log-probability needs one gradient, a
-vector like its hidden state. Forward computes that vector while the chunk's logits are in memory, so nothing
-is recomputed: backward multiplies it by one number a token. On a GPU one kernel reads a chunk's logits twice
-and writes all results; the plain torch lines beside it define them.
+Logits exist for a chunk of tokens at a time. W is frozen, so forward can compute a log-probability's whole
+gradient, a vector like its hidden state, from them, and backward multiplies it by one number a token. On a
+GPU one kernel reads a chunk's logits twice and writes all results; the plain torch lines define them.
 
 Left out: gradients of W and of the entropy. Needs: torch; on a GPU also triton.
 """
@@ -43,6 +42,7 @@ class TokenLogprobs(torch.autograd.Function):
             softmax(z, targets[rows], temperature, logprob[rows], entropy[rows], dz)
             if slope is not None:
                 torch.mm(dz, W, out=slope[rows])
+            z = dz = None                              # free these before the next chunk's are allocated
         ctx.save_for_backward(slope)
         ctx.mark_non_differentiable(entropy)
         return logprob, entropy

@@ -1,4 +1,6 @@
 """python -m pytest tests/test_logprobs.py -q"""
+import weakref
+
 import pytest
 import torch
 from conftest import build, on_all_cores, run_alone
@@ -34,6 +36,22 @@ def test_results_and_gradient_equal_autograd_over_whole_logits(monkeypatch, temp
     theirs, = torch.autograd.grad((exact * weight).sum(), hidden)
     # the gradient is fp64 on both sides: sums of 97 terms below 10, each rounded by 2⁻⁵³ of its size
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_one_chunks_logits_exist_at_a_time(monkeypatch):
+    """As memory.py plans: a chunk's logits and their derivative are freed before the next chunk begins."""
+    made, alive, product = [], [], logprobs.logits
+
+    def logits(*inputs):
+        alive.append(sum(ref() is not None for ref in made))
+        made.append(weakref.ref(z := product(*inputs)))
+        return z
+    monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", 2 * 97)
+    monkeypatch.setattr(logprobs, "logits", logits)
+    monkeypatch.setattr(torch, "empty_like", lambda *x, make=torch.empty_like, **dtype: made.append(
+        weakref.ref(new := make(*x, **dtype))) or new)
+    TokenLogprobs.apply(*example(), 1.)
+    assert alive == [1] * 4                         # the slope; 7 tokens are four chunks
 
 
 def test_without_a_gradient_the_derivative_is_not_computed(monkeypatch):
