@@ -95,7 +95,7 @@ def parse(Config, arguments):
     given, stored = vars(given), {}
     if folder := given.get("resume"):
         stored = runs.stored(Config, folder) | {"out": folder}
-        for name in given.keys() & {"out", "adapter", "updates_per_rollout", *TRAINED}:
+        for name in given.keys() & {"out", "adapter", "updates_per_rollout", "eval_problems", *TRAINED}:
             if os.path.abspath(str(given[name])) != os.path.abspath(str(stored[name])):
                 raise ValueError(f"--{name.replace('_', '-')} {given[name]} beside --resume {folder}: that "
                                  f"run has its own ({stored[name]!r}); leave it out, or begin another run")

@@ -6,7 +6,7 @@
     checkpoint.safetensors  adapter and optimizer after a step, with a checksum; replaced atomically
     checkpoint.previous.…   the checkpoint before it, read when the last one is damaged
     adapter/                the same adapter in PEFT's files
-    adapter-best/           the adapter of the best evaluation after a step, greedy; the first of equals
+    adapter-best/           the trained adapter with the highest eval_greedy; the first of equals
     curves.png              drawn from metrics.jsonl
 
 A resumed run replays the steps after its last checkpoint and appends their records again; readers take the
@@ -46,7 +46,7 @@ LINES = dict(
 
 class Run:
     """One segment of a run: from its start or a resume to its end or an accident. done: optimizer steps that
-    the model has made; whole: no further step has begun to change the model."""
+    the model has made; whole: False while a step is changing the model."""
 
     def __init__(self, config, quiet=False):
         """quiet: do not print or write. ValueError: the folder holds a run, or another process writes."""
@@ -67,7 +67,8 @@ class Run:
             raise ValueError(f"{self.folder} holds a run already: go on with --resume, or take another --out")
         records = read(self.folder).values()
         self.segment = 1 + max((r["segment"] for r in records), default=-1)
-        scores = (r["eval_greedy"] for r in records if r["step"] and r.get("eval_greedy") is not None)
+        scores = (r["eval_greedy"] for r in jsonl(self.folder / "metrics.jsonl")        # replayed ones too
+                  if type(r) is dict and r.get("step") and r.get("eval_greedy") is not None)
         self.best = max(scores, default=-math.inf)
         made = config.updates_per_rollout * sum(r["kind"] == "step" for r in records)
         if config.steps < made:

@@ -221,9 +221,10 @@ def test_an_adapter_of_ones_own_task_is_scored_from_anywhere(start, tmp_path, mo
 @pytest.mark.parametrize("name, value", [
     ("model", "other"), ("quant", "rtn"), ("rank", "3"), ("alpha", "3"), ("task", "addition"),
     ("data", "x.jsonl"), ("test", "x.jsonl"), ("operands", "2-9"), ("out", "other"), ("adapter", "other"),
-    ("updates-per-rollout", "2")])
+    ("updates-per-rollout", "2"), ("eval-problems", "99")])
 def test_a_resume_keeps_what_its_checkpoint_was_trained_on(ended, tmp_path, monkeypatch, name, value):
-    """Refused before anything is loaded; the run's own value may be given again, a path from anywhere."""
+    """Refused before anything is loaded; the run's own value may be given again, a path from anywhere. Other
+    problems would have accuracies that the best one so far cannot be compared with."""
     folder = ended(**SCORED | dict(data=str(tmp_path / "data.jsonl")))
     with pytest.raises(ValueError, match=f"^--{name} {value} beside --resume {folder}: that run has its own"):
         launch.parse(train.Config, ["--resume", folder, f"--{name}", value])

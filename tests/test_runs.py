@@ -788,6 +788,8 @@ def test_the_best_adapter_is_kept_over_a_resume_and_the_first_of_equals(tmp_path
     resumed = dataclasses.replace(config, resume=config.out, out="")
     assert evaluated(resumed) == ([], .5)
     assert evaluated(resumed, (8, .5), (12, .4), (24, .6), (28, .6)) == ([7], .6)
+    evaluated(resumed, (24, .5), (28, .5))          # a GPU's replay is not bit for bit the same
+    assert evaluated(resumed) == ([], .6)
     other = dataclasses.replace(config, out=str(tmp_path / "other"))
     assert evaluated(other, (4, -.5), quiet=True) == ([], -math.inf)
     assert evaluated(other, (4, -.5))[1] == -.5 and len(saved) == 1
