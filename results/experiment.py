@@ -13,9 +13,9 @@ and on "A is not below B": holds if the interval begins above −MARGIN, does no
 Needs: numpy, torch; checkpoint.py, nvfp4.py.
 """
 
+import collections
 import functools
 import gc
-import itertools
 import math
 import multiprocessing
 import os
@@ -109,17 +109,18 @@ def share_of(workers, device=""):
     return 0.9 / math.ceil(workers / gpus) if gpus else 0.0
 
 
-def work(todo, make, fits, workers, minutes, device="", failed=None):
-    """Make jobs in worker processes, which take turns on the GPUs → failed, {job: error}, filled on the way.
+def work(todo, make, fits, workers, minutes, device="", failed=None, died=lambda job: None):
+    """Make jobs in worker processes, spread over the GPUs → failed, {job: error}, filled on the way.
 
     todo(): all jobs left, the first one first; one that holds a None cannot start yet. make(job), in a worker
     → what to print. fits(job, seconds): would it end in so many? A job still running after `minutes` gets
-    SIGTERM. A failed job is not tried again; ten failures end it all.
+    SIGTERM. A job that fails is tried once more; ten failures end it all. died(job): its process died, so
+    that make could not log why.
     """
     began, context = time.time(), multiprocessing.get_context("spawn")
     failed = {} if failed is None else failed
-    crew, busy = [], {}                                     # (process, connection), its job
-    gpus = itertools.cycle(range(max(1, torch.cuda.device_count())))
+    crew, busy, tries = [], {}, collections.Counter()       # (process, connection, GPU), its job
+    gpus = range(max(1, torch.cuda.device_count()))
     share, end = share_of(workers, device), began + 60 * minutes
     threads = max(1, len(os.sched_getaffinity(0)) // workers)
     print(f"{len(todo())} runs to make, {workers} at a time", flush=True)
@@ -128,18 +129,19 @@ def work(todo, make, fits, workers, minutes, device="", failed=None):
         while True:
             ready = [job for job in todo() if None not in job and job not in failed
                      and job not in busy.values() and fits(job, end - time.time())]
-            while ready and len(busy) < workers and time.time() < end and len(failed) < 10:
+            while ready and len(busy) < workers and time.time() < end and tries.total() < 10:
                 idle = next((one for one in crew if one not in busy), None)
                 if idle is None:
                     ours, theirs = context.Pipe()
+                    gpu = min(gpus, key=[gpu for *_, gpu in crew].count)
                     process = context.Process(target=worker, daemon=True,
-                                              args=(theirs, make, next(gpus), share, threads))
+                                              args=(theirs, make, gpu, share, threads))
                     process.start()
                     theirs.close()                          # if the worker dies, recv must fail
-                    crew.append(idle := (process, ours))
+                    crew.append(idle := (process, ours, gpu))
                 busy[idle] = ready.pop(0)
                 idle[1].send(busy[idle])
-            answered = wait([c for _, c in busy], max(0, end - time.time())) if busy else ()
+            answered = wait([c for _, c, _ in busy], max(0, end - time.time())) if busy else ()
             if not answered:
                 break
             for one in [one for one in busy if one[1] in answered]:
@@ -148,15 +150,17 @@ def work(todo, make, fits, workers, minutes, device="", failed=None):
                     said, error = one[1].recv()
                 except (EOFError, ConnectionError):
                     said, error = None, "its process died"
+                    died(job)
                 if error:
-                    failed[job], said = error, f"FAILED: {error}"
+                    tries[job], said = tries[job] + 1, f"FAILED: {error}"
+                    failed |= {job: error} if tries[job] > 1 else {}
                     crew.remove(one)
                 print(f"{time.time() - began:5.0f} s | {' '.join(map(str, job)):34} | {said} | "
                       f"{len(todo())} left", flush=True)
     finally:
-        for process, _ in crew:
+        for process, *_ in crew:
             process.terminate()
-        for process, _ in crew:
+        for process, *_ in crew:
             process.join(30)                                # it saves its run first
             process.kill()
             process.join()

@@ -4,21 +4,21 @@ The rules, fixed before the first run, are in results/README.md; gsm8k_tables.py
 
     python results/gsm8k.py list                      what is made, what is left, and how long that takes
     python results/gsm8k.py run 5 2                   arm 5 with seed 2 again, compared with its log
-    python results/gsm8k.py all --workers 3 --minutes 9 --machine 29       make what the log lacks
+    python results/gsm8k.py all --workers 3 --minutes 24       make what the log lacks
     python results/gsm8k.py table | plot
 
 run and all also take --models FOLDER, which holds both GGUF files, and the flags of train.py: --data and
 --test for files; for a trial --logs FOLDER --model smollm2 --steps 2 --prompts 4 and so on.
 
-`all` first makes the runs that choose the learning rates, then whole seeds of all arms. After --minutes it
-pauses: each run saves itself in runs/, and the next `all` on the same machine continues it. --machine says
-how many minutes that machine has left (default: --minutes): no run starts that would take longer. On another
-machine a run without its folder begins again. Only the logs travel, results/gsm8k/NAME.jsonl, 30 KB a run;
-they must go along before the next `all`, because a run continues only beside a log of all its steps:
+`all` first makes the runs that choose the learning rates, then whole seeds of all arms, last the tests before
+training. No run starts that would end after --minutes. Then `all` pauses: each run saves itself in runs/, and
+the next `all` on the same machine continues it. On another machine a run without its folder begins again.
+Only the logs travel, results/gsm8k/NAME.jsonl, 30 KB a run; they must go along before the next `all`, because
+a run continues only beside a log of all its steps:
 
     start    conditions and flags; it replaces what was logged from its step on
     step     reward, entropy, … ; sampler_entropy: mean −ln p of the tokens as they were drawn
-    eval     train.py's evaluation, on 256 problems of the training file that are never trained on
+    eval     only where a learning rate is chosen: train.py's, on 256 problems held out of the training file
     test     of each problem of the test file, how many answers were right: "0110…", or [3, 64, …] of 64
     temperatures, failed, end
 
@@ -29,6 +29,7 @@ import dataclasses
 import functools
 import math
 import shutil
+import statistics
 import sys
 import time
 from functools import partial
@@ -63,22 +64,21 @@ class Experiment(NamedTuple):
     choosers: tuple         # the arms that choose: bf16 and NVFP4
     tests: tuple            # keys of TESTS
     shown: tuple            # keys of MEASURES that the figure shows
-    eval_every: int         # steps
     arms: dict              # name → base, flags of train.py beside COMMON, what it is
 
 
 COMMON = dict(task="gsm8k", data="openai/gsm8k/main", test="openai/gsm8k/main:test", prompts=32, group_size=8,
-              max_new_tokens=400, steps=100, save_every=25, micro_tokens=4096, aqn=False)
+              max_new_tokens=400, steps=100, eval_every=100, save_every=25, micro_tokens=4096, aqn=False)
 PAPER = dict(aqn=True, sigma_start=1e-2, sigma_end=5e-4)
 STRONG = dict(aqn=True, sigma_start=1e-1, sigma_end=5e-3, correction="tis")
 RATE_SEEDS, RATE_STEPS = (0, 1), 50
 ONE = Experiment("1.5b", (2, 3, 4), (2.5e-5, 5e-5, 1e-4), ("bf16", "nvfp4"), ("greedy", "paper"),
-                 ("greedy", "paper"), 20, {
+                 ("greedy", "paper"), {
     "nvfp4": ("sweep", dict(aqn=True), "NVFP4 (sweep) with AQN as train.py's defaults have it"),
     "bf16": ("bf16", {}, "bf16"),
     "nf4": ("nf4", {}, "NF4 rounded into bf16: QLoRA's accuracy, not its seconds or GB")})
 TWO = Experiment("0.5b", (2, 3, 4, 5, 6), (5e-5, 1e-4, 2e-4), ("1", "2"), ("greedy", "pass", "paper"),
-                 ("greedy", "pass@32"), 100, {
+                 ("greedy", "pass@32"), {
     "1": ("bf16", {}, "bf16"),
     "2": ("rtn", {}, "NVFP4 (rtn), the paper's base"),
     "3": ("sweep", {}, "NVFP4 (sweep), ours"),
@@ -102,7 +102,7 @@ CLAIMS = (("NVFP4 ends above bf16", "greedy", "2", "1"),
 MODELS = {size: f"Qwen/Qwen2.5-Coder-{size.upper()}-Instruct-GGUF/qwen2.5-coder-{size}-instruct-q4_k_m.gguf"
           for size in ("1.5b", "0.5b")}
 # of a run alone on an H100, until the log has some: seconds to load, of a step, of all tests
-SECONDS = {"1.5b": (22, 3.2, 140), "0.5b": (15, 1.5, 155)}
+SECONDS = {"1.5b": (22, 4.0, 140), "0.5b": (15, 2.2, 155)}
 
 
 class Job(NamedTuple):
@@ -126,7 +126,7 @@ class Job(NamedTuple):
 # --- bases
 def gaussian(seed):
     """→ a rounding for Rounded: w plus a Gaussian error with the norm of its rounding to NVFP4 by rtn."""
-    generator = torch.Generator().manual_seed(seed)             # the model asks in a fixed order
+    generator = torch.Generator().manual_seed(10**6 + seed)     # other bits than the adapter's
 
     def add(w):
         w = w.float()
@@ -161,8 +161,9 @@ class Tempered(Sampler):
 
 
 def equal_temperatures(config, model, prompts, stop_ids):
-    """→ for each stage: arm 6's σ, the untrained sampler's entropy under it, the temperature that has the
-    same entropy without noise. Two draws of noise, each for half of the prompts; two answers to each."""
+    """→ for each stage: arm 6's σ, the untrained sampler's entropy under it; the temperature that has the
+    same entropy without noise, and what it has. Two draws of noise, each for half of the prompts; two answers
+    to each. ValueError: no temperature has that entropy."""
     sampler = Sampler(model)
 
     @functools.cache
@@ -178,11 +179,13 @@ def equal_temperatures(config, model, prompts, stop_ids):
     found = []
     for stage in range(config.sigma_stages):
         sigma = aqn.sigma(stage, config.sigma_stages, STRONG["sigma_start"], STRONG["sigma_end"])
-        wanted, low, high = entropy(1.0, sigma), 0.5, 2.0
-        for _ in range(7 if sigma else 0):                      # to .012; stages share what they measure
+        wanted, low, high, middle = entropy(1.0, sigma), 0.5, 2.0, 1.0
+        if not entropy(low, 0.0) < wanted < entropy(high, 0.0):
+            raise ValueError(f"no temperature of {low} to {high} has the entropy {wanted:.3f} of σ {sigma}")
+        for _ in range(8 if sigma else 0):                      # to .006; stages share what they measure
             middle = (low + high) / 2
             low, high = (middle, high) if entropy(middle, 0.0) < wanted else (low, middle)
-        found.append([round(v, 4) for v in (sigma, wanted, (low + high) / 2 if sigma else 1.0)])
+        found.append([round(v, 4) for v in (sigma, wanted, middle, entropy(middle, 0.0))])
     return found
 
 
@@ -203,7 +206,9 @@ class Logged(runs.Run):
         return first
 
     def made(self, step, stats, sampled):
-        """Five skipped steps in a row do not stop the run: they are a result."""
+        """Five skipped steps in a row do not stop the run: they are a result. mismatch compares equal
+        temperatures, which arm 7 does not have."""
+        stats |= dict(mismatch=None) if self.start["arm"] == "7" else {}
         stats["sampler_entropy"] = -(sampled.logprobs.sum() / sampled.lengths.sum()).item()
         try:
             super().made(step, stats, sampled)
@@ -213,7 +218,8 @@ class Logged(runs.Run):
     def log(self, kind, step, record):
         unused = "rollout_tok_s", "update_tok_s", "resampled", "rows", "clip_fraction"
         record = dict(kind=kind, step=step) | record
-        self.write({k: runs.rounded(v, 4) for k, v in record.items() if v is not None and k not in unused})
+        short = {k: runs.rounded(v, 4) for k, v in record.items() if k not in unused}       # NaN: None
+        self.write({k: v for k, v in short.items() if v is not None})
         self.say(runs.line(record))
 
     def say(self, text, file=None):
@@ -229,7 +235,7 @@ def configured(job, flags, share=0.0):
     ours, base, own = job.parts()
     steps = {"steps": RATE_STEPS, "eval_every": RATE_STEPS} if job.phase == "rate" else {}
     config = train.Config(**COMMON | dict(model=MODELS[ours.size], quant=BASES[base][0], lr=job.lr or 1.0,
-                                          seed=job.seed, eval_every=ours.eval_every) | own | steps | flags)
+                                          seed=job.seed) | own | steps | flags)
     if share and "micro_tokens" not in flags:
         c, room = opened(config.model)[0].config, share * torch.cuda.get_device_properties(0).total_memory
         fitting = [n for n in range(2048, 32769, 2048) if memory.plan_of(
@@ -243,9 +249,16 @@ def folder(logs, job):
     return ROOT / "runs" / logs.name / job.name
 
 
-def make(job, logs, out, flags, problems=None, workers=1, loud=False):
+def use(folder):
+    """Take the GGUF files in a folder, not the hub's. A worker process must call this too."""
+    MODELS.update({size: str(Path(folder, Path(name).name).resolve()) for size, name in MODELS.items()})
+
+
+def make(job, logs, out, flags, models=None, problems=None, workers=1, loud=False):
     """Make a job, or what is left of it, and log it in out → what to print. logs: the folder with arm 7's
-    temperatures. problems: at most so many in each test."""
+    temperatures. models: see use(). problems: at most so many in each test."""
+    if models:
+        use(models)
     began, job = time.perf_counter(), Job(*job)
     (ours, base, _), training = job.parts(), job.phase != "base"
     share = experiment.share_of(workers, flags.get("device", ""))
@@ -260,7 +273,7 @@ def make(job, logs, out, flags, problems=None, workers=1, loud=False):
         source = Rounded(source, rounding and rounding(job.seed), device, kept(config.model))
         model = load(source, quant, config.rank, config.alpha, device, job.seed)
         task = TASKS["gsm8k"](config.data)
-        task = task._replace(held_out=task.held_out[:problems])
+        task = task._replace(held_out=[] if job.phase == "main" else task.held_out[:problems])
         unlogged = "model", "data", "test", "out", "resume", "device", "lr", "seed", "steps"
         start = dict(kind="start", **job._asdict(), step=0, steps=config.steps * training,
                      time=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()), **bench.conditions(),
@@ -270,7 +283,7 @@ def make(job, logs, out, flags, problems=None, workers=1, loud=False):
                             if f.name not in unlogged and getattr(config, f.name) != f.default})
         if training:
             sampler = Sampler if job.arm != "7" else partial(
-                Tempered, temperatures=[t for *_, t in temperatures(logs)], steps=config.steps)
+                Tempered, temperatures=[t for *_, t, _ in temperatures(logs)], steps=config.steps)
             with patch.object(train, "Sampler", sampler):
                 train.train(config, model, task, tokenizer, stop_ids,
                             Logged(config, log, start, loud, len(read(out, job).step)))
@@ -281,8 +294,10 @@ def make(job, logs, out, flags, problems=None, workers=1, loud=False):
             if name not in read(out, job).tests:
                 log(test(name, config, sampler, tokenizer, stop_ids, problems))
         if job.arm == "0.5b-rtn":
+            began = time.perf_counter()
             prompts = [checkpoint.encode(tokenizer, task.prompt(p)) for p in task.held_out]
-            log(dict(kind="temperatures", stages=equal_temperatures(config, model, prompts, stop_ids)))
+            log(dict(kind="temperatures", stages=equal_temperatures(config, model, prompts, stop_ids),
+                     seconds=round(time.perf_counter() - began, 1)))
         log(dict(kind="end"))
     except Exception as error:
         log(dict(kind="failed", error=f"{type(error).__name__}: {error}"))
@@ -324,7 +339,8 @@ class Log(NamedTuple):
 
     @property
     def seconds(self):
-        made = [*self.step.values(), *self.eval.values(), *self.tests.values(), *self.starts]
+        made = [*self.step.values(), *self.eval.values(), *self.tests.values(), *self.other.values(),
+                *self.starts]
         return sum(r.get(k, 0) for r in made for k in ("rollout_s", "update_s", "seconds", "load_s"))
 
     def measure(self, name):
@@ -373,7 +389,7 @@ def said(log):
 
 
 def temperatures(logs):
-    """→ [σ, entropy, temperature] of each stage. ValueError: not measured yet."""
+    """→ what equal_temperatures found. ValueError: not measured yet."""
     log = read(logs, f"base-0.5b-rtn-{TWO.seeds[0]}")
     if not log.ended:
         raise ValueError(f"arm 7 needs temperatures, which {logs}/base-0.5b-rtn-{TWO.seeds[0]}.jsonl lacks: "
@@ -395,18 +411,23 @@ def chosen(logs, ours):
     return found, max(ours.rates, key=lambda lr: (round(sum(found[lr]), 6), -lr)) if whole else None
 
 
+def whole(logs, ours, seed):
+    """→ the Jobs of a seed: all arms, and the bases that they start from."""
+    lr, bases = chosen(logs, ours)[1], dict.fromkeys(base for base, *_ in ours.arms.values())
+    tempered = read(logs, f"base-0.5b-rtn-{TWO.seeds[0]}").ended
+    return ([Job("main", arm, lr if arm != "7" or tempered else None, seed) for arm in ours.arms]
+            + [Job("base", f"{ours.size}-{base}", 0.0, seed if base == "gauss" else ours.seeds[0])
+               for base in bases])             # a base but gauss is alike for all seeds
+
+
 def plan(logs, numbers=(1, 2)):
-    """Every Job in order: the rates of the experiments, then whole seeds with the bases they start from."""
+    """Every Job in order: the rates of the experiments, what arm 7 needs, whole seeds, bases: short ones
+    that fit where no other does."""
     some = [EXPERIMENTS[number - 1] for number in numbers]
     jobs = [job for ours in some for job in rate_jobs(ours)]
     for ours in some:
-        lr = chosen(logs, ours)[1]
-        for seed in ours.seeds:
-            bases = dict.fromkeys(base for base, *_ in ours.arms.values())
-            jobs += [Job("base", f"{ours.size}-{base}", 0.0, seed) for base in bases
-                     if seed == ours.seeds[0] or base == "gauss"]       # the others are alike for all seeds
-            tempered = read(logs, f"base-0.5b-rtn-{TWO.seeds[0]}").ended
-            jobs += [Job("main", arm, lr if arm != "7" or tempered else None, seed) for arm in ours.arms]
+        these = dict.fromkeys(job for seed in ours.seeds for job in whole(logs, ours, seed))
+        jobs += sorted(these, key=lambda job: job.phase == "base" and 1 - 2 * (job.arm == "0.5b-rtn"))
     return jobs
 
 
@@ -415,22 +436,25 @@ def left(logs, numbers=(1, 2)):
 
 
 def expected(job, logs, at_once=1):
-    """→ seconds: the most that a job like it took, or an estimate if there is none; less what its checkpoint
-    on this machine has made. at_once: runs on a card."""
+    """→ seconds: by the jobs like it that have ended, or an estimate if there is none; less what its
+    checkpoint on this machine has made. at_once: runs on a card."""
+    def longer(at_once):
+        return max(1, 0.6 * at_once)            # a guess: two take 1.2 times as long as one
+
     ours, _, _ = job.parts()
-    like = [log.seconds for other in plan(logs) if other.phase == job.phase and other.parts()[0] is ours
-            and (log := read(logs, other)).ended]
+    like = [log.seconds / longer(log.starts[-1]["at_once"]) for other in plan(logs)
+            if other.phase == job.phase and other.parts()[0] is ours and (log := read(logs, other)).ended]
     load_s, step_s, tests_s = SECONDS[ours.size]
     steps = {"rate": RATE_STEPS, "base": 0, "main": COMMON["steps"]}[job.phase]
-    others = load_s + tests_s * (job.phase != "rate")
-    whole, made = others + step_s * steps, len(read(logs, job).step) if folder(logs, job).is_dir() else 0
-    # a guess: two runs take 1.2 times as long as one, because the update leaves the card idle
-    return max(like, default=whole * max(1, 0.6 * at_once)) * (1 - step_s * made / whole)
+    alone = load_s + tests_s * (job.phase != "rate") + step_s * steps
+    made = len(read(logs, job).step) if folder(logs, job).is_dir() else 0
+    took = 1.1 * statistics.median(like) + 15 if like else alone        # 15: imports, a cold cache of kernels
+    return took * longer(at_once) * (1 - step_s * made / alone)
 
 
 def whole_seeds(logs, ours):
-    """→ the seeds with which every arm has ended: only these are compared."""
-    return [seed for seed in ours.seeds if all(read(logs, f"main-{arm}-{seed}").ended for arm in ours.arms)]
+    """→ the seeds with which every arm and its base have ended: only these are compared."""
+    return [seed for seed in ours.seeds if all(read(logs, job).ended for job in whole(logs, ours, seed))]
 
 
 # --- commands
@@ -457,14 +481,13 @@ def main(arguments):
     parser.add_argument("--problems", type=int, help="at most so many in each test, for a trial")
     parser.add_argument("--experiment", type=int, nargs="+", choices=(1, 2), default=(1, 2))
     parser.add_argument("--workers", type=int, default=1, help="runs at a time, on all GPUs together")
-    parser.add_argument("--minutes", type=float, default=9.0, help="pause after so many")
-    parser.add_argument("--machine", type=float, help="minutes this machine has left; default: --minutes")
+    parser.add_argument("--minutes", type=float, default=24.0, help="pause after so many")
     a, more = parser.parse_known_args(arguments)
     named = {word.partition("=")[0].replace("--no-", "--") for word in more}
     flags = {k: v for k, v in vars(launch.parse(train.Config, more)).items()
              if f"--{k.replace('_', '-')}" in named}
     if a.models:
-        MODELS.update({size: str(Path(a.models, Path(name).name)) for size, name in MODELS.items()})
+        use(a.models)
     if a.command == "run":
         lr = flags.pop("lr", None) or chosen(a.logs, ARMS[a.arm])[1] or sorted(ARMS[a.arm].rates)[1]
         job = Job("main", a.arm, lr, a.seed)
@@ -472,13 +495,15 @@ def main(arguments):
         if (log := read(a.logs, job)).ended:
             print("log  ", said(log), "on", log.starts[-1]["gpu"])
     elif a.command == "all":
-        longer = 60 * (a.machine or a.minutes) - 60 * a.minutes
         at_once = math.ceil(a.workers / max(1, torch.cuda.device_count()))
         return bool(experiment.work(
             lambda: left(a.logs, a.experiment),
-            partial(make, logs=a.logs, out=a.logs, flags=flags, problems=a.problems, workers=a.workers),
-            lambda job, seconds: expected(job, a.logs, at_once) < seconds + longer,
-            a.workers, a.minutes, flags.get("device", "")))
+            partial(make, logs=a.logs, out=a.logs, flags=flags, models=a.models, problems=a.problems,
+                    workers=a.workers),
+            lambda job, seconds: expected(job, a.logs, at_once) < seconds,
+            a.workers, a.minutes, flags.get("device", ""),
+            died=lambda job: runs.append(a.logs / f"{job.name}.jsonl",
+                                         dict(kind="failed", error="its process died"))))
     elif a.command == "list":
         print(*listed(a.logs), sep="\n")
     else:

@@ -75,10 +75,12 @@ def arm_row(logs, ours, arm, seeds):
         row[name] = text(spread([log.mean(key) for log in after]))
     row["kl_noise"] = f"{np.mean([log.mean('kl_noise') for log in after]):.1e}".replace("nan", "–")
     if ours is ONE:
-        steps = [r for log in after for r in log.step.values()]
+        alone = [log for log in after if log.starts[-1]["at_once"] == 1] or after      # not sharing its card
+        steps = [r for log in alone for r in log.step.values()]
         sampling, update = (statistics.median(r[k] for r in steps) for k in ("rollout_s", "update_s"))
-        row |= {"a step: sampling, update": f"{sampling:.1f} s, {update:.1f} s",
-                "minutes with tests": f"{np.mean([log.seconds for log in after]) / 60:.1f}",
+        row |= {"runs on its card": " or ".join(sorted({str(log.starts[-1]["at_once"]) for log in alone})),
+                "a step: sampling, update": f"{sampling:.1f} s, {update:.1f} s",
+                "minutes with tests": f"{np.mean([log.seconds for log in alone]) / 60:.1f}",
                 "peak GB": f"{max(r['memory_gb'] for r in steps):.1f}"}
     return row | {"failed": sum(len(log.failed) for log in after)}
 
@@ -99,7 +101,8 @@ def table(logs):
             drift = [[spread([read(logs, f"main-{arm}-{seed}").mean("sampler_entropy", [stage])
                               for seed in seeds]) for arm in "67"] for stage in range(10)]
             found.append(rows(
-                ("stage", "σ of 6", "entropy before training", "temperature of 7", "entropy of 6's sampler",
+                ("stage", "σ of 6", "its entropy before training", "temperature of 7", "its entropy before "
+                 "training", "entropy of 6's sampler",
                  "of 7's"), *((stage, *where, *map(text, drift[stage]))
                               for stage, where in enumerate(temperatures(logs)))))
         cells = [arm_row(logs, ours, arm, seeds) for arm in ours.arms if seeds]
