@@ -8,13 +8,13 @@ norm (before q, k, v) and the post-attention norm (before gate, up). The final n
 stages of equal length; stage 0 adds no noise, because the quantiser's own error already explores:
 
     stage   0            1 … stages−1, u = (stage − 1)/(stages − 2) from 0 to 1
-    σ       0            exponential  start · (end/start)^u                       eq. 8; our last σ is `end`
+    σ       0            exponential  start · (end/start)^u                       eq. 8, but reaching `end`
                          linear       start + (end − start) · u
                          cosine       end + (start − end) · (1 + cos πu) / 2      our reading of the paper's
                          logarithmic  start + (end − start) · ln(1 + (e−1)u)      curves; it gives no formula
 
 The noise is added to the clean fp32 weights: bf16 would round away a σ below 4e-3 on a weight of 1. A draw
-depends on (seed, step, layer) alone, so that every rank and every replay gets the same one. On exit the
+depends on (seed, step, norm) alone, so that every rank and every replay gets the same one. On exit the
 weights are restored bit for bit. Norms are found by name, and finding none is an error: the released code
 looks for a class that its sampler does not use and then, as we read it, adds no noise at all.
 
@@ -81,10 +81,10 @@ def noisy_norms(model, sigma, seed, step):
         raise RuntimeError("the norms are noisy already: "
                            "noise is drawn from clean weights, never added to noise")
     try:
-        for layer, norm in enumerate(changed):
+        for index, norm in enumerate(changed):
             norm.clean_weight = norm.weight.detach().clone()
-            # one generator per norm, so that a draw does not depend on the sizes of the layers before it
-            key = (seed * 1_000_003 + step) * 1_000_003 + layer
+            # one generator per norm, so that a draw does not depend on the sizes of the norms before it
+            key = (seed * 1_000_003 + step) * 1_000_003 + index
             generator = torch.Generator().manual_seed(key % 2**63)
             noise = torch.randn(norm.weight.shape, generator=generator)
             norm.weight.data.copy_(norm.clean_weight.float() + sigma * noise.to(norm.weight.device))

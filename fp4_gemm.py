@@ -10,13 +10,13 @@ weight in few instructions: an H200's threads execute about four in the time tha
 s eeeeeeee mmmmmmm; a code is s ee m with exponent bias 1, and ee = 0 encodes 0 or ½. A bf16 with s in bit 15,
 eem in bits 8..6 and zeros elsewhere is value · 2^-126 exactly; ½ is subnormal. Each half word holds 4 codes,
 one from each quarter ("sub-tile") of 128 columns. Code 0 lies in these bits. A rotation right by 3 moves code
-1 there, by 6 code 2; the sign arrives from the other half. Code 3 (marked ') fills the bits that are left:
+1 there, by 6 code 2; s1 and s2 are those of the other half word. Code 3 (marked ') fills the bits left:
 
     bit    15  14  13  12  11  10   9   8   7   6   5   4   3   2   1   0
            s0  e2  e2  m2  e1  e1  m1  e0  e0  m0  s2  m'  s'  s1  e'  e'
 
 2. The decode: eight integer instructions (>> is a rotation; masks are hex) turn a word into four pairs of
-bf16, one pair a sub-tile. Word j holds columns 2j and 2j + 1: a tensor core takes neighbours in k as a pair.
+bf16, one pair a sub-tile. Word j holds columns 2j, 2j + 1 of each sub-tile: a tensor core takes k in pairs.
 
     t0 = w & 81C081C0    t1 = w >> 3 & 81C081C0    t2 = w >> 6 & 81C081C0     instructions:     1 + 2 + 2
     t3 = (w & 001B001B) · (2^12 + 2^7 + 2^2) & 81C081C0      adds three copies that never overlap     + 3
@@ -28,7 +28,7 @@ subnormals. In bits 11..4, ORed with hex 7000, it is the bf16 scale · 2^106. Th
 3. The kernel computes y.T = W @ x.T: a tensor core's tile has 16 rows or more, which weights always fill, and
 only 8 columns for the few rows of x. A small W has too few tiles to fill a GPU, so several CTAs share a tile
 and each sums a range of k (split-K). The last to finish adds their sums in a fixed order: timing does not
-change the result. LoRA: a small kernel computes xa = x @ A.T, and the epilogue adds xa @ B.T. With PDL
+change the result. LoRA: a kernel computes xa = scale · x @ A.T, and the epilogue adds xa @ B.T. With PDL
 (programmatic dependent launch, from Hopper on) a kernel loads weights while its predecessor still runs. With
 many rows, and in backward, arithmetic is the bound: W is decoded to bf16 for one cuBLAS call.
 
@@ -50,14 +50,14 @@ except ImportError:      # the CPU path needs no triton
 BLOCK = 16               # weights that share a scale
 ROWS, COLS = 64, 128     # weights of a stored tile: 4 KB of words and 512 B of scales, each contiguous
 FUSED_MAX = 256          # rows of x; above, decode W once for cuBLAS, not again in each tile of x
-EXPONENT = 0x70007000    # a kernel argument, so in a register: ptxas merges no AND and OR of two constants
+EXPONENT = 0x70007000    # a kernel argument: with it in a register, ptxas fuses AND and OR into one LOP3
 
 
 class PackedNVFP4(NamedTuple):
     """Weights (N_i, K), joined along N, in the kernels' words; N and K are padded to whole tiles of zeros."""
     words: torch.Tensor            # (N/64, K/128, 64, 16) int32, 8 codes each
     scales: torch.Tensor           # (N/64, K/128, 64, 2) int32, 4 block scales each
-    global_scales: torch.Tensor    # (N,) f32: each part, and each shard of a foreign checkpoint, has its own
+    global_scales: torch.Tensor    # (N,) f32: the parts of a foreign checkpoint may differ in theirs
     sizes: tuple                   # N_i
     shape: tuple                   # (N, K)
     counters: torch.Tensor         # int32, CTAs done per tile (first 2048: _shrink_kernel's); for one stream
@@ -250,7 +250,7 @@ def _plan(M, N, K, gpu):
     if gpu.major == 9 and M >= 192 and tiles == 2 * large:
         # Tiles of 128 × 256 load x half as often. A wave is one such tile on each SM. Full waves run unsplit;
         # all SMs share the rest, split along k into 1024 columns or more (4096 without a full wave): shorter
-        # pieces cost more than they save. A tile takes 1.8 times as long as two of 64 × 128 on one SM.
+        # pieces cost more than they save. A wave takes 1.8 times as long as one of 64 × 128, two to an SM.
         whole = large // sms * sms
         split = max(1, min(4, sms // max(1, large - whole), K // (1024 if whole else 4096)))
         waves = whole / sms + (large > whole) / split
@@ -477,7 +477,7 @@ def _dequantize_kernel(words, scales, global_scales, out, N, K, stride, tiles_k,
 
 class Dense:
     """A weight W (N, K) that is not quantised. wide: [W, B] (N, K + R) once there is an adapter, so that one
-    cuBLAS call multiplies it with [x, x @ A.T]. counters: of _shrink_kernel, for one stream at a time."""
+    cuBLAS call multiplies it with [x, xa]. counters: of _shrink_kernel, for one stream at a time."""
 
     def __init__(self, W):
         self.weight = self.wide = W

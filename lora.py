@@ -5,7 +5,7 @@
 LoRA (arXiv 2106.09685, §4.1) as in QeRL (arXiv 2510.11696, §2): on all seven projections of a block, never
 merged, because rounding W + B·A to 4 bits would lose B·A. lora_B starts at 0: the first policy is the base's.
 
-Projections with the same input run as one matrix, and so do their adapters:
+S projections with the same input run as one matrix, and so do their adapters:
 
     W     [ q ]  N        lora_A  [ A_q ]  S·r    lora_B  [ B_q ]  N       row block s of lora_B multiplies
           [ k ]                   [ A_k ]                 [ B_k ]          row block s of lora_A: this equals

@@ -11,12 +11,12 @@
                residual stream between layers (fp32), without it every activation. On top the larger of:
                logits in chunks; one layer's backward: its activations, gradients, one weight in bf16
 
-A line of the table: a card, the GB that one answer at a time needs, how many answers the card samples at a
-time, the most --micro-tokens, the longest prompt and answer, 8 at a time (0: nothing fits; the update with
---gradient-checkpointing), and the parts of one answer's peak. A card's GB is 2³⁰ bytes, a part's is 10⁹.
+A line of the table: a card; the GB needed to sample and train one answer at a time; the most answers sampled
+at a time; the most --micro-tokens; the longest prompt plus answer, 8 at a time; the parts of that first peak.
+0: nothing fits. The update has --gradient-checkpointing. A card's GB and `needs` are 2³⁰ bytes, a part's 10⁹.
 The formulas are a GPU's: a CPU computes in fp32 and keeps each weight twice, packed and decoded.
 
-Needs: transformers; checkpoint.py for configs; model.py, rollout.py, fp4_gemm.py for sizes and families.
+Needs: transformers; checkpoint.py for configs; model, rollout, fp4_gemm, logprobs for sizes and families.
 """
 import argparse
 import bisect
@@ -92,8 +92,8 @@ def plan(c, quant="nvfp4", rank=32, slots=64, length=1152, micro_tokens=4096, ch
     # bytes that autograd saves per token and layer: two residual sums (fp32) and their norms, qkv before and
     # after RoPE, attention's output, gate, up, SwiGLU's output, x @ A.T; Qwen3's head norms save fp32 q and k
     kept = 14 * D + 4 * qkv + 6 * F + 14 * rank + 2 * (q + qkv) * head_norm
-    # the most that backward adds: the gradients of gate and up beside gate and up, or these gradients alone
-    # beside the decoded weight
+    # the most that backward adds: gate's and up's gradients (4 F); or, once gate, up and their product (6 F)
+    # are freed, these gradients beside the decoded weight
     widest = max(micro_tokens * (8 * D + 4 * F), micro_tokens * (8 * D - 2 * F) + scratch)
     inside, stays = (kept, 4 * D * L) if checkpointing else (0, kept * L)
     update = 4 * learned + micro_tokens * (stays + 12 * D) + max(

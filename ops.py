@@ -306,7 +306,7 @@ def _cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
     maxima = qkv.new_empty(B, Hkv, pieces, 2, H // Hkv, dtype=torch.float32)        # its largest score, Σ p
     assert cache.counters.numel() >= B * Hkv and pieces * SPLIT < length + SPLIT
     # few rows: large tiles, so that a CTA loads its piece at once; many: small ones, so that CTAs share an SM
-    few = 4 * B * Hkv <= 132                                              # SMs of an H100
+    few = 4 * B * Hkv <= 132                 # at 4 pieces a row, no more CTAs than an H100 has SMs
     if qkv.is_cuda:
         few &= torch.cuda.get_device_properties(qkv.device).shared_memory_per_block_optin > 200 * 2**10
     half = max(16, triton.next_power_of_2(Dh) // 2)

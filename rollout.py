@@ -86,8 +86,8 @@ class Sampler:
 
     def __init__(self, model, slots=SLOTS):
         self.model, self.slots = model, slots
-        # of the last generate: seconds, steps, slots, positions of a slot, prompt tokens of a forward pass
-        self.stats = dict(slots=0, length=0, at_once=0)
+        # of the last generate; length: positions of a slot, prefill: prompt tokens of a forward pass
+        self.stats = dict(slots=0, length=0, prefill=0)
         self.loaded = set()            # steps whose kernels are loaded: (rows, greedy?, top-p?, stop tokens)
 
     @torch.no_grad()
@@ -121,10 +121,10 @@ class Sampler:
                           prompt_lengths=prompt_lengths.repeat_interleave(group_size))
         stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
         waiting = deque((row, prompts[row // group_size]) for row in range(B))
-        at_once = max(longest, min(PREFILL_TOKENS, len(prompts) * longest))
-        slots = min(self.slots, self._room(length, at_once, top_p), B)
+        prefill = max(longest, min(PREFILL_TOKENS, len(prompts) * longest))
+        slots = min(self.slots, self._room(length, prefill, top_p), B)
         self.stats = dict(prefill_s=0.0, capture_s=0.0, decode_s=0.0, steps=0, slots=slots, length=length,
-                          at_once=at_once)
+                          prefill=prefill)
         with tqdm(total=B, desc=progress, unit="seq", leave=False, disable=None if progress else True) as bar:
             while waiting:
                 running = []
@@ -183,7 +183,7 @@ class _Batch:
         self.cache = KVCache(self.model, slots, rollout.tokens.shape[1])
         # column i is row i of the batch: its row in the rollout, its slot, the token the model reads next,
         # its position (−1: finished), its sequence number, the length of its group's shared prompt, the
-        # slot to read that in. An even width aligns all 7 vectors to 16 bytes: one kernel fits all sizes
+        # slot to read that in. With an even width all 7 begin at 16 bytes: one kernel fits all sizes
         self.state = torch.zeros(7, slots + slots % 2, dtype=torch.long, device=self.model.device)
         self.slots = slots
         self.cuda, self.graphs, self.pool = self.model.device.type == "cuda", {}, None
@@ -205,10 +205,10 @@ class _Batch:
             size, steps = len(running), 1
             if self.cuda:                              # one graph for all sizes up to a power of two
                 size = min(slots, 1 << (size - 1).bit_length())
-                most = max(len(p) - at for (_, p, _), at in zip(running, positions, strict=True))
-                steps = min(STEPS, self.limit - 1 + most)      # not more than a row may still draw
+                fewest = min(at - len(p) + 1 for (_, p, _), at in zip(running, positions, strict=True))
+                steps = min(STEPS, self.limit - fewest)        # fewest: tokens that a row has drawn
             self.state[3, len(running):] = -1          # the graph's other rows are marked finished
-            positions = self.advance(size, max(positions) + steps, steps)[:len(running)]
+            positions = self.advance(size, max(positions) + steps - 1, steps)[:len(running)]
             going = [i for i, at in enumerate(positions) if at >= 0]
             if len(going) < len(running):
                 bar.update(len(running) - len(going))

@@ -45,7 +45,7 @@ class Config:                           # --- model
     max_new_tokens: int = 16            # longest answer
     temperature: float = 1.0            # divides the logits, in the sampler and in the trainer
     overlong: str = "none"              # truncated answers: none, mask (QeRL: not trained), penalty (DAPO)
-    resample: int = 0                   # dynamic sampling: at most so many rollouts more, for equal rewards
+    resample: int = 0                   # dynamic sampling: most extra rollouts to replace equal rewards
     # --- objective
     loss: str = "dapo"                  # dapo, grpo, dr_grpo, gspo, cispo: see grpo.py
     correction: str = "none"            # what "old" is: none (the trainer's own), bypass (as sampled), tis
@@ -68,7 +68,7 @@ class Config:                           # --- model
     max_grad_norm: float = 1.0          # longer gradients are scaled down to it (released scripts: 0.2)
     # --- run
     eval_every: int = 4                 # steps between evaluations and printed samples; also after the last
-    eval_problems: int = None           # evaluate on at most so many held-out problems, 0: none; else all
+    eval_problems: int = None           # most held-out problems to evaluate on; 0: none; left out: all
     eval_samples: int = 1               # sampled answers to each held-out problem
     eval_top_p: float = 1.0             # nucleus of evaluation's sampled answers (paper: 0.95)
     save_every: int = 5                 # steps between checkpoints; also at the end and on Ctrl-C
@@ -154,11 +154,11 @@ def collect(config, sampler, task, tokenizer, stop_ids, step):
 
 
 def update(config, model, optimizer, sampled, advantages):
-    """updates_per_rollout optimizer steps on one batch → measurements, of the policy before the first."""
-    began, old, through, stats = time.perf_counter(), sampled.logprobs.clone(), 0, {}
+    """updates_per_rollout steps on one batch → measurements before the first; grad_norm is the last's."""
+    began, old, seen, stats = time.perf_counter(), sampled.logprobs.clone(), 0, {}
     for number in range(config.updates_per_rollout):
         now = backward(config, model, sampled, advantages, old, first=number == 0)
-        through, loss = through + now.pop("tokens"), now.pop("loss")
+        seen, loss = seen + now.pop("seen"), now.pop("loss")
         stats = (stats or now) | dict(clip_fraction=now["clip_fraction"])
         if now["rows"] == 0:
             break                                        # no gradient: only AdamW's momentum would act
@@ -170,7 +170,7 @@ def update(config, model, optimizer, sampled, advantages):
         lora.refresh(model)
     optimizer.zero_grad()
     seconds = time.perf_counter() - began
-    return stats | dict(update_s=seconds, update_tok_s=through / seconds)
+    return stats | dict(update_s=seconds, update_tok_s=seen / seconds)
 
 
 def backward(config, model, sampled, advantages, old, first=True):
@@ -207,10 +207,10 @@ def backward(config, model, sampled, advantages, old, first=True):
     if rank_and_count()[1] > 1:
         grads = [p.grad for p in model.parameters()]
         vector_to_parameters(all_sum(parameters_to_vector(grads)), grads)        # one all-reduce
-    tokens, entropy, kl_noise, clipped, kl, through, loss = all_sum(total).tolist()
+    tokens, entropy, kl_noise, clipped, kl, seen, loss = all_sum(total).tolist()
     sums = dict(entropy=entropy, kl_noise=kl_noise, clip_fraction=clipped, kl_reference=kl)
     return {k: x / tokens if tokens else None for k, x in sums.items()} | dict(
-        grad_norm=None, rows=int(all_sum(torch.tensor(len(rows)))), tokens=through, loss=loss)
+        grad_norm=None, rows=int(all_sum(torch.tensor(len(rows)))), seen=seen, loss=loss)
 
 
 def evaluate(config, sampler, task, tokenizer, stop_ids, say=print):
@@ -272,7 +272,7 @@ def advantages_of(config, rewards):
 
 
 def batch(problems, config, step, attempt=0):
-    """The P problems of a step, from one shuffle of all after another, given by (seed, step, attempt)."""
+    """The P problems of (step, attempt): read on through all problems, shuffled anew each time round."""
     start = (step // config.updates_per_rollout * (1 + config.resample) + attempt) * config.prompts
     wanted, n = range(start, start + config.prompts), len(problems)
     shuffled = {epoch: random.Random(f"{config.seed} {epoch}").sample(problems, n)
@@ -292,7 +292,7 @@ def adamw(config, model):
 
 
 def due(config, every, step):
-    """Has a multiple of `every` been reached since the rollout before, updates_per_rollout steps ago?"""
+    """Is a multiple of `every` among the updates_per_rollout steps that end with `step`?"""
     return step // every != (step - config.updates_per_rollout) // every
 
 

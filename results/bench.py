@@ -410,7 +410,7 @@ def step(args, records):
             train.update(config, model, optimizer, sampled, torch.randn(B, device=DEVICE))
             rollout_s, update_s = middle - began, clock() - middle
             slots = sampler.stats["slots"]
-            planned = memory.plan_of(config, c, slots, length, sampler.stats["at_once"]).peak / 1e9
+            planned = memory.plan_of(config, c, slots, length, sampler.stats["prefill"]).peak / 1e9
             records.append({
                 "shape": shape, "weights": quant, "ranks": ranks, "prompts": args.prompts,
                 "samples": args.samples, "prompt_length": args.prompt_length, "new": args.new,

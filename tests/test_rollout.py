@@ -144,7 +144,7 @@ def test_slots_change_nothing(m, slots):
     torch.testing.assert_close(s.logprobs, r.logprobs, atol=1e-4, rtol=0)
     slots = min(slots, 64)                                             # never more slots than rows
     assert sampler.stats["slots"] == slots
-    assert sampler.stats["length"] == r.prompt_lengths.max() + 20 and sampler.stats["at_once"] == 8 * 17
+    assert sampler.stats["length"] == r.prompt_lengths.max() + 20 and sampler.stats["prefill"] == 8 * 17
     # rows start when a sixteenth of the slots, or enough for all waiting rows, is free
     waiting, running, steps = r.lengths.tolist(), [], 0
     while waiting or running:

@@ -134,7 +134,7 @@ def test_only_rows_with_an_advantage_run_and_they_are_the_sampled_tokens(tiny_ch
     rows = ids(sampled.tokens, sampled.prompt_lengths, sampled.lengths)
     stats = gradient(model, config(), sampled, ADVANTAGES, sampled.logprobs)[1]
     assert Counter(seen) == Counter(r for r, a in zip(rows, ADVANTAGES.tolist(), strict=True) if a)
-    assert stats["rows"] == 11 and stats["tokens"] == sum(map(len, seen))
+    assert stats["rows"] == 11 and stats["seen"] == sum(map(len, seen))
     seen.clear()
     assert gradient(model, config(beta=.1), sampled, ADVANTAGES, sampled.logprobs)[1]["rows"] == 16
     assert Counter(seen) == Counter(rows + rows)                      # policy and reference
