@@ -20,6 +20,7 @@ except ImportError:      # a CPU machine may lack Triton: its kernels are then n
     jit, constexpr = (lambda kernel=None, **options: kernel or jit), int
 
 VOCAB_TILE = 2048        # logits that one CTA of the sampler reads
+NUCLEUS = 4096           # most tokens of a nucleus: topk finds so many sooner than sort() orders all
 
 
 def _fused(x):
@@ -55,10 +56,10 @@ def sample(logits, temperature, seed, step, sequence, position):
 
 def nucleus(logits, temperature, top_p):
     """Logits (B, V) f32 → the same with −inf outside the nucleus: the fewest most probable tokens whose
-    probabilities sum to top_p or more, 0 < top_p <= 1 (Holtzman et al. 2020), and all that tie with the last
-    of these. Temperature 0 counts as 1. A row of NaN stays NaN."""
-    ordered = logits.sort(-1, descending=True).values
-    p = (ordered / (temperature or 1.0)).softmax(-1)
+    probabilities sum to top_p or more, 0 < top_p <= 1 (Holtzman et al. 2020), at most NUCLEUS of them, and
+    all that tie with the last of these. Temperature 0 counts as 1. A row of NaN stays NaN."""
+    ordered, scaled = logits.topk(min(NUCLEUS, logits.shape[1])).values, logits / (temperature or 1.0)
+    p = (ordered / (temperature or 1.0) - scaled.logsumexp(-1, keepdim=True)).exp()
     before = p.cumsum(-1) - p                           # sum over the more probable tokens
     least = ordered.masked_fill(before >= top_p, float("inf")).amin(-1, keepdim=True)           # (B, 1)
     # compare with a threshold, do not scatter: deterministic scatter cannot be captured into a CUDA graph

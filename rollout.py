@@ -153,8 +153,8 @@ class Sampler:
         if model.device.type == "cpu":
             return self.slots
         # Reserve memory for a layer's largest weight in bf16, a prefill's activations, and half a GB for the
-        # allocator's gaps. A slot takes its keys and values, and its logits twice in fp32. Top-p takes 48
-        # bytes a logit: the logits, the sorted logits, their ids, and 32 that sort() allocates.
+        # allocator's gaps. A slot takes its keys and values, and its logits twice in fp32; top-p takes up to
+        # 48 bytes a logit.
         beside = 4 * c.hidden_size * c.intermediate_size + prefill_bytes(c, prefill) + 5e8
         torch.cuda.empty_cache()             # what the allocator still holds is too fragmented to count
         free, total = torch.cuda.mem_get_info()

@@ -113,6 +113,14 @@ def test_the_nucleus_by_hand():
     assert gumbel.nucleus(logits, 1.0, 0.8).isfinite().all()                  # the last two tie
 
 
+def test_a_nucleus_has_a_largest_size(monkeypatch):
+    """Of the most probable tokens; their probabilities are those among all tokens."""
+    monkeypatch.setattr(gumbel, "NUCLEUS", 3)
+    logits = torch.tensor([0.1, 0.3, 0.2, 0.15, 0.25]).log()[None]
+    for top_p, kept in ((0.3, [1]), (0.5, [1, 4]), (0.7, [1, 2, 4]), (0.9, [1, 2, 4])):
+        assert gumbel.nucleus(logits, 1.0, top_p).isfinite().nonzero()[:, 1].tolist() == kept
+
+
 def test_a_row_of_nan_has_no_nucleus_and_disturbs_no_other():
     """A row of NaN (finished) stays NaN, no other row changes, and a drawn token is in the vocabulary."""
     logits = torch.randn(3, 500)
@@ -232,7 +240,7 @@ def test_gpu_samples_and_append():
 @pytest.mark.gpu
 @pytest.mark.parametrize("B", [1, 2, 64, 256])
 def test_gpu_nucleus(B):
-    """For these B PyTorch sorts in three ways. In fp64 the nucleus is a CPU's. In fp32, without deterministic
+    """For few rows PyTorch's topk sorts. In fp64 the nucleus is a CPU's. In fp32, without deterministic
     algorithms, nucleus allocates at most the 48 bytes a logit that rollout.py plans for."""
     torch.use_deterministic_algorithms(False)
     logits = torch.randn(B, 152064, device="cuda") * 3
