@@ -259,13 +259,13 @@ def readable(path, what="cannot be read"):
     try:
         yield
     except Exception as error:                                   # each library raises its own types
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = (re.sub(r":\s*\n\s*", ": ", str(error).strip()) or type(error).__name__).splitlines()[0]
         raise ValueError(f"{path} {what}: {reason}") from error
 
 
 def encode(tokenizer, prompt):
     """A user message, or a chat of {"role", "content"} → token ids up to the start of the assistant's answer;
-    without a chat template of the text alone, less an end token. ValueError: the template refuses a role."""
+    without a chat template, of the plain text less an end token. ValueError: the template refuses it."""
     chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if tokenizer.chat_template is None:
         ids = tokenizer("\n\n".join(message["content"] for message in chat))["input_ids"]

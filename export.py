@@ -51,8 +51,10 @@ def export(source, destination, format, adapter="", quant=""):
     if layout and quant == "bf16":
         raise ValueError("a run of --quant bf16 has no 4 bits to write: take --format bf16, or --quant nvfp4")
     shape = _json(Path(adapter) / "adapter_config.json") if adapter else {}
-    rank, alpha = shape.get("r", 1), shape.get("lora_alpha", 1)
-    base_name, source, quant = place if layout else source, checkpoint.open(source), quant or "nvfp4"
+    rank = r if type(r := shape.get("r")) is int else 1              # load_adapter refuses what is no int
+    alpha = shape.get("lora_alpha", 1)
+    base_name = place if layout else source
+    source, quant = checkpoint.open(source), quant or "nvfp4"
     ours = model.load(source, quant, rank, alpha)
     if adapter:
         lora.load_adapter(ours, adapter)
@@ -78,8 +80,10 @@ def export(source, destination, format, adapter="", quant=""):
         if beside:
             lora.load_adapter(again, beside)
         off = ((again.logits(again(ids, positions)) - want).norm() / want.norm()).item()
-        # bf16 rounds every weight; 4 bits return as they were, but for the inverse of a foreign global scale
+        # bf16 rounds each weight; NVFP4 is exact, but a foreign global scale is inverted, which rounds
         limit = 2**-5 if format == "bf16" else 1e-5
+        if not off <= limit:
+            shutil.rmtree(wrong, ignore_errors=True)                # of an earlier try
         os.replace(new, place if off <= limit else wrong)
     if not off <= limit:
         raise ValueError(f"{place} was not made: the logits of what was written, now in {wrong}, are off by "

@@ -196,8 +196,8 @@ class Decoder(nn.Module):
     def forward(self, ids, positions, cache=None):
         """ids, positions (B, T) → hidden (B, T, D) after the final norm.
 
-        Each row attends to itself, from position 0 on; padding goes on the right. A KVCache stores keys and
-        values; with one, T = 1 is a decode step: a row's new token attends to every position before its own.
+        Rows are independent and causal, each from position 0; padding goes on the right. A KVCache stores
+        keys and values; with one, T = 1 is a decode step: the new token attends up to its own position.
         """
         # The residual stream is fp32 on a GPU too, because bf16 would round each of its sums, and not always
         # to the same number in the sampler's and the trainer's batches.

@@ -1,7 +1,7 @@
 """The operations of a decoder block that are not matrix products: one function each.
 
 Plain torch lines define each result and have autograd. On a GPU a Triton kernel computes the same; add_norm,
-swiglu and rope, which the trainer uses too, also have one for the gradient. Causal attention is torch's.
+swiglu and rope, which the trainer also uses, have a backward too. rms_norm and causal attention are torch's.
 
     add_norm → [q k v] → cached_attention → [o] → add_norm → [gate up] → swiglu → [down] → add_norm → …
     x + the output of the     rope, cache write,      brackets: a matrix product of fp4_gemm.py, with LoRA

@@ -235,7 +235,7 @@ def own(path, held_out=32):
     if missing := {"problems", "reward"} - module.keys():
         raise ValueError(f"{path} defines no {max(missing)}(), and a task needs problems() and reward()")
     takes = attempt("reward", inspect.signature, judge := module["reward"]).parameters.values()
-    always = len([p for p in takes if p.default is p.empty or p.name == "finished"]) > 2
+    always = len([p for p in takes if p.kind < 3 and (p.default is p.empty or p.name == "finished")]) > 2
     problems = attempt("problems", lambda: list(module["problems"]()))
     return _split(problems, held_out, path, None, reward, prompt)
 
@@ -321,6 +321,7 @@ def final_answer(text):
 def _tail(text):
     """The end of a text; fractions and thousands in LaTeX become plain numbers, units lose their exponent."""
     tail = text[-READ:].lstrip("0123456789.,/" if len(text) > READ else "")         # a number cut in two
+    tail = re.sub(r"(\\[dt]?frac) ?([0-9])([0-9])", r"\1{\2}{\3}", tail)
     tail = FRAC.sub(lambda m: f"{m[1] + ' ' if m[1] else ''}{m[2]}/{m[3]}", tail.replace("{,}", ","))
     return SQUARE.sub(r"\1\2", tail)
 

@@ -61,6 +61,9 @@ def test_a_name_that_leads_nowhere_is_refused(tmp_path, monkeypatch):
     refuses("no such model", "no such model", "owner/model")
     refuses(tmp_path / "a.gguf", tmp_path / "a.gguf")
     refuses(tmp_path, tmp_path, "config.json")
+    with pytest.raises(ValueError, match="^x cannot be read: of field 'n': it is no int$"), \
+            checkpoint.readable("x"):
+        raise TypeError("of field 'n':\n    it is no int\nmore")
 
     def unreachable(name, **_):
         raise OSError(f"cannot reach the hub for {name}\nand much more about it")

@@ -28,6 +28,7 @@ LAST = [    # text, gold, reward
     ("$18", "18", 1), ("18$", "18", 1), ("€18", "18", 1), ("18%", "18", 1), ("18 dollars", "18", 1),
     ("5kg", "5", 1), ("\\$18\\%", "18", 1), ("90^\\circ", "90", 1), ("3/4", "3/4", 1), ("-3/4", "-3/4", 1),
     ("3/4.5", "4.5", 1), ("\\frac{3}{4}", "3/4", 1), ("-\\dfrac{3}{4}", "-3/4", 1),
+    ("\\frac12", "1/2", 1), ("\\frac12", "12", 0), ("1\\dfrac 34", "7/4", 1),
     ("\\frac{-3}{4}", "-3/4", 1), ("1/0", "0", 0), ("1 1/2", "3/2", 1), ("-1 1/2", "-3/2", 1),
     ("1\\frac{1}{2}", "3/2", 1), ("5 48/2", "24", 1), ("0.33", "1/3", 0), ("1e3", "1000", 1),
     ("2.5E-1", "1/4", 1), ("1e400", "400", 0), ("1e999999999", "1", 0), ("2 × 10^3", "3", 0),
@@ -484,6 +485,10 @@ def test_a_task_of_ones_own_is_a_file_of_ten_lines(tmp_path):
         path.write_text(f"{OWN}\ndef reward(problem, text, {third}):\n    return float({name})\n")
         task = tasks.own(str(path))
         assert [task.reward({}, "", f) for f in (True, False)] == judged
+    for third in ("**more", "*, finished=None"):                    # what a positional argument cannot reach
+        path.write_text(f"{OWN}\ndef reward(problem, text, {third}):\n    return 0.5\n")
+        assert [tasks.own(str(path)).reward({}, "", f) for f in (True, False)] == [.5, 0]
+
 
 
 MINE = """def problems():
