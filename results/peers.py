@@ -174,7 +174,8 @@ def run_vllm(job):
     use_random_weights()
     # vLLM's own sizes of CUDA graphs, less dense above 64 rows: it starts sooner and pads at most 15 rows
     rows = [int(batch) for batch in job.batch if batch != "whole"]
-    sizes = sorted({1, 2, 4, *range(8, 64, 8), *range(64, job.slots + 1, 16), *rows})
+    sizes = sorted({1, 2, 4, *range(8, 64, 8), *range(64, (1 + (compiled == "default")) * job.slots + 1, 16),
+                    *rows})        # default: prompts too run in graphs
     compilation = {"cudagraph_capture_sizes": sizes, "cudagraph_specialize_lora": False}
     if compiled == "none":
         compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -211,6 +212,7 @@ def run_vllm(job):
         if batch == "whole":
             drawn = json.loads((folder / f"{weights}.json").read_text())
             lengths, samples = drawn["lengths"], len(drawn["lengths"]) // len(drawn["prompts"])
+            generate(prompts(drawn["prompts"], samples), [min(n, 1 + i % 16) for i, n in enumerate(lengths)])
             save(job, batch, sum(lengths), [generate(prompts(drawn["prompts"], samples), lengths)], lengths)
             continue
         n, times = int(batch), []
