@@ -196,7 +196,7 @@ def over_vllm(rows, weights):
 def peers(path=None):
     records, rows = peer_rows(path)
     batches = sorted({batch for row in rows.values() for batch in row}, key=lambda b: (b == "whole", b))
-    cards = list(dict.fromkeys(card for (_, card), _ in rows))
+    cards = list(dict.fromkeys(run for run, _ in rows))
     words = {"vllm": "vLLM", "none": "CUDA graphs alone", "default": "torch.compile",
              "1": "one process", "2": "two processes", **NAMES}
     failed = {(r["run"], r["card"], r["part"]): r["failed"] for r in records if "failed" in r}
@@ -204,7 +204,7 @@ def peers(path=None):
     for (run, part), row in rows.items():
         name = ", ".join(words.get(word, word) for word in part.split("/"))
         empty = "failed" if (*run, part) in failed else ""
-        entry(name + (f", card {1 + cards.index(run[1])}" if cards[1:] else ""),
+        entry(name + (f", card {1 + cards.index(run)}" if cards[1:] else ""),
               *(" and ".join(f"{rate:,.0f}" for rate in row.get(batch, ())) or empty for batch in batches))
     for weights in "nvfp4", "bf16":
         if over := over_vllm(rows, weights):
