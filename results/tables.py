@@ -4,11 +4,13 @@
     gemm, rollout, step, recipes    results/README.md: every measurement of speed and memory
     turns                           results/README.md: the speed of two commits in turns
     peers                           results/README.md: vLLM on the same card
+    qwen                            results/README.md: what a user waits for, and TRL beside us
 """
 
 import argparse
 import json
 import math
+import re
 import statistics
 import sys
 import textwrap
@@ -223,6 +225,42 @@ def peers(path=None):
          "ENV/bin/python`, log in `results/peers_bench.jsonl`.")
 
 
+def qwen():
+    places = LOGS / "qwen", LOGS / "qwen" / "before"
+    info = {place: json.loads((place / "conditions.json").read_text()) for place in places}
+    logs = [(path, [json.loads(line) for line in path.read_text().splitlines()])
+            for place in places for path in sorted(place.glob("*.jsonl"))]
+
+    def name(path):
+        size, weights = path.stem.split("-")
+        ours = f"Coder-{size.upper()}, {NAMES.get(weights, 'NVFP4')}"
+        return ours + (f", commit {info[path.parent]['commit']}" if path.parent == places[1] else "")
+
+    head("32 × 8 answers", "mean length", "sampling, s", "update, s", "both, s",
+         "update, tokens/s: median, slowest after 3 steps", "peak GB")
+    for path, records in logs:
+        steps = [r for r in records if "update_s" in r]
+        late = [r["update_tok_s"] for r in steps[3:] if "update_tok_s" in r]
+        middle = {key: statistics.median(r[key] for r in steps)
+                  for key in ("length", "rollout_s", "update_s") if steps}
+        if steps:
+            theirs = path.stem == "trl"
+            entry(f"Coder-1.5B, TRL {steps[0]['trl']} with vLLM {steps[0]['vllm']}, bf16" if theirs else
+                  name(path), f"{middle['length']:.0f}", f"{middle['rollout_s']:.1f}",
+                  f"{middle['update_s']:.1f}",
+                  f"{statistics.median(r['rollout_s'] + r['update_s'] for r in steps):.1f}",
+                  f"{statistics.median(late):,.0f}, {min(late):,.0f}" if late else "",
+                  f"{max(r.get('memory_gb', 0) or r['peak_gb'] for r in steps):.1f}")
+    print()
+    head("1,319 test problems, greedy and sampled once", "loading, s", "evaluation, s", "accuracy, greedy")
+    for path, records in logs:
+        if path.stem.endswith("test"):
+            load_s = re.search(r"loaded in (\d+) ?s", path.with_suffix(".txt").read_text())[1]
+            entry(name(path), load_s, f"{records[0]['rollout_s']:.1f}", f"{records[0]['eval_greedy']:.3f}")
+    note(info.values(), "the median of all steps, GSM8K, answers of at most 400 tokens. By `bash "
+         "results/qwen.sh MODELS DATA OUT` and `python results/trl_step.py`, logs in `results/qwen/`.")
+
+
 def entry(*cells):
     print("| " + " | ".join(cells) + " |")
 
@@ -304,7 +342,7 @@ def fitting(c, gb):
 
 if __name__ == "__main__":
     tables = {"results": results, "hardware": hardware, "gemm": gemm, "rollout": rollout, "step": step,
-              "recipes": recipes, "turns": turns, "peers": peers}
+              "recipes": recipes, "turns": turns, "peers": peers, "qwen": qwen}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("table", choices=tables)
     tables[parser.parse_args().table]()

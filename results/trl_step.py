@@ -86,7 +86,8 @@ def main(arguments=None):
     problems = [{"prompt": [{"role": "user", "content": task.prompt(p)}], "problem": p}
                 for step in range(a.steps) for p in train.batch(task.train, ours, step)]
     versions = {name: version(name) for name in ["trl", "peft", "transformers"] + ["vllm"] * gpu}
-    log = bench.Records(a.out, bench.conditions() | versions | vars(a))
+    log = bench.Records(a.out, bench.conditions() | versions | {
+        k: v for k, v in vars(a).items() if isinstance(v, int)})
     meter = Meter(log, task, checkpoint.open(a.model).stop_ids())
     trainer = trl.GRPOTrainer(
         a.model, meter.reward, callbacks=[meter], train_dataset=datasets.Dataset.from_list(problems),

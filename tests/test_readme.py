@@ -108,7 +108,8 @@ def test_the_quickstart_table_is_what_its_script_makes_of_the_logs():
 
 @pytest.mark.parametrize("name, rows, text", [
     ("results", 6, README), ("hardware", 6, README), ("gemm", 20, LOGBOOK), ("rollout", 7, LOGBOOK),
-    ("step", 16, LOGBOOK), ("recipes", 6, LOGBOOK), ("turns", 10, LOGBOOK), ("peers", 9, LOGBOOK)])
+    ("step", 16, LOGBOOK), ("recipes", 6, LOGBOOK), ("turns", 10, LOGBOOK), ("peers", 9, LOGBOOK),
+    ("qwen", 8, LOGBOOK)])
 def test_the_tables_are_what_their_script_makes_of_the_logs(name, rows, text):
     """And so are their conditions."""
     table = subprocess.run([sys.executable, "results/tables.py", name], cwd=ROOT, capture_output=True,
