@@ -97,14 +97,11 @@ def _json(path):
 
 
 def _merge(decoder):
-    """W + (alpha/rank) B A becomes W, in bf16, and B becomes 0."""
+    """W + (alpha/rank) B A becomes W, in bf16."""
     for layer in lora.lora_layers(decoder).values():
-        W, biases = layer.base.W, [] if layer.base.bias is None else [layer.base.bias]
         parts = zip(layer.lora_A.data.split(layer.rank), layer.lora_B.data.split(layer.splits), strict=True)
-        W = fp4_gemm.dequantize(W, torch.float32) + torch.cat([layer.scale * b @ a for a, b in parts])
-        layer.base = model.FrozenLinear(W.split(layer.splits), biases, None, torch.bfloat16, W.device)
-        layer.lora_B.data.zero_()
-    lora.refresh(decoder)
+        added = torch.cat([layer.scale * b @ a for a, b in parts])
+        layer.base.W = fp4_gemm.Dense((fp4_gemm.dequantize(layer.base.W, torch.float32) + added).bfloat16())
 
 
 def _copy_tokenizer(source, folder):

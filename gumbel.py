@@ -58,12 +58,13 @@ def nucleus(logits, temperature, top_p):
     """Logits (B, V) f32 → the same with −inf outside the nucleus: the fewest most probable tokens whose
     probabilities sum to top_p or more, 0 < top_p <= 1 (Holtzman et al. 2020), at most NUCLEUS of them, and
     all that tie with the last of these. Temperature 0 counts as 1. A row of NaN stays NaN."""
-    ordered, scaled = logits.topk(min(NUCLEUS, logits.shape[1])).values, logits / (temperature or 1.0)
-    p = (ordered / (temperature or 1.0) - scaled.logsumexp(-1, keepdim=True)).exp()
+    scaled = logits / (temperature or 1.0)
+    ordered = scaled.topk(min(NUCLEUS, logits.shape[1])).values
+    p = (ordered - scaled.logsumexp(-1, keepdim=True)).exp()
     before = p.cumsum(-1) - p                           # sum over the more probable tokens
     least = ordered.masked_fill(before >= top_p, float("inf")).amin(-1, keepdim=True)           # (B, 1)
     # compare with a threshold, do not scatter: deterministic scatter cannot be captured into a CUDA graph
-    return logits.masked_fill(logits < least, float("-inf"))
+    return logits.masked_fill(scaled < least, float("-inf"))
 
 
 def _sample(logits, temperature, seed, step, sequence, position):

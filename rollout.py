@@ -153,14 +153,14 @@ class Sampler:
         if model.device.type == "cpu":
             return self.slots
         # Reserve memory for a layer's largest weight in bf16, a prefill's activations, and half a GB for the
-        # allocator's gaps. A slot takes its keys and values, and its logits twice in fp32; top-p takes up to
-        # 48 bytes a logit.
+        # allocator's gaps. A slot takes its keys and values, and its logits twice in fp32. With top-p a logit
+        # takes up to 20 bytes.
         beside = 4 * c.hidden_size * c.intermediate_size + prefill_bytes(c, prefill) + 5e8
         torch.cuda.empty_cache()             # what the allocator still holds is too fragmented to count
         free, total = torch.cuda.mem_get_info()
         allowed = total * torch.cuda.get_per_process_memory_fraction()
         free = min(free, allowed - torch.cuda.memory_reserved())
-        logits = (48 if top_p < 1 else 8) * c.vocab_size
+        logits = (20 if top_p < 1 else 8) * c.vocab_size
         return max(1, int((free - beside) // (length * cached_bytes(c) + logits)))
 
 

@@ -65,12 +65,11 @@ class Run:
             raise ValueError(f"another process is writing to {self.folder}: take another --out") from None
         if not config.resume and (self.lock.tell() or self.saved()):
             raise ValueError(f"{self.folder} holds a run already: go on with --resume, or take another --out")
-        records = read(self.folder).values()
-        self.segment = 1 + max((r["segment"] for r in records), default=-1)
-        scores = (r["eval_greedy"] for r in jsonl(self.folder / "metrics.jsonl")        # replayed ones too
-                  if type(r) is dict and r.get("step") and r.get("eval_greedy") is not None)
+        every = logged(self.folder)                                     # also those of replayed steps
+        self.segment = 1 + max((r["segment"] for r in every), default=-1)
+        scores = (r["eval_greedy"] for r in every if r["step"] and r.get("eval_greedy") is not None)
         self.best = max(scores, default=-math.inf)
-        made = config.updates_per_rollout * sum(r["kind"] == "step" for r in records)
+        made = config.updates_per_rollout * len({r["step"] for r in every if r["kind"] == "step"})
         if config.steps < made:
             raise ValueError(f"--steps {config.steps}: {self.folder} has made {made} steps; take at least as "
                              f"many, or evaluate with --steps 0 --adapter {self.folder}")
@@ -279,10 +278,15 @@ def peak_memory_gb():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9           # Linux counts in KiB
 
 
+def logged(folder):
+    """All records of a run in the order of writing, without lines cut off or written by hand."""
+    return [r for r in jsonl(Path(folder) / "metrics.jsonl") if type(r) is dict
+            and [type(r.get(k)) for k in ("kind", "step", "segment")] == [str, int, int]]
+
+
 def read(folder):
-    """(kind, step) → its last record, in the order of steps, without lines cut off or written by hand."""
-    last = {(r["kind"], r["step"]): r for r in jsonl(Path(folder) / "metrics.jsonl")
-            if type(r) is dict and [type(r.get(k)) for k in ("kind", "step", "segment")] == [str, int, int]}
+    """(kind, step) → its last record, in the order of steps."""
+    last = {(r["kind"], r["step"]): r for r in logged(folder)}
     return dict(sorted(last.items(), key=lambda item: (item[0][1], item[0][0])))
 
 
