@@ -194,7 +194,7 @@ class _Batch:
         date, of the (row, prompt, slot)s that run."""
         slots = self.slots
         free = list(range(slots))
-        enough = -(-slots // 16)               # free slots to wait for: a prefill of few prompts is slow
+        enough = -(-slots // 8)                # free slots to wait for: a prefill of few prompts is slow
         positions = []                                              # of each running row
         while waiting or running:
             if waiting and len(free) >= min(enough, len(waiting)):

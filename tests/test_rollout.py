@@ -145,10 +145,10 @@ def test_slots_change_nothing(m, slots):
     slots = min(slots, 64)                                             # never more slots than rows
     assert sampler.stats["slots"] == slots
     assert sampler.stats["length"] == r.prompt_lengths.max() + 20 and sampler.stats["prefill"] == 8 * 17
-    # rows start when a sixteenth of the slots, or enough for all waiting rows, is free
+    # rows start when an eighth of the slots, or enough for all waiting rows, is free
     waiting, running, steps = r.lengths.tolist(), [], 0
     while waiting or running:
-        if (free := slots - len(running)) >= min(-(-slots // 16), len(waiting)):
+        if (free := slots - len(running)) >= min(-(-slots // 8), len(waiting)):
             running, waiting = running + waiting[:free], waiting[free:]
         running, steps = [n - 1 for n in running if n > 1], steps + 1
     assert sampler.stats["steps"] == steps
