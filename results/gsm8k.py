@@ -102,7 +102,7 @@ CLAIMS = (("NVFP4 ends above bf16", "greedy", "2", "1"),
 MODELS = {size: f"Qwen/Qwen2.5-Coder-{size.upper()}-Instruct-GGUF/qwen2.5-coder-{size}-instruct-q4_k_m.gguf"
           for size in ("1.5b", "0.5b")}
 # of a run alone on an H100, until the log has some: seconds to load, of a step, of all tests
-SECONDS = {"1.5b": (22, 4.0, 140), "0.5b": (15, 2.2, 155)}
+SECONDS = {"1.5b": (20, 3.4, 130), "0.5b": (13, 1.7, 130)}
 
 
 class Job(NamedTuple):

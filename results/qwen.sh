@@ -2,7 +2,7 @@
 # What a user waits for on one GPU with real checkpoints: loading, an evaluation, whole steps on GSM8K.
 #   bash results/qwen.sh MODELS DATA OUT [NAME…]        MODELS: the two .gguf files; DATA: train.jsonl, test.jsonl
 # OUT/NAME.jsonl is the metrics.jsonl of a run, OUT/NAME.txt what it printed; NAMEs leave out the other runs.
-# Another commit's train.py: TREE=FOLDER. `python results/tables.py qwen` makes its tables of results/qwen/.
+# Another commit's train.py: COMMIT=NAME TREE=FOLDER. `python results/tables.py qwen` makes its tables of results/qwen/.
 set -euo pipefail
 models=$(realpath "$1") data=$(realpath "$2") out=$(realpath -m "$3") here=$(realpath "$(dirname "$0")")
 shift 3

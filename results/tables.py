@@ -237,10 +237,10 @@ def qwen():
         return ours + (f", commit {info[path.parent]['commit']}" if path.parent == places[1] else "")
 
     head("32 × 8 answers", "mean length", "sampling, s", "update, s", "both, s",
-         "update, tokens/s: median, slowest after 3 steps", "peak GB")
+         "update, tokens/s: median, slowest after three steps", "peak GB")
     for path, records in logs:
         steps = [r for r in records if "update_s" in r]
-        late = [r["update_tok_s"] for r in steps[3:] if "update_tok_s" in r]
+        rates = [r["update_tok_s"] for r in steps if "update_tok_s" in r]
         middle = {key: statistics.median(r[key] for r in steps)
                   for key in ("length", "rollout_s", "update_s") if steps}
         if steps:
@@ -249,7 +249,7 @@ def qwen():
                   name(path), f"{middle['length']:.0f}", f"{middle['rollout_s']:.1f}",
                   f"{middle['update_s']:.1f}",
                   f"{statistics.median(r['rollout_s'] + r['update_s'] for r in steps):.1f}",
-                  f"{statistics.median(late):,.0f}, {min(late):,.0f}" if late else "",
+                  f"{statistics.median(rates):,.0f}, {min(rates[3:]):,.0f}" if rates else "",
                   f"{max(r.get('memory_gb', 0) or r['peak_gb'] for r in steps):.1f}")
     print()
     head("1,319 test problems, greedy and sampled once", "loading, s", "evaluation, s", "accuracy, greedy")

@@ -286,7 +286,7 @@ def test_sigterm_lets_a_worker_save_the_steps_it_has_made(tmp_path, tiny_chat, m
         assert runs._read(folder / "checkpoint.safetensors")[1] == made
         assert not gsm8k.read(out, job).failed
         whole = gsm8k.expected(Job("main", "3", 1e-3, 2), out)
-        assert gsm8k.expected(job, out) == pytest.approx(whole - 2.2 * made, abs=1e-6)
+        assert gsm8k.expected(job, out) == pytest.approx(whole - gsm8k.SECONDS["0.5b"][1] * made, abs=1e-6)
     finally:
         shutil.rmtree(folder.parent)
 
@@ -362,7 +362,8 @@ def test_the_rate_is_chosen_when_all_its_runs_have_ended_and_arm_7_waits_for_its
     assert gsm8k.chosen(tmp_path, TWO)[1] is None
     short, long = (gsm8k.expected(Job(phase, "1", 1e-4, 2), tmp_path) for phase in ("rate", "main"))
     assert short == pytest.approx(1.1 * (10 + 20 + 3 + 1) + 15)             # by the logs, alone on the card
-    assert long == 15 + 220 + 155                                           # an estimate
+    load_s, step_s, tests_s = gsm8k.SECONDS["0.5b"]
+    assert long == load_s + 100 * step_s + tests_s                          # an estimate
     two, three = (gsm8k.expected(Job("rate", "1", 1e-4, 2), tmp_path, at_once) for at_once in (2, 3))
     assert two == pytest.approx(1.2 * short) and three == pytest.approx(1.8 * short)
 
