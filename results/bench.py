@@ -345,12 +345,19 @@ def whole_work(V, prompts=32, samples=16, mean=600, limit=2048):
     return asked, samples, limit, 1.0, stops, 0, 1
 
 
-def whole_rollout(model, slots, **work):
-    sampler, work = Sampler(model, slots=slots), whole_work(model.config.vocab_size, **work)
-    for _ in range(2):                                     # the first call compiles the kernels
+def second_of_two(sampler, work):
+    """Sample twice, as the first call compiles the kernels → the second Rollout, and its seconds."""
+    for _ in range(2):
         began = clock()
         done = sampler.generate(*work)
-        seconds, lengths = clock() - began, done.lengths.double()
+        seconds = clock() - began
+    return done, seconds
+
+
+def whole_rollout(model, slots, **work):
+    sampler = Sampler(model, slots=slots)
+    done, seconds = second_of_two(sampler, whole_work(model.config.vocab_size, **work))
+    lengths = done.lengths.double()
     return lengths.sum().item(), seconds, sampler.stats["steps"], {
         "whole": True, "seconds": seconds, "mean_length": lengths.mean().item(),
         "longest": int(lengths.max()), "finished": done.finished.double().mean().item(), **sampler.stats}

@@ -161,7 +161,7 @@ def recipes():
 
 
 def turns():
-    records = [json.loads(line) for line in (LOGS / "turns.jsonl").read_text().splitlines()]
+    records = read("turns", LOGS / "turns.jsonl")
     head("work", "rows", "commits", "before, ms", "after, ms", "speed kept")
     for old, new in zip(records[::2], records[1::2], strict=True):
         entry(f"{'an update' if old['work'] == 'update' else 'a decode step'} of {model(old['shape'])}, "
@@ -226,39 +226,43 @@ def peers(path=None):
 
 
 def qwen():
-    places = LOGS / "qwen", LOGS / "qwen" / "before"
-    info = {place: json.loads((place / "conditions.json").read_text()) for place in places}
-    logs = [(path, [json.loads(line) for line in path.read_text().splitlines()])
-            for place in places for path in sorted(place.glob("*.jsonl"))]
-
-    def name(path):
-        size, weights = path.stem.split("-")
-        ours = f"Coder-{size.upper()}, {NAMES.get(weights, 'NVFP4')}"
-        return ours + (f", commit {info[path.parent]['commit']}" if path.parent == places[1] else "")
-
-    head("32 × 8 answers", "mean length", "sampling, s", "update, s", "both, s",
+    info, tests = [], []
+    head("32 × 8 answers", "loading, s", "mean length", "sampling, s", "update, s", "both, s",
          "update, tokens/s: median, slowest after three steps", "peak GB")
-    for path, records in logs:
-        steps = [r for r in records if "update_s" in r]
-        rates = [r["update_tok_s"] for r in steps if "update_tok_s" in r]
-        middle = {key: statistics.median(r[key] for r in steps)
-                  for key in ("length", "rollout_s", "update_s") if steps}
-        if steps:
-            theirs = path.stem == "trl"
-            entry(f"Coder-1.5B, TRL {steps[0]['trl']} with vLLM {steps[0]['vllm']}, bf16" if theirs else
-                  name(path), f"{middle['length']:.0f}", f"{middle['rollout_s']:.1f}",
-                  f"{middle['update_s']:.1f}",
-                  f"{statistics.median(r['rollout_s'] + r['update_s'] for r in steps):.1f}",
-                  f"{statistics.median(rates):,.0f}, {min(rates[3:]):,.0f}" if rates else "",
-                  f"{max(r.get('memory_gb', 0) or r['peak_gb'] for r in steps):.1f}")
+    for place, older in ((LOGS / "qwen", False), (LOGS / "qwen" / "before", True)):
+        info += read("qwen", place / "conditions.json")
+        for path in sorted(place.glob("*.jsonl")):
+            records = read("qwen", path)
+            if path.stem == "trl":
+                name = f"Coder-1.5B, bf16, TRL {records[0]['trl']} with vLLM {records[0]['vllm']}"
+                step_row(name, "", records, records[-1]["peak_gb"])
+                continue
+            size, what = path.stem.split("-")
+            load_s = re.search(r"loaded in (\d+) ?s", path.with_suffix(".txt").read_text())[1]
+            name = f"Coder-{size.upper()}, {NAMES.get(what, 'NVFP4')}"
+            name += f", commit {info[-1]['commit']}" if older else ""
+            if what == "test":
+                tests.append((name, load_s, f"{records[0]['rollout_s']:.1f}",
+                              f"{records[0]['eval_greedy']:.3f}"))
+            else:
+                steps = [r for r in records if r["kind"] == "step"]
+                step_row(name, load_s, steps, steps[-1]["memory_gb"])
     print()
     head("1,319 test problems, greedy and sampled once", "loading, s", "evaluation, s", "accuracy, greedy")
-    for path, records in logs:
-        if path.stem.endswith("test"):
-            load_s = re.search(r"loaded in (\d+) ?s", path.with_suffix(".txt").read_text())[1]
-            entry(name(path), load_s, f"{records[0]['rollout_s']:.1f}", f"{records[0]['eval_greedy']:.3f}")
-    note(info.values(), "the median of all steps, GSM8K, answers of at most 400 tokens. By `bash "
-         "results/qwen.sh MODELS DATA OUT` and `python results/trl_step.py`, logs in `results/qwen/`.")
+    for cells in tests:
+        entry(*cells)
+    note(info, "the median of all steps, GSM8K, answers of at most 400 tokens. By `bash results/qwen.sh "
+         "MODELS DATA OUT` and `python results/trl_step.py`, logs in `results/qwen/`.")
+
+
+def step_row(name, load_s, steps, peak_gb):
+    """Print a run's row. peak_gb: since the run's start."""
+    rates = [r["update_tok_s"] for r in steps if "update_tok_s" in r]               # TRL does not tell
+    steps = [r | {"both_s": r["rollout_s"] + r["update_s"]} for r in steps]
+    length, *seconds = (statistics.median(r[key] for r in steps)
+                        for key in ("length", "rollout_s", "update_s", "both_s"))
+    entry(name, load_s, f"{length:.0f}", *(f"{s:.1f}" for s in seconds),
+          f"{statistics.median(rates):,.0f}, {min(rates[3:]):,.0f}" if rates else "", f"{peak_gb:.1f}")
 
 
 def entry(*cells):

@@ -490,7 +490,6 @@ def test_a_task_of_ones_own_is_a_file_of_ten_lines(tmp_path):
         assert [tasks.own(str(path)).reward({}, "", f) for f in (True, False)] == [.5, 0]
 
 
-
 MINE = """def problems():
     return [{"prompt": f"What is {n} - 1?", "answer": n - 1} for n in range(10, 100)]
 def reward(problem, text):
