@@ -21,7 +21,7 @@ go() {      # NAME SIZE flags…
   cp "$folder/$name/metrics.jsonl" "$out/$name.jsonl"
 }
 names=$*
-steps="--prompts 32 --eval-every 100 --eval-problems 0"
+steps="--prompts 32 --eval-every 100"
 go 0.5b-nvfp4 0.5b $steps --steps 20 --lr 1e-4 --micro-tokens 32768
 go 0.5b-test 0.5b --steps 0 --test "$data/test.jsonl"
 go 1.5b-nvfp4 1.5b $steps --steps 20 --lr 5e-5 --micro-tokens 16384
