@@ -311,7 +311,7 @@ def results():
               f"{model(records[0]['shape'])} + LoRA, {card(records[0])} (answers at once)",
               f"both NVFP4 {four} its tokens/s; both bf16 {plain}", "", "")
     for (shape, prompts, samples, new, _, weights, cap, ranks), found in steps().items():
-        if weights == "nvfp4" and ranks == 1 and not cap and prompts * samples >= 32:
+        if weights == "nvfp4" and ranks == 1 and not cap and prompts * samples * new > 32_000:
             sampling, update, peak = (statistics.median(r[k] for r in found)
                                       for k in ("rollout_s", "update_s", "peak_gb"))
             answers = f"{prompts} × {samples} answers of {new} tokens"
