@@ -10,10 +10,10 @@ A step reads each row's newest token, which is not in the cache yet (at first th
 the next one; so prefill draws nothing. The host replays the graph of a step 8 times, then reads which rows
 have finished, moves the other rows up and refills the free slots. A row's slot, position and last token are
 data on the GPU. So a graph depends on two numbers only, each rounded up to a power of two: the rows of the
-batch, and the pieces of 256 positions in the longest row. Every row has a copy of its prompt's keys and
-values, but a group reads whole tiles of its first row's copy, so that L2 serves the other rows. generate
-makes as many slots as free memory holds, captures a graph when it is first needed, and frees both at the end:
-the update needs the memory, and no graph may outlive what it reads. On a CPU steps are called, not replayed.
+batch, and the pieces of 256 positions in the longest row, at least 4 to save captures. A row has a copy of
+its prompt's keys and values, but a group reads whole tiles of its first row's, so that L2 serves the others.
+generate makes as many slots as free memory holds, captures a graph when it is first needed, and frees both at
+the end: the update needs the memory, and no graph may outlive what it reads. On a CPU steps are called.
 
 The sampler runs the model that trains, on the same tensors. So no weights are handed over, AQN's noise is in
 exactly the modules that sample, and the recorded log-probabilities are those of the policy that sampled.
@@ -258,7 +258,7 @@ class _Batch:
     def advance(self, size, longest, steps):
         """Run decode steps of the first `size` rows, none beyond position `longest` → each row's position."""
         most = -(-self.rollout.tokens.shape[1] // ops.SPLIT)
-        key = self.choose(size, min(most, 1 << (longest // ops.SPLIT).bit_length()))
+        key = self.choose(size, min(most, max(4, 1 << (longest // ops.SPLIT).bit_length())))
         began = time.perf_counter()
         if self.cuda and key not in self.graphs:
             kernels = key[0], self.draw[0] == 0, self.draw[-1] < 1, len(self.stops)

@@ -421,7 +421,7 @@ def test_gpu_graph_equals_eager(real, monkeypatch, top_p):
 
     def advance(self, size, longest, steps):
         most = -(-self.rollout.tokens.shape[1] // ops.SPLIT)
-        key = self.choose(size, min(most, 1 << (longest // ops.SPLIT).bit_length()))
+        key = self.choose(size, min(most, max(4, 1 << (longest // ops.SPLIT).bit_length())))
         self.graphs[key] = None
         for _ in range(steps):
             self.step(*key)
