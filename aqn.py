@@ -65,7 +65,7 @@ def norms(model):
 
 
 def is_noisy(model):
-    """→ bool: are we inside noisy_norms? There the model is not the policy: do not evaluate or save it."""
+    """→ bool: do the norms carry noise? Then the model is not the policy: do not evaluate or save it."""
     return any(hasattr(m, "clean_weight") for m in norms(model))
 
 

@@ -4,9 +4,9 @@
     source.config                                            transformers' config
     source.tensor("model.layers.0.mlp.down_proj.weight", (1536, 8960))
 
-The model asks for one tensor at a time, by transformers' name, and quantises it before it asks for the next:
-no second copy of the weights ever exists. A tensor that is missing, misshapen or left over is an error. A
-projection that is stored in NVFP4 is loaded as its codes and scales, never quantised a second time:
+The model asks for the parts of one matrix (q, k and v, say) by transformers' names and quantises them before
+it asks for more: no second copy of the weights exists. A tensor missing, misshapen or left over is an error.
+A projection that is stored in NVFP4 is loaded as its codes and scales, never quantised a second time:
 
                          codes u8 (N, K/2)   block scales e4m3 (N, K/16)   global scale f32
     compressed-tensors   weight_packed       weight_scale                  weight_global_scale, divides

@@ -52,7 +52,7 @@ def export(source, destination, format, adapter="", quant=""):
         raise ValueError("a run of --quant bf16 has no 4 bits to write: take --format bf16, or --quant nvfp4")
     shape = _json(Path(adapter) / "adapter_config.json") if adapter else {}
     rank = r if type(r := shape.get("r")) is int else 1              # load_adapter refuses what is no int
-    alpha = shape.get("lora_alpha", 1)
+    alpha = a if type(a := shape.get("lora_alpha")) in (int, float) else 1        # as it does for no number
     base_name = place if layout else source
     source, quant = checkpoint.open(source), quant or "nvfp4"
     ours = model.load(source, quant, rank, alpha)

@@ -137,7 +137,7 @@ if __name__ == "__main__":
     logprobs = torch.full((12, 3), -1.0, requires_grad=True)
     lengths = torch.arange(12) % 3 + 1
     mask = torch.arange(3) < lengths[:, None]
-    print("on-policy: the loss, and the gradient of the first answer's three tokens (one is not padding)")
+    print("on-policy: the loss, and the gradient of the first answer, one token and two of padding")
     for kind in CLIP:
         loss, _ = policy_loss(logprobs, logprobs, adv, mask, normalizer(kind, lengths, 3), kind)
         grad, = torch.autograd.grad(loss, logprobs)

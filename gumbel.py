@@ -152,8 +152,8 @@ def philox(seed, c0, c1, c2, c3):
 def append(token, logprob, rows, positions, stops, limit, last, rollout):
     """Write each running row's new token to the rollout; end the row at a stop token or at `limit` tokens.
     token, logprob (B,): from sample. rows (B,) int64: each row's index in the rollout. stops (n,) int64.
-    Changed in place: positions (B,) int64, of the token that the model just read, grow by 1 or, when the
-    row ends, become −1 (then skipped); last (B,) int64 takes the token; rollout, a Rollout, as well."""
+    Changed in place: rollout, a Rollout; last (B,) int64, which takes the token; positions (B,) int64 of the
+    tokens that the model just read: each grows by 1, or becomes −1 when its row ends, and is then skipped."""
     if _fused(logprob):
         _append_kernel[len(token),](token, logprob, rows, positions, stops, len(stops), limit, last,
                                     *rollout[:4], rollout.tokens.shape[1], **_flags(token), num_warps=1)

@@ -1,6 +1,6 @@
 """From a command line to a running train(): parse and check the flags, join the ranks, report errors.
 
-Exit codes: 0 done, 2 an error, 3 --preflight finds training pointless, 128 + n stopped by signal n.
+Exit codes: 0 done, 1 a traceback, 2 other errors, 3 --preflight finds training pointless, 128 + n signal n.
 Needs: torch; checkpoint.py, model.py, runs.py, tasks.py, aqn.py, grpo.py, lora.py.
 """
 import inspect
@@ -13,7 +13,7 @@ from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction
 from difflib import get_close_matches
 
 import torch.distributed as dist
-import torch.distributed.nn  # before a group exists, which its default arguments would keep alive
+import torch.distributed.nn  # before a group exists: its default arguments would keep that group alive
 
 import aqn
 import checkpoint
@@ -36,11 +36,11 @@ SCORED = TRAINED + "max_new_tokens temperature eval_problems eval_samples eval_t
 
 
 def main(Config, train, preflight):
-    """Parse the command line into a Config, then call train or preflight. Always ends in SystemExit."""
+    """Parse the command line, call train or preflight, exit. An unforeseen error keeps its traceback."""
     sys.stdout.reconfigure(errors="replace")                # a terminal may not have Unicode
     try:
         sys.exit(start(parse(Config, sys.argv[1:]), train, preflight))
-    except KeyboardInterrupt:                               # while loading
+    except KeyboardInterrupt:                               # Ctrl-C, or nobody reads our output any more
         sys.exit(130)
     except torch.OutOfMemoryError:
         print("train.py: out of memory: lower --micro-tokens, take --gradient-checkpointing", file=sys.stderr)
@@ -74,7 +74,7 @@ def start(config, train, preflight):
             signal.signal(number, lambda n, _: sys.exit(128 + n))
     code = (preflight if config.preflight else train)(config, model, task, tokenizer, stop_ids, run)
     if dist.is_initialized():
-        dist.destroy_process_group()        # only now, because it waits for ranks that may have failed
+        dist.destroy_process_group()        # not after a failure: it would wait for ranks that are gone
     return code
 
 

@@ -54,8 +54,8 @@ class TokenLogprobs(torch.autograd.Function):
 
 
 def softmax(z, targets, temperature, logprob, entropy, dz):
-    """z (n, V) f32, before the temperature. Writes logprob, entropy (n,) f32 and, unless it is None,
-    dz (n, V), the derivative of logprob."""
+    """z (n, V) f32, before the temperature; a CPU overwrites it. Writes logprob, entropy (n,) f32 and, unless
+    it is None, dz (n, V), the derivative of logprob."""
     if z.is_cuda:
         _softmax_kernel[len(z),](z, targets, 1 / temperature, logprob, entropy, dz, z.shape[1], TILE=4096,
                                  num_warps=8)

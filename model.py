@@ -172,7 +172,7 @@ class Decoder(nn.Module):
             return LoRALinear(base, rank, alpha, rows.values(), self.dtype, device, generator)
 
         embed = source.tensor("model.embed_tokens.weight", (V, D)).to(self.dtype)
-        # embeddings that are not lm_head too stay in pinned host memory: a GPU reads few of their rows
+        # untied embeddings stay in pinned host memory, because a GPU reads few of their rows
         in_host = device.type == "cuda" and not config.tie_word_embeddings
         self.register_buffer("embed_tokens", embed.cpu().pin_memory() if in_host else embed.to(device))
         self.layers = nn.ModuleList()
@@ -253,11 +253,10 @@ class KVCache:
         # zeros, not empty: a masked position has weight 0, and 0 · NaN would still be NaN
         self.k, self.v = (torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(2))
         self.counters = torch.zeros(slots * shape[2], dtype=torch.int32, device=model.device)
-        self.slots = torch.arange(slots, device=model.device)       # (B,) the slot of each row of a call
-        # (B,) in a decode step: how many positions of a prompt a row shares, and the slot that holds them
-        self.shared, self.leaders = torch.zeros_like(self.slots), self.slots
-        self.of = self.slots                                        # (n,) row of fill's k, v for each slot
-        self.pieces = -(-length // ops.SPLIT)                       # of the longest row of a decode step
+        # The sampler sets these before each call. Prefill: the slots to fill, and of, the row of k and v for
+        # each. A decode step: each row's slot, how many positions of a prompt it shares, the slot that holds
+        # those (leaders), and the pieces of the longest row
+        self.slots = self.of = self.shared = self.leaders = self.pieces = None
 
     def fill(self, layer, k, v):
         """Store k, v (B, T, Hkv, Dh) as positions 0 … T−1: slot slots[i] gets row of[i]."""

@@ -115,7 +115,7 @@ def _divisor(scale):
 
 
 def _nearest_e2m1(x):
-    """x ≥ 0 → the nearest of 0 ½ 1 1½ 2 3 4 6. Ties go to even, by torch.round and so by code."""
+    """x ≥ 0 → the nearest of 0 ½ 1 1½ 2 3 4 6. A tie takes the even code, as torch.round rounds it."""
     power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)    # the exponent's bits alone: 2^⌊log2 x⌋
     step = power.clamp_(1, 4).mul_(0.5)                               # ½ below 2, 1 below 4, 2 from 4 on
     return x.div(step).round_().mul_(step).clamp_(max=FP4_MAX)

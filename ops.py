@@ -1,7 +1,7 @@
 """The operations of a decoder block that are not matrix products: one function each.
 
-Plain torch lines define each result and have autograd. On a GPU a Triton kernel computes the same; add_norm,
-swiglu and rope, which the trainer also uses, have a backward too. rms_norm and causal attention are torch's.
+Plain torch lines define each result. On a GPU a Triton kernel computes the same. add_norm, swiglu and rope
+have gradients, also by kernels; embeddings are frozen. rms_norm and causal attention are torch's.
 
     add_norm → [q k v] → cached_attention → [o] → add_norm → [gate up] → swiglu → [down] → add_norm → …
     x + the output of the     rope, cache write,      brackets: a matrix product of fp4_gemm.py, with LoRA
@@ -15,7 +15,7 @@ its predecessor, and then allows its successor to start.
 cached_attention splits a row's cached positions into pieces of 256 (split-KV). A CTA (program, in Triton's
 words) computes one piece of one row for one key head and all query heads that share it. The CTA that finishes
 last adds up the pieces in their order, so that a result does not depend on timing. The kernel reads each
-row's length from GPU memory, so one captured CUDA graph serves every length. It computes scores.T = K @ q.T:
+row's length from GPU memory: a graph serves every length up to its pieces. It computes scores.T = K @ q.T:
 a tensor core's tile has 16 rows or more, which keys fill, and only 8 columns for the few queries. A piece's
 size is fixed, so only the number of rows, which chooses the tile, can change a row's bits. Rows of one group
 read whole tiles of their common prompt from the slot of the group's first row, so L2 serves all of them.
@@ -205,7 +205,7 @@ def _swiglu_kernel(gate_up, out, d_out, F_, TILE: constexpr, PDL: constexpr):
 # --- attention
 def rope(x, cos, sin):
     """Rotary position embedding: rotate the pair (i, i + Dh/2) of each head by its position's i-th angle.
-    x (B, T, H, Dh), cos and sin of the angles (B, T, Dh/2) f32 → (B, T, H, Dh) in x's dtype."""
+    x (…, H, Dh), on a GPU (B, T, H, Dh); cos and sin of the angles (…, Dh/2) f32 → x's shape and dtype."""
     if x.is_cuda:
         return Rope.apply(x, cos, sin)
     a, b = x.float().chunk(2, -1)
@@ -338,8 +338,8 @@ def _attention_kernel(qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, 
                       SPLIT: constexpr, TILE: constexpr, ROWS: constexpr, HALF: constexpr, PDL: constexpr):
     """Grid (Hkv, pieces, B): one piece of one row, for a key head and the REP query heads that share it."""
     h, piece, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # Before the wait, load only what was written before this layer's norm ran, because the kernels between
-    # (norm, qkv) have waited for that themselves: older keys and values, but not qkv
+    # Before the wait, load only what was written before this layer's norm ran (older keys and values, but not
+    # qkv), because the kernels between, norm and qkv, have themselves waited for all that
     position = tl.load(positions + b).to(tl.int32)
     Hkv, last, begin = tl.num_programs(0), position // SPLIT, piece * SPLIT
     head, d, dim = tl.arange(0, ROWS), tl.arange(0, HALF), tl.arange(0, 2 * HALF)

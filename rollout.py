@@ -3,21 +3,21 @@
     waiting prompts ──► prefill: a prompt's tokens but the last, once for all rows of its group that start
                         ▲                     │
              free slots │                     ▼
-                        └── finished rows ◄── step × 8: last token of each row → model → sample → write it to
-                                              the Rollout → stop test, all in one CUDA graph
+                        └── finished rows ◄── 8 steps, each one CUDA graph: last token of each row → model
+                                              → sample → write it to the Rollout → stop test
 
 A step reads each row's newest token, which is not in the cache yet (at first the prompt's last), and draws
 the next one; so prefill draws nothing. The host replays the graph of a step 8 times, then reads which rows
 have finished, moves the other rows up and refills the free slots. A row's slot, position and last token are
 data on the GPU. So a graph depends on two numbers only, each rounded up to a power of two: the rows of the
 batch, and the pieces of 256 positions in the longest row, at least 4 to save captures. A row has a copy of
-its prompt's keys and values, but a group reads whole tiles of its first row's, so that L2 serves the others.
-generate makes as many slots as free memory holds, captures a graph when it is first needed, and frees both at
-the end: the update needs the memory, and no graph may outlive what it reads. On a CPU steps are called.
+its prompt's keys and values, but on a GPU it reads whole tiles of them in its group's first row, through L2.
+generate makes as many slots as free memory holds, and captures graphs as it needs them. It frees slots and
+graphs at the end: the update needs the memory, and no graph may outlive what it reads. A CPU uses no graphs.
 
 The sampler runs the model that trains, on the same tensors. So no weights are handed over, AQN's noise is in
 exactly the modules that sample, and the recorded log-probabilities are those of the policy that sampled.
-Random bits depend on (seed, step, sequence number, position) alone: see gumbel.py.
+Random bits depend on (seed, step, sequence number, index in the answer) alone: see gumbel.py.
 
 Training takes no top-k and no top-p: the trainer's probabilities would include the tokens that the sampler
 excludes, and their ratio would be wrong. Evaluation computes no ratio and may use top-p.
@@ -183,7 +183,7 @@ class _Batch:
         self.cache = KVCache(self.model, slots, rollout.tokens.shape[1])
         # column i is row i of the batch: its row in the rollout, its slot, the token the model reads next,
         # its position (−1: finished), its sequence number, the length of its group's shared prompt, the
-        # slot to read that in. With an even width all 7 begin at 16 bytes: one kernel fits all sizes
+        # slot to read that in. An even width aligns all 7 at 16 bytes, so that Triton compiles a kernel once
         self.state = torch.zeros(7, slots + slots % 2, dtype=torch.long, device=self.model.device)
         self.slots = slots
         self.cuda, self.graphs, self.pool = self.model.device.type == "cuda", {}, None
@@ -192,9 +192,8 @@ class _Batch:
     def run(self, waiting, running, bar):
         """Sample until every row has finished. waiting: deque of (row, prompt). running: a list, kept up to
         date, of the (row, prompt, slot)s that run."""
-        slots = self.slots
-        free = list(range(slots))
-        enough = -(-slots // 8)                # free slots to wait for: a prefill of few prompts is slow
+        free = list(range(self.slots))
+        enough = -(-self.slots // 8)           # free slots to wait for: a prefill of few prompts is slow
         positions = []                                              # of each running row
         while waiting or running:
             if waiting and len(free) >= min(enough, len(waiting)):
@@ -204,9 +203,9 @@ class _Batch:
                 self.admit(new, running)
             size, steps = len(running), 1
             if self.cuda:                              # one graph for all sizes up to a power of two
-                size = min(slots, 1 << (size - 1).bit_length())
+                size = min(self.slots, 1 << (size - 1).bit_length())
                 fewest = min(at - len(p) + 1 for (_, p, _), at in zip(running, positions, strict=True))
-                steps = min(STEPS, self.limit - fewest)        # fewest: tokens that a row has drawn
+                steps = min(STEPS, self.limit - fewest)        # fewest: tokens of the newest row
             self.state[3, len(running):] = -1          # the graph's other rows are marked finished
             positions = self.advance(size, max(positions) + steps - 1, steps)[:len(running)]
             going = [i for i, at in enumerate(positions) if at >= 0]
@@ -221,7 +220,7 @@ class _Batch:
                 bar.set_postfix_str(f"{len(running)} running, {rate:.0f} tok/s", refresh=False)
 
     def admit(self, new, running):
-        """Prepare the new (row, prompt, slot)s, the last of those running: prefill their prompts, or copy the
+        """Prepare `new`, the (row, prompt, slot)s at the end of `running`: prefill their prompts, or copy the
         keys and values of a row of their group that runs already."""
         began, device = time.perf_counter(), self.state.device
         first, older = self.draw[3], len(running) - len(new)

@@ -49,7 +49,7 @@ class Run:
     the model has made; whole: False while a step is changing the model."""
 
     def __init__(self, config, quiet=False):
-        """quiet: do not print or write. ValueError: the folder holds a run, or another process writes."""
+        """quiet: do not print or write. ValueError: the folder is taken, or its run has made over --steps."""
         named = f"runs/{Path(config.task).stem}-{time.strftime('%m%d-%H%M%S')}"
         self.folder = Path(config.resume or config.out or named)
         self.go_on = f"go on with: python train.py --resume {self.folder}"
@@ -77,8 +77,8 @@ class Run:
 
     @contextmanager
     def guarded(self, model, optimizer):
-        """Context manager around the training loop; yields the first step. If the loop is stopped or fails,
-        it saves the last finished step, and says how to go on."""
+        """Context manager around the training loop; yields the first step. A loop that is stopped or fails
+        saves its last finished step, unless it failed to write a file, and says how to go on."""
         self.model = model
         self.first = self.load(model, optimizer)        # outside the try: never save half a model
         self.began = time.perf_counter()
@@ -131,7 +131,7 @@ class Run:
         record = {"kind": kind, "step": step, **{k: rounded(v) for k, v in record.items()}}
         if not self.quiet:
             if kind == "eval" and step and record["eval_greedy"] > self.best:
-                self.best = record["eval_greedy"]       # save before the record, as a resume goes by records
+                self.best = record["eval_greedy"]       # adapter first: a resume reads best from the log
                 lora.save_adapter(self.model, self.folder / "adapter-best", self.config.model)
             append(self.folder / "metrics.jsonl", record | {"segment": self.segment})
         text = line(record, own=self.config.task.endswith(".py"))
@@ -235,10 +235,8 @@ class Run:
             results += "" if self.quiet else f"/{plot([self.folder]).name}"
         except Exception as error:
             self.say(f"warning: no curves, for {error!r}; try runs.py plot {self.folder}", sys.stderr)
-        if (self.folder / "adapter").exists():
-            results += f", adapter in {self.folder}/adapter"
-        if (self.folder / "adapter-best").exists():
-            results += f", the best ({self.best:.2f}) in {self.folder}/adapter-best"
+        for name, words in (("adapter", "adapter"), ("adapter-best", f"the best ({self.best:.2f})")):
+            results += f", {words} in {self.folder}/{name}" if (self.folder / name).exists() else ""
         self.say(results)
 
 
@@ -247,9 +245,9 @@ def stored(Config, folder):
     path, default = Path(folder) / "config.json", vars(Config())
     try:
         flags = vars(Config(**json.loads(path.read_text())))            # TypeError: a flag that is gone since
-        if odd := {k: v for k, v in flags.items() if default[k] is not None and type(default[k])(v) != v}:
+        if odd := {k: v for k, v in flags.items() if v != default[k] and Config.__annotations__[k](v) != v}:
             raise ValueError(odd)
-    except (OSError, TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{path} has no flags of this version ({error}): name the folder of a run, or copy "
                          "its adapter elsewhere and begin another run with --adapter COPY") from error
     return flags
@@ -299,7 +297,7 @@ def line(record, own=False):
 
 def plot(folders, path=None):
     """Draw accuracy, entropy and noise, a colour for each run, a line style for each quantity → path, by
-    default curves.png in the only folder or, of several, in this one."""
+    default curves.png in the run's folder or, for several runs, in the current folder."""
     from matplotlib.figure import Figure
     path = path or Path("." if folders[1:] else folders[0], "curves.png")
     figure = Figure(figsize=(13, 3.8), layout="constrained")
@@ -406,7 +404,7 @@ def _digest(tensors, step):
 
 
 def rounded(x, digits=6):
-    """Round a float to six digits; NaN and infinity, which JSON cannot hold, become None."""
+    """Round a float to so many significant digits; NaN and infinity, which JSON cannot hold, become None."""
     return x if not isinstance(x, float) else float(f"{x:.{digits}g}") if math.isfinite(x) else None
 
 

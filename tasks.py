@@ -48,7 +48,6 @@ from typing import NamedTuple
 GSM8K = "{question}\nThink step by step, and end with a line of the form #### <number>."
 MATH = "{problem}\nThink step by step, and put the final answer into \\boxed{{}}."
 
-SPLIT_SEED = 0                      # independent of --seed: every run holds out the same problems
 MAX_PAIRS = 1_000_000               # of operands from 0-999, all of which are held in memory
 READ, MAX_DIGITS = 2000, 40         # characters of a text, digits of a number
 GOLD, DEEP = 500, 8                 # at most: characters of a formula, levels of nested brackets
@@ -80,7 +79,7 @@ DAPO = re.compile(r"\ASolve the following math problem[^\n]*\n\n|\n\nRemember to
 HEAVY = re.compile(r"\\(?:sum|prod|i*int|lim|Gamma)(?![a-z])|\^ *(?:\{[^}]*|\w)[\^!]"
                    r"|(?:!|[0-9]{6})(?:\\right|[)} ])*!|(?:\^|binom)[{( -]*[0-9]{6}"
                    r"|\w *[-+][^()]*\) *\^[{ ]*[0-9]{3}")
-# Forks a child for each pair, so that none loads sympy anew. SIGPROF ends it even inside a multiplication
+# A fork judges each pair, so that sympy is loaded once. SIGPROF ends the fork even inside a multiplication
 WORKER = r"""import json, os, resource, signal, sys
 from math_verify import parse, verify
 def equal(*pair):
@@ -101,7 +100,7 @@ class Task(NamedTuple):
     train: list[dict]
     held_out: list[dict]                                # never trained on
     prompt: Callable[[dict], str | list]                # problem → the user's message, or a chat
-    reward: Callable[[dict, str, bool], float]          # problem, text, did the model end it → 1.0 or 0.0
+    reward: Callable[[dict, str, bool], float]          # problem, text, ended? → 1.0 or 0.0; own: any number
 
 
 def _arithmetic(question, operation, default, data=None, operands=None, held_out=32):
@@ -116,8 +115,8 @@ def _arithmetic(question, operation, default, data=None, operands=None, held_out
     n = high - low + 1
     if not 2 * held_out <= n * n <= MAX_PAIRS:
         raise ValueError(f"--operands {low}-{high} makes {n * n} problems, not {2 * held_out} to {MAX_PAIRS}")
-    rng, values = random.Random(SPLIT_SEED), range(low, high + 1)
-    # squares, a * a, in proportion, 1 in n; odd or even as held_out is, because other pairs come in twos
+    rng, values = random.Random(0), range(low, high + 1)    # not --seed: every run holds out the same pairs
+    # a * a is 1 pair in n, and so of those held out; odd or even like held_out, as other pairs come in twos
     squares = 2 * round(held_out / n / 2) + held_out % 2
     held = [(a, a) for a in rng.sample(values, squares)]
     for a, b in rng.sample(list(combinations(values, 2)), (held_out - squares) // 2):
@@ -197,10 +196,10 @@ def _worker():
 
 
 def own(path, held_out=32):
-    """The task that a Python file defines, which may import from its own folder. problems() returns a list of
-    dicts. reward(problem, text), from -1e6 to 1e6, judges finished answers, special tokens included, or with
-    a third argument all answers. prompt(problem) returns the message, or a chat: a list of {"role",
-    "content"}. Without prompt(), problem["prompt"] is either. ValueError: file, line and reason."""
+    """The task of a Python file, which may import from its own folder. problems() returns a list of dicts.
+    reward(problem, text), from -1e6 to 1e6, judges finished answers, and with a third parameter, finished,
+    all answers; text keeps special tokens. prompt(problem) returns the user's message, or a chat: a list of
+    {"role", "content"}. Without it, problem["prompt"] is one of them. ValueError: file, line and reason."""
     path = os.path.abspath(path)
     sys.path.insert(1, folder := os.path.dirname(path))             # behind ours; for reward(), too
 

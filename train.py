@@ -48,7 +48,7 @@ class Config:                           # --- model
     resample: int = 0                   # dynamic sampling: most extra rollouts to replace equal rewards
     # --- objective
     loss: str = "dapo"                  # dapo, grpo, dr_grpo, gspo, cispo: see grpo.py
-    correction: str = "none"            # what "old" is: none (the trainer's own), bypass (as sampled), tis
+    correction: str = "none"            # "old" is the trainer's (none; tis: weighted) or sampler's (bypass)
     updates_per_rollout: int = 1        # optimizer steps on each batch of answers
     clip_low: float = None              # ε_low; left out: the loss's own (0.2; gspo 3e-4)
     clip_high: float = None             # ε_high; left out: the loss's own (dapo 0.28, grpo 0.2, gspo 4e-4)
@@ -67,7 +67,7 @@ class Config:                           # --- model
     weight_decay: float = 0.0           # AdamW's (released scripts: 0.1)
     max_grad_norm: float = 1.0          # longer gradients are scaled down to it (released scripts: 0.2)
     # --- run
-    eval_every: int = 4                 # steps between evaluations and printed samples; also after the last
+    eval_every: int = 4                 # steps between evaluations (also after the last), and printed samples
     eval_problems: int = None           # most held-out problems to evaluate on; 0: none; left out: all
     eval_samples: int = 1               # sampled answers to each held-out problem
     eval_top_p: float = 1.0             # nucleus of evaluation's sampled answers (paper: 0.95)
@@ -125,7 +125,7 @@ def collect(config, sampler, task, tokenizer, stop_ids, step):
             rows = range(p * G, (p + 1) * G)
             rewards = [task.reward(problem, answers[b], bool(sampled.finished[b])) for b in rows]
             if config.overlong == "penalty":
-                cache = max(1, config.max_new_tokens // 4)      # the last tokens, in which it grows to 1
+                cache = max(1, config.max_new_tokens // 4)      # the last tokens, in which it falls to −1
                 penalty = grpo.overlong_penalty(sampled.lengths[rows], config.max_new_tokens, cache).tolist()
                 rewards = [r + q for r, q in zip(rewards, penalty, strict=True)]
             # 0.1 + 0.2 ≠ 0.3 would give a tiny advantage, and Adam rescales a tiny gradient to a full step
@@ -154,7 +154,7 @@ def collect(config, sampler, task, tokenizer, stop_ids, step):
 
 
 def update(config, model, optimizer, sampled, advantages):
-    """updates_per_rollout steps on one batch → measurements before the first; grad_norm is the last's."""
+    """Steps on one batch → measurements: clip_fraction, grad_norm of the last step, the rest of the first."""
     began, old, seen, stats = time.perf_counter(), sampled.logprobs.clone(), 0, {}
     for number in range(config.updates_per_rollout):
         now = backward(config, model, sampled, advantages, old, first=number == 0)
@@ -176,7 +176,7 @@ def update(config, model, optimizer, sampled, advantages):
 def backward(config, model, sampled, advantages, old, first=True):
     """Write the gradient of the whole batch's loss, summed over ranks, into the parameters → measurements.
     old (B, T): log-probabilities, the ratio's denominator; the first call fills in the trainer's own ones
-    unless correction is bypass. Rows of advantage 0 add exactly 0: they are counted, and not run."""
+    unless correction is bypass. Rows of advantage 0 add 0: they are counted, but run only with beta > 0."""
     for p in model.parameters():
         p.grad = torch.zeros_like(p)                                 # a rank without rows adds zeros
     trained = sampled.lengths * sampled.finished if config.overlong == "mask" else sampled.lengths     # (B,)

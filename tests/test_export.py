@@ -251,6 +251,8 @@ def test_the_command_exports_a_run_or_says_why_not_in_one_line(runs, tmp_path, m
     base, plain, unsaved = run.parent / "llama", runs(quant="bf16")[0], tmp_path / "full" / "unsaved"
     unsaved.mkdir()
     shutil.copy(run / "config.json", unsaved)
+    text = shutil.copytree(run / "adapter", tmp_path / "full" / "text") / "adapter_config.json"
+    text.write_text(json.dumps(json.loads(text.read_text()) | {"lora_alpha": "16"}))
     for arguments, words in [
             ((run, tmp_path / "full", "--format", "bf16"), "full exists and is not an empty folder"),
             ((base, tmp_path / "out", "--format", "adapter"), "no adapter"),
@@ -258,6 +260,7 @@ def test_the_command_exports_a_run_or_says_why_not_in_one_line(runs, tmp_path, m
             ((base, tmp_path / "out", "--format", "bf16", "--adapter", tmp_path), "adapter_config.json"),
             ((run, tmp_path / "out", "--format", "bf16", "--adapter", tmp_path / "no"), "no/adapter_conf"),
             ((base, tmp_path / "out", "--format", "bf16", "--adapter", tmp_path / "full"), "not a mapping"),
+            ((base, tmp_path / "out", "--format", "bf16", "--adapter", text.parent), "lora_alpha='16'"),
             ((base, tmp_path / "out", "--format", "bf16", "--quant", "int3"), "quant='int3'"),
             ((unsaved, tmp_path / "out", "--format", "nvfp4"),
              f"{unsaved} has no adapter: train on with python train.py --resume {unsaved}"),

@@ -259,7 +259,8 @@ def test_a_resume_takes_the_runs_own_flags_and_those_given_beside_it_win(ended):
 
 @pytest.mark.parametrize("text, words", [
     ("{", "Expecting"), ("[1]", "mapping"), ('{"steps": null, "lr": 1}', "NoneType"), ("", "Expecting"),
-    ('{"steps": 2.5}', "'steps': 2.5"), ('{"scale": "group"}', "argument 'scale'"), (None, "No such file")])
+    ('{"steps": 2.5}', "'steps': 2.5"), ('{"clip_low": "0.1"}', "'clip_low': '0.1'"),
+    ('{"steps": 1e999}', "infinity"), ('{"scale": "group"}', "argument 'scale'"), (None, "No such file")])
 def test_a_config_that_is_damaged_or_of_another_version_is_named_with_the_way_on(ended, text, words):
     """For --resume and --adapter. A copy of the adapter elsewhere brings no flags, and starts a run."""
     folder = ended()
