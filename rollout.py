@@ -194,6 +194,7 @@ class _Batch:
         date, of the (row, prompt, slot)s that run."""
         free = list(range(self.slots))
         enough = -(-self.slots // 8)           # free slots to wait for: a prefill of few prompts is slow
+        most = -(-self.rollout.tokens.shape[1] // ops.SPLIT)        # pieces of a whole slot
         positions = []                                              # of each running row
         while waiting or running:
             if waiting and len(free) >= min(enough, len(waiting)):
@@ -207,7 +208,9 @@ class _Batch:
                 fewest = min(at - len(p) + 1 for (_, p, _), at in zip(running, positions, strict=True))
                 steps = min(STEPS, self.limit - fewest)        # fewest: tokens of the newest row
             self.state[3, len(running):] = -1          # the graph's other rows are marked finished
-            positions = self.advance(size, max(positions) + steps - 1, steps)[:len(running)]
+            longest = max(positions) + steps - 1
+            pieces = min(most, max(4, 1 << (longest // ops.SPLIT).bit_length()))
+            positions = self.advance(size, pieces, steps)[:len(running)]
             going = [i for i, at in enumerate(positions) if at >= 0]
             if len(going) < len(running):
                 bar.update(len(running) - len(going))
@@ -254,10 +257,9 @@ class _Batch:
         rows = self.state[0, :size]                          # ascending: rows start in ascending order
         self.state[6, :size] = self.state[1, torch.searchsorted(rows, rows // self.group * self.group)]
 
-    def advance(self, size, longest, steps):
-        """Run decode steps of the first `size` rows, none beyond position `longest` → each row's position."""
-        most = -(-self.rollout.tokens.shape[1] // ops.SPLIT)
-        key = self.choose(size, min(most, max(4, 1 << (longest // ops.SPLIT).bit_length())))
+    def advance(self, size, pieces, steps):
+        """Run decode steps of the first `size` rows, within `pieces` of their slots → each row's position."""
+        key = self.choose(size, pieces)
         began = time.perf_counter()
         if self.cuda and key not in self.graphs:
             kernels = key[0], self.draw[0] == 0, self.draw[-1] < 1, len(self.stops)

@@ -235,8 +235,10 @@ class Run:
             results += "" if self.quiet else f"/{plot([self.folder]).name}"
         except Exception as error:
             self.say(f"warning: no curves, for {error!r}; try runs.py plot {self.folder}", sys.stderr)
-        for name, words in (("adapter", "adapter"), ("adapter-best", f"the best ({self.best:.2f})")):
-            results += f", {words} in {self.folder}/{name}" if (self.folder / name).exists() else ""
+        if (self.folder / "adapter").exists():
+            results += f", adapter in {self.folder}/adapter"
+        if (self.folder / "adapter-best").exists():
+            results += f", the best ({self.best:.2f}) in {self.folder}/adapter-best"
         self.say(results)
 
 
