@@ -289,7 +289,7 @@ def make(job, logs, out, flags, models=None, problems=None, workers=1, loud=Fals
                             Logged(config, log, start, loud, len(read(out, job).step)))
         else:
             log(start)
-        sampler = Sampler(model)
+        sampler = Sampler(model, slots=512)             # thousands of answers: long waves
         for name in () if job.phase == "rate" else ours.tests:
             if name not in read(out, job).tests:
                 log(test(name, config, sampler, tokenizer, stop_ids, problems))
