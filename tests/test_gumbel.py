@@ -241,7 +241,7 @@ def test_gpu_samples_and_append():
 @pytest.mark.parametrize("B", [1, 2, 64, 256])
 def test_gpu_nucleus(B):
     """For few rows PyTorch's topk sorts. In fp64 the nucleus is a CPU's. In fp32, without deterministic
-    algorithms, nucleus allocates at most the 48 bytes a logit that rollout.py plans for."""
+    algorithms, nucleus allocates at most the 20 bytes a logit that rollout.py plans for."""
     torch.use_deterministic_algorithms(False)
     logits = torch.randn(B, 152064, device="cuda") * 3
     if B < 100:
@@ -251,7 +251,7 @@ def test_gpu_nucleus(B):
     torch.cuda.reset_peak_memory_stats()
     others = torch.cuda.memory_allocated() - 4 * logits.numel()
     cut = gumbel.nucleus(logits, 0.6, 0.95)
-    assert torch.cuda.max_memory_allocated() - others <= 48 * logits.numel() + 2**25
+    assert torch.cuda.max_memory_allocated() - others <= 20 * logits.numel() + 2**25
     with torch.no_grad():
         token, logprob = gumbel.sample(cut, 0.6, 5, 3, *torch.arange(2 * B, device="cuda").view(2, B))
     scaled = cut.double() / 0.6
