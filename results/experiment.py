@@ -242,6 +242,7 @@ def smooth(values, width=5):
     return np.array([np.nanmean(values[max(0, i - half):i + half + 1]) for i in range(len(values))])
 
 
-def save(figure, path):
-    """Leave date and version out, so that the same log gives the same bytes."""
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+def save(figure, path, said=None):
+    """Leave date and version out, so that the same log gives the same bytes. said: the picture's Description,
+    which a test can read."""
+    figure.savefig(path, dpi=110, metadata={"Software": None, "Description": said})

@@ -116,8 +116,9 @@ def table(logs):
 
 # --- figures
 def plot(logs, ours, path):
-    """Training reward against the step (experiment 1), and two tests before and after training."""
-    seeds = whole_seeds(logs, ours)
+    """Training reward against the step (experiment 1), and two tests before and after training. The picture's
+    Description holds its numbers."""
+    seeds, shown = whole_seeds(logs, ours), []
     figure = Figure(figsize=(12, 3 + 0.25 * len(ours.arms)), layout="constrained")
     *curve, left, right = figure.subplots(1, 3 if ours is ONE else 2)
     for i, arm in enumerate(ours.arms):
@@ -131,6 +132,7 @@ def plot(logs, ours, path):
         for axis, measure in zip((left, right), ours.shown, strict=True):
             old, new = ([log.measure(measure) for log in logs] for logs in zip(*both, strict=True))
             mean, sd = spread(new)
+            shown.append(f"{arm} {measure} {np.mean(old):.4f} → {' '.join(f'{v:.4f}' for v in new)}")
             axis.annotate("", (mean, -i), (np.mean(old), -i), arrowprops=dict(arrowstyle="->", color="0.6"))
             axis.plot(np.mean(old), -i, "o", color=color, markerfacecolor="white")
             axis.plot(new, [-i] * len(new), "|", color="0.5", markersize=12)
@@ -140,6 +142,7 @@ def plot(logs, ours, path):
         axis.set_yticks([-i for i in range(len(ours.arms))],
                         [arm if curve else f"{arm}: {ours.arms[arm][2]}" for arm in ours.arms])
         axis.set(xlabel=MEASURES[measure], ylim=(0.6 - len(ours.arms), 0.6))
+        axis.margins(x=0.1)                                     # room for the numbers
         axis.grid(alpha=0.3, axis="x")
         axis.tick_params(labelleft=axis is left)
         axis.ticklabel_format(axis="x", useOffset=False)
@@ -150,7 +153,7 @@ def plot(logs, ours, path):
                     f"{gsm8k.COMMON['steps']} steps, mean ± standard deviation of {len(seeds)} seeds (ticks)"
                     + ("; curves: mean, least, most, moving mean of 9 steps." if curve else
                        ". Red: sampled under noise; blue: at a higher temperature."), fontsize=9)
-    experiment.save(figure, path)
+    experiment.save(figure, path, "\n".join(shown))
 
 
 def main(command, logs=gsm8k.LOGS):

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import lora
 import memory
@@ -455,3 +456,13 @@ def test_the_committed_logs_hold_runs_of_the_plan_alone():
     for path in (ROOT / "results" / "gsm8k").glob("*.jsonl"):
         names = {job.name for job in gsm8k.plan(path.parent)}
         assert path.stem in names and all(json.loads(line) for line in path.read_text().splitlines())
+
+
+@pytest.mark.parametrize("ours", (ONE, TWO), ids=lambda ours: ours.size)
+def test_a_figure_is_drawn_once_there_are_three_seeds_and_shows_the_committed_logs(ours, tmp_path):
+    figure, again = gsm8k.LOGS.parent / f"gsm8k-{ours.size}.png", tmp_path / "again.png"
+    gsm8k_tables.plot(gsm8k.LOGS, ours, again)
+    assert figure.exists() == (len(gsm8k.whole_seeds(gsm8k.LOGS, ours)) >= 3)
+    numbers = Image.open(again).text["Description"]
+    assert numbers.count("→") == 2 * len(ours.arms)
+    assert not figure.exists() or Image.open(figure).text["Description"] == numbers
