@@ -118,7 +118,9 @@ def test_the_tables_are_what_their_script_makes_of_the_logs(name, rows, text):
 
 
 def test_the_figures_of_the_run_on_a_gpu_are_those_of_its_log():
-    """Reward and accuracy of results/addition."""
+    """Seconds, reward and accuracy of results/addition."""
+    seconds = json.loads((ROOT / "results/addition/conditions.json").read_text())["seconds"]
+    assert f"took {seconds} s" in LOGBOOK
     log = [json.loads(line) for line in (ROOT / "results/addition/metrics.jsonl").read_text().splitlines()]
     late = [r["reward"] for r in log if r["kind"] == "step" and 100 <= r["step"] < 150]
     assert len(late) == 50 and f"mean reward {sum(late) / 50:.2f}".replace("0.", ".") in LOGBOOK
