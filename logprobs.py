@@ -74,23 +74,19 @@ def _softmax_kernel(z, targets, scale, logprob, entropy, dz, V, TILE: constexpr)
     row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
     z += row * V
     target = tl.load(targets + row)
-    # online softmax, of each column of the tile: top is its largest logit so far, total the sum of
-    # exp(logit − top), dot that of exp(logit − top) · logit; when top grows, total and dot shrink
-    top, total = tl.full((TILE,), -1e30, tl.float32), tl.zeros((TILE,), tl.float32)
-    dot = tl.zeros((TILE,), tl.float32)
+    # online softmax: top is the largest logit so far, total the sum of exp(logit − top), dot that of
+    # exp(logit − top) · logit; when top grows, total and dot shrink
+    top, total, dot = -1e30, 0., 0.
     for start in range(0, V, TILE):
         x = tl.load(z + start + cols, mask=start + cols < V, other=float("-inf")) * scale
-        new = tl.maximum(top, x)
+        new = tl.maximum(top, tl.max(x, 0))
         shrink, p = tl.exp(top - new), tl.exp(x - new)
-        total = total * shrink + p
-        dot = dot * shrink + tl.where(p > 0, p * x, 0.)                 # past the end 0 · −inf would be NaN
+        total = total * shrink + tl.sum(p, 0)
+        dot = dot * shrink + tl.sum(tl.where(p > 0, p * x, 0.), 0)      # past the end 0 · −inf would be NaN
         top = new
-    largest = tl.max(top, 0)
-    shrink = tl.exp(top - largest)
-    total = tl.sum(total * shrink, 0)
-    log_sum = largest + tl.log(total)
+    log_sum = top + tl.log(total)
     tl.store(logprob + row, tl.load(z + target) * scale - log_sum)
-    tl.store(entropy + row, log_sum - tl.sum(dot * shrink, 0) / total)
+    tl.store(entropy + row, log_sum - dot / total)
     if dz is not None:
         for start in range(0, V, TILE):
             x = tl.load(z + start + cols, mask=start + cols < V, other=0.) * scale

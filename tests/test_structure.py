@@ -21,7 +21,7 @@ ALLOWED = {
     "launch": {"checkpoint", "model", "runs", "tasks", "aqn", "grpo", "lora"},
     "train": {"aqn", "grpo", "lora", "model", "rollout", "runs", "launch"}}
 LINES = dict(nvfp4=150, fp4_gemm=500, lora=195, aqn=110, gumbel=200, rollout=315, grpo=145, train=300,
-             launch=170, model=345, ops=430, logprobs=105, tasks=420, checkpoint=290, export=180, runs=430,
+             launch=170, model=345, ops=430, logprobs=101, tasks=420, checkpoint=290, export=180, runs=430,
              memory=190)
 HASH = re.compile(r"\b(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}\b")
 
