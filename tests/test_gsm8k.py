@@ -18,6 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
+import launch
 import lora
 import memory
 import model as decoder
@@ -34,7 +35,7 @@ import gsm8k_tables  # noqa: E402
 from experiment import LEVEL, MARGIN, Rounded, opened  # noqa: E402
 from gsm8k import ARMS, ONE, TWO, Job  # noqa: E402
 
-LOGBOOK = (ROOT / "results" / "README.md").read_text()
+README, LOGBOOK = ((ROOT / path).read_text() for path in ("README.md", "results/README.md"))
 SECTION = LOGBOOK.split("## GSM8K on Qwen2.5-Coder: ")[1].split("\n## ")[0]
 
 
@@ -456,6 +457,19 @@ def test_the_committed_logs_hold_runs_of_the_plan_alone():
     for path in (ROOT / "results" / "gsm8k").glob("*.jsonl"):
         names = {job.name for job in gsm8k.plan(path.parent)}
         assert path.stem in names and all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_both_readmes_show_the_committed_logs():
+    """The tables as `table` prints them; README's first claim; its command is that of the default arm."""
+    assert gsm8k_tables.table(gsm8k.LOGS) in LOGBOOK
+    before, after = zip(*gsm8k_tables.pairs_of(gsm8k.LOGS, ONE, "nvfp4", ONE.seeds), strict=True)
+    gain = [np.mean([log.measure("greedy") for log in logs]) for logs in (before, after)]
+    assert f"test accuracy {gain[0]:.2f} → {gain[1]:.2f}" in README and gain[1] - gain[0] >= 0.08
+    assert f"arm `nvfp4` gains {gain[1] - gain[0]:.3f}".replace("0.", ".") in LOGBOOK
+    command = re.search(r"    python train.py (--model Qwen/.*?)\n    python", README, re.S)[1]
+    shown = launch.parse(train.Config, command.replace("\\\n", "").split())
+    logged = gsm8k.configured(Job("main", "nvfp4", gsm8k.chosen(gsm8k.LOGS, ONE)[1], shown.seed), {})
+    assert {key for key, value in vars(shown).items() if value != vars(logged)[key]} <= {"save_every"}
 
 
 @pytest.mark.parametrize("ours", (ONE, TWO), ids=lambda ours: ours.size)
