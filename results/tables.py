@@ -284,17 +284,16 @@ def learned(folder):
 
 def results():
     import gsm8k  # here: no other table needs it, and it takes seconds
-    from gsm8k_tables import pairs_of
+    from gsm8k_tables import arm_row, pairs_of
     head("what", "result", "time", "peak GB")
-    seeds = [seed for seed in gsm8k.ONE.seeds if gsm8k.read(gsm8k.LOGS, f"main-nvfp4-{seed}").ended]
-    (base, *_), logs = zip(*pairs_of(gsm8k.LOGS, gsm8k.ONE, "nvfp4", seeds), strict=True)
+    arm = gsm8k.LOGS, gsm8k.ONE, "nvfp4", gsm8k.whole_seeds(gsm8k.LOGS, gsm8k.ONE)
+    (base, *_), logs = zip(*pairs_of(*arm), strict=True)
+    row = arm_row(*arm)
     after, minutes = [log.measure("greedy") for log in logs], max(log.seconds for log in logs) / 60
-    peak = max(r["memory_gb"] for log in logs for r in log.step.values())
-    shared = " or ".join(sorted({str(log.starts[-1]["at_once"]) for log in logs}))
     entry(f"**learns** GSM8K: Qwen2.5-Coder-1.5B (Q4_K_M GGUF), {card(logs[0].starts[-1])}, 100 steps of "
           f"32 × 8 answers, {len(logs)} seeds",
           f"test accuracy, greedy {base.measure('greedy'):.2f} → {each('{:.2f}', after)}",
-          f"{minutes:.0f} minutes at most, {shared} runs sharing the card", f"{peak:.1f}")
+          f"{minutes:.0f} minutes at most, {row['runs on its card']} runs sharing the card", row["peak GB"])
     before, after, seconds, peaks = zip(*map(learned, sorted((LOGS / "quickstart").iterdir())), strict=True)
     entry(f"**learns** the times table: SmolLM2-135M, 2 CPU cores, {len(after)} seeds",
           f"held-out accuracy {before[0]:.2f} → {each('{:.2f}', after)}",
