@@ -2,7 +2,7 @@
 
     python results/gsm8k_tables.py rules       what of the rules in results/README.md is code
     python results/gsm8k_tables.py table       both experiments, of the seeds with which all arms have ended
-    python results/gsm8k_tables.py plot        results/gsm8k-1.5b.png and results/gsm8k-0.5b.png
+    python results/gsm8k_tables.py plot        results/gsm8k-1.5b.png, gsm8k-0.5b.png, from 3 whole seeds on
 
 A second argument names another folder of logs. The tests and the verdicts are in experiment.py.
 Needs: numpy, matplotlib; experiment.py, gsm8k.py.
@@ -161,7 +161,7 @@ def main(command, logs=gsm8k.LOGS):
     if command != "plot":
         print(rules() if command == "rules" else table(logs))
     for ours in EXPERIMENTS if command == "plot" else ():
-        if whole_seeds(logs, ours):
+        if len(whole_seeds(logs, ours)) >= 3:
             plot(logs, ours, logs.parent / f"gsm8k-{ours.size}.png")
 
 
