@@ -491,8 +491,12 @@ def main(arguments):
     if a.command == "run":
         lr = flags.pop("lr", None) or chosen(a.logs, ARMS[a.arm])[1] or sorted(ARMS[a.arm].rates)[1]
         job = Job("main", a.arm, lr, a.seed)
+        log = read(a.logs, job)
+        if log.ended:               # the one setting that depends on the card and on who shares it
+            logged = log.starts[-1]["flags"].get("micro_tokens", train.Config.micro_tokens)
+            flags = {"micro_tokens": logged} | flags
         print("again", make(job, a.logs, ROOT / "runs" / "gsm8k-again", flags, a.problems, loud=True))
-        if (log := read(a.logs, job)).ended:
+        if log.ended:
             print("log  ", said(log), "on", log.starts[-1]["gpu"])
     elif a.command == "all":
         at_once = math.ceil(a.workers / max(1, torch.cuda.device_count()))

@@ -459,6 +459,18 @@ def test_the_committed_logs_hold_runs_of_the_plan_alone():
         assert path.stem in names and all(json.loads(line) for line in path.read_text().splitlines())
 
 
+def test_run_repeats_a_run_with_the_settings_of_its_log(monkeypatch, capsys):
+    """The micro-batches too, whatever card it runs on; a flag of the command line wins."""
+    given = []
+    monkeypatch.setattr(gsm8k, "make", lambda *args, **named: given.append(args) or "made")
+    for flags in ((), ("--micro-tokens", "2048")):
+        assert gsm8k.main(["run", "5", "2", *flags]) == 0
+    (job, logs, out, flags, _), (*_, ours, _) = given
+    assert job == Job("main", "5", 1e-4, 2) and logs == gsm8k.LOGS != out
+    assert flags == {"micro_tokens": 12288} and ours == {"micro_tokens": 2048}
+    assert "log   {'greedy': '0.322'" in capsys.readouterr().out
+
+
 def test_both_readmes_show_the_committed_logs():
     """The tables as `table` prints them; README's first claim; its command is that of the default arm."""
     assert gsm8k_tables.table(gsm8k.LOGS) in LOGBOOK
