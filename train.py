@@ -30,7 +30,7 @@ from rollout import Rollout, Sampler
 @dataclasses.dataclass
 class Config:                           # --- model
     model: str = "smollm2"              # "smollm2" (from its wheel), a folder, a .gguf file or a hub id
-    quant: str = "nvfp4"                # nvfp4 (scale sweep), rtn (the paper's rounding), bf16 (unquantised)
+    quant: str = "nvfp4"                # nvfp4 (scale sweep), rtn (the paper's rounding); bf16: where it fits
     rank: int = 32                      # LoRA r
     alpha: int = 32                     # LoRA α; the adapter is scaled by α/r
     adapter: str = ""                   # a PEFT adapter to start from, or a run with its model, task, …
@@ -61,7 +61,7 @@ class Config:                           # --- model
     sigma_schedule: str = "exponential"  # exponential, linear, cosine, logarithmic
     # --- schedule
     steps: int = 16                     # optimizer steps; 0 evaluates only
-    lr: float = 5e-4                    # AdamW; 1e-5 … 3e-5 for 1.5B to 32B (paper: 1e-5)
+    lr: float = 5e-4                    # AdamW; 1e-4 for 0.5B, 1.5B; 1e-5 … 3e-5 for 3B to 32B (paper: 1e-5)
     schedule: str = "linear"            # learning rate: linear (to 0), constant, cosine (released scripts)
     warmup: int = 0                     # steps in which the learning rate rises from 0
     weight_decay: float = 0.0           # AdamW's (released scripts: 0.1)

@@ -73,6 +73,7 @@ def arm_row(logs, ours, arm, seeds):
             f"{np.mean(solved):.1f} of {np.mean([old.count(0) for old, _ in rights]):.0f}")
     for key, name in (("reward", "reward"), ("entropy", "entropy"), ("sampler_entropy", "sampler's entropy")):
         row[name] = text(spread([log.mean(key) for log in after]))
+    row["sampler's entropy, step 0"] = text(spread([log.step[0]["sampler_entropy"] for log in after]))
     row["kl_noise"] = f"{np.mean([log.mean('kl_noise') for log in after]):.1e}".replace("nan", "–")
     if ours is ONE:
         alone = [log for log in after if log.starts[-1]["at_once"] == 1] or after      # not sharing its card
@@ -82,7 +83,7 @@ def arm_row(logs, ours, arm, seeds):
                 "a step: sampling, update": f"{sampling:.1f} s, {update:.1f} s",
                 "minutes with tests": f"{np.mean([log.seconds for log in alone]) / 60:.1f}",
                 "peak GB": f"{max(r['memory_gb'] for r in steps):.1f}"}
-    return row | {"failed": sum(len(log.failed) for log in after)}
+    return row | {"failed or cut off": sum(max(len(log.failed), len(log.starts) - 1) for log in after)}
 
 
 def table(logs):
@@ -99,12 +100,12 @@ def table(logs):
                  tested(mean, half, p), says)
                 for (claim, measure, a, b), x, y, mean, half, p, says in claims(logs))))
             drift = [[spread([read(logs, f"main-{arm}-{seed}").mean("sampler_entropy", [stage])
-                              for seed in seeds]) for arm in "67"] for stage in range(10)]
+                              for seed in seeds]) for arm in "672"] for stage in range(10)]
             found.append(rows(
                 ("stage", "σ of 6", "its entropy before training", "temperature of 7", "its entropy before "
-                 "training", "entropy of 6's sampler",
-                 "of 7's"), *((stage, *where, *map(text, drift[stage]))
-                              for stage, where in enumerate(temperatures(logs)))))
+                 "training", "entropy of 6's sampler in training", "of 7's", "of 2's"),
+                *((stage, *where, *map(text, drift[stage]))
+                  for stage, where in enumerate(temperatures(logs)))))
         cells = [arm_row(logs, ours, arm, seeds) for arm in ours.arms if seeds]
         found += [rows(cells[0], *(row.values() for row in cells))] if cells else []
     places = dict.fromkeys(f"{r['gpu']}, torch {r['torch']}, triton {r['triton']}" for r in starts)
@@ -118,10 +119,11 @@ def table(logs):
 def plot(logs, ours, path):
     """Training reward against the step (experiment 1), and two tests before and after training. The picture's
     Description holds its numbers."""
-    seeds, shown = whole_seeds(logs, ours), []
-    figure = Figure(figsize=(12, 3 + 0.25 * len(ours.arms)), layout="constrained")
+    seeds, shown, bases = whole_seeds(logs, ours), [], [base for base, *_ in ours.arms.values()]
+    arms = sorted(ours.arms, key=lambda arm: bases.index(ours.arms[arm][0]))    # by base
+    figure = Figure(figsize=(12, 3 + 0.25 * len(arms)), layout="constrained")
     *curve, left, right = figure.subplots(1, 3 if ours is ONE else 2)
-    for i, arm in enumerate(ours.arms):
+    for i, arm in enumerate(arms):
         both, noise = pairs_of(logs, ours, arm, seeds), "aqn" in ours.arms[arm][1]
         color = f"C{i}" if curve else "C3" if noise else "C0" if arm == "7" else "0.15"
         for axis in curve:
@@ -135,13 +137,15 @@ def plot(logs, ours, path):
             shown.append(f"{arm} {measure} {np.mean(old):.4f} → {' '.join(f'{v:.4f}' for v in new)}")
             axis.annotate("", (mean, -i), (np.mean(old), -i), arrowprops=dict(arrowstyle="->", color="0.6"))
             axis.plot(np.mean(old), -i, "o", color=color, markerfacecolor="white")
-            axis.plot(new, [-i] * len(new), "|", color="0.5", markersize=12)
+            axis.plot(new, [-i - 0.25] * len(new), ".", color="0.6", markersize=5)
             axis.errorbar(mean, -i, xerr=np.nan_to_num(sd), fmt="o", color=color, capsize=4)
             axis.annotate(f"{mean:.3f}", (mean, 0.2 - i), fontsize=8, ha="center")
+            if bases.count(ours.arms[arm][0]) > 1 and not noise and arm != "7":
+                axis.axvline(mean, color="0.6", linestyle="--", linewidth=1)
     for axis, measure in zip((left, right), ours.shown, strict=True):
-        axis.set_yticks([-i for i in range(len(ours.arms))],
-                        [arm if curve else f"{arm}: {ours.arms[arm][2]}" for arm in ours.arms])
-        axis.set(xlabel=MEASURES[measure], ylim=(0.6 - len(ours.arms), 0.6))
+        axis.set_yticks([-i for i in range(len(arms))],
+                        [arm if curve else f"{arm}: {ours.arms[arm][2]}" for arm in arms])
+        axis.set(xlabel=MEASURES[measure], ylim=(0.5 - len(arms), 0.6))
         axis.margins(x=0.1)                                     # room for the numbers
         axis.grid(alpha=0.3, axis="x")
         axis.tick_params(labelleft=axis is left)
@@ -150,9 +154,11 @@ def plot(logs, ours, path):
         axis.set(xlabel="optimizer step", ylabel="training reward, share of answers")
         axis.legend(fontsize=8)
     figure.suptitle(f"GSM8K. {BASE.format(ours.size.upper())}.\nHollow: before training; filled: after "
-                    f"{gsm8k.COMMON['steps']} steps, mean ± standard deviation of {len(seeds)} seeds (ticks)"
+                    f"{gsm8k.COMMON['steps']} steps, mean ± standard deviation of {len(seeds)} seeds (dots)"
                     + ("; curves: mean, least, most, moving mean of 9 steps." if curve else
-                       ". Red: sampled under noise; blue: at a higher temperature."), fontsize=9)
+                       ". Red: sampled under noise; blue: at a temperature.\n"
+                       "Dashed: where bf16 and rtn end without noise. rtn: round to nearest; tis: truncated "
+                       "importance sampling."), fontsize=9)
     experiment.save(figure, path, "\n".join(shown))
 
 

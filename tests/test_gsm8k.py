@@ -478,6 +478,11 @@ def test_both_readmes_show_the_committed_logs():
     before, after = (np.mean([log.measure("greedy") for log in logs]) for logs in (before, after))
     assert f"test accuracy {before:.2f} → {after:.2f}" in README and after - before >= 0.08
     assert f"arm `nvfp4` gains {after - before:.3f}".replace("0.", ".") in LOGBOOK
+    said = " ".join(README.split("**Does the noise help?**")[1].split("\n## ")[0].split())
+    for (claim, *_), _, _, mean, half, _, verdict in gsm8k_tables.claims(gsm8k.LOGS):
+        found = f"({mean:+.3f} ± {half:.3f}".replace("0.", ".").replace("-", "−")
+        sentence, = (text for text in re.split(r"(?<=\)|\w)\. ", said) if found in text)
+        assert verdict in sentence, claim
     command = re.search(r"    python train.py (--model Qwen/.*?)\n    python", README, re.S)[1]
     shown = launch.parse(train.Config, command.replace("\\\n", "").split())
     logged = gsm8k.configured(Job("main", "nvfp4", gsm8k.chosen(gsm8k.LOGS, ONE)[1], shown.seed), {})
