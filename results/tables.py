@@ -316,7 +316,7 @@ def results():
                        for over in (over_vllm(rates, "nvfp4"), over_vllm(rates, "bf16")))
         entry(f"decodes beside vLLM {next(r['vllm'] for r in records if 'vllm' in r)}: "
               f"{model(records[0]['shape'])} + LoRA, {card(records[0])} (answers at once)",
-              f"both NVFP4 {four} its tokens/s; both bf16 {plain}", "", "")
+              f"ours over vLLM, tokens/s: NVFP4 {four}; bf16 {plain}", "", "")
     for (shape, prompts, samples, new, _, weights, cap, ranks), found in steps().items():
         if weights == "nvfp4" and ranks == 1 and not cap and prompts * samples * new > 32_000:
             sampling, update, peak = (statistics.median(r[k] for r in found)
