@@ -124,8 +124,8 @@ def plot(logs, ours, path):
     figure = Figure(figsize=(12, 3 + 0.25 * len(arms)), layout="constrained")
     *curve, left, right = figure.subplots(1, 3 if ours is ONE else 2)
     for i, arm in enumerate(arms):
-        both, noise = pairs_of(logs, ours, arm, seeds), "aqn" in ours.arms[arm][1]
-        color = f"C{i}" if curve else "C3" if noise else "C0" if arm == "7" else "0.15"
+        both, (base, own, _) = pairs_of(logs, ours, arm, seeds), ours.arms[arm]
+        color = f"C{i}" if curve else "C3" if "aqn" in own else "C0" if own else "0.15"
         for axis in curve:
             rewards = [smooth([r["reward"] for r in log.step.values()], 9) for _, log in both]
             axis.plot(np.mean(rewards, 0), color=color, linestyle=("-", "--", ":")[i], label=arm)
@@ -140,7 +140,7 @@ def plot(logs, ours, path):
             axis.plot(new, [-i - 0.25] * len(new), ".", color="0.6", markersize=5)
             axis.errorbar(mean, -i, xerr=np.nan_to_num(sd), fmt="o", color=color, capsize=4)
             axis.annotate(f"{mean:.3f}", (mean, 0.2 - i), fontsize=8, ha="center")
-            if bases.count(ours.arms[arm][0]) > 1 and not noise and arm != "7":
+            if bases.count(base) > 1 and not own:                   # what the arms below are compared with
                 axis.axvline(mean, color="0.6", linestyle="--", linewidth=1)
     for axis, measure in zip((left, right), ours.shown, strict=True):
         axis.set_yticks([-i for i in range(len(arms))],
