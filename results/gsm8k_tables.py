@@ -86,6 +86,19 @@ def arm_row(logs, ours, arm, seeds):
     return row | {"failed or cut off": sum(max(len(log.failed), len(log.starts) - 1) for log in after)}
 
 
+def repeats(logs, seeds):
+    """The seeds of arm 5 beside the repeats that `gsm8k.py run 5 2` made; those are in the folder again."""
+    made = {f"seed {seed}": read(logs, f"main-5-{seed}") for seed in seeds}
+    for path in sorted((logs / "again").glob("main-5-2-*.jsonl")):
+        made[f"seed 2, repeat {path.stem[-1]}"] = read(path.parent, path.stem)
+    lines = []
+    for name, log in made.items():
+        reward = " ".join(f"{log.mean('reward', [stage]):.3f}" for stage in range(10))
+        lines.append((name, reward, f"{log.mean('entropy', [9]):.3f}", f"{log.measure('greedy'):.3f}"))
+    head = "arm 5", "reward, means of ten steps", "entropy, the last ten", "test accuracy, greedy"
+    return rows(head, *lines).replace("nan", "–")
+
+
 def table(logs):
     """Markdown of both experiments, of the seeds with which all arms have ended."""
     found, starts = [], [r for path in sorted(logs.glob("*.jsonl")) for r in read(logs, path.stem).starts]
@@ -108,6 +121,7 @@ def table(logs):
                   for stage, where in enumerate(temperatures(logs)))))
         cells = [arm_row(logs, ours, arm, seeds) for arm in ours.arms if seeds]
         found += [rows(cells[0], *(row.values() for row in cells))] if cells else []
+    found += [repeats(logs, seeds)] if seeds else []
     places = dict.fromkeys(f"{r['gpu']}, torch {r['torch']}, triton {r['triton']}" for r in starts)
     commits, at_once = (sorted({str(r[k]) for r in starts}) for k in ("commit", "at_once"))
     when = sorted(r["time"] for r in starts) or ["–"]
