@@ -91,6 +91,33 @@ def tiny_chat(tmp_path_factory):
     return folder
 
 
+# --- runs of train.py
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """main() installs signal handlers; restore pytest's for the next test."""
+    old = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in old.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def whole(tiny_chat, tmp_path_factory):
+    """The folder of a whole run of command.FLAGS, which tests read or copy and never change."""
+    import command
+    out = tmp_path_factory.mktemp("runs")
+    assert command.main(*command.FLAGS, "--model", tiny_chat, "--out", out / "whole") == 0
+    return out / "whole"
+
+
+@pytest.fixture
+def start(tiny_chat, tmp_path):
+    """start(more flags) runs the same in tmp_path/run → the exit code."""
+    import command
+    return lambda *more: command.main(*command.FLAGS, "--model", tiny_chat, "--out", tmp_path / "run", *more)
+
+
 # --- Triton kernels without a GPU: one process interprets them, another compiles them; none can do both
 
 def run_alone(function, interpret):

@@ -8,8 +8,8 @@ from pathlib import Path
 import bench
 import pytest
 import torch
+from command import ROOT, Command
 from test_launch import ranks
-from test_runs import ROOT, Command
 
 import lora
 import memory

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_runs import FLAGS, ROOT, Command, handlers, lines, main, outcome, start, whole  # noqa: F401
+from command import FLAGS, ROOT, Command, lines, main
 
 import checkpoint
 import launch
@@ -56,7 +56,7 @@ def test_a_task_of_ones_own_takes_neither_data_nor_operands(flags):
         launch.check(train.Config(task="mine.py", **flags))
 
 
-def test_two_ranks_train_as_one_process(whole, tiny_chat, tmp_path):    # noqa: F811
+def test_two_ranks_train_as_one_process(whole, tiny_chat, tmp_path):
     """torchrun splits prompts and sums gradients, and one rank logs. Answers are compared up to the first
     update, because AdamW makes a full step of a gradient that is only rounding."""
     folder = tmp_path / "run"
@@ -204,7 +204,7 @@ def test_an_adapter_from_elsewhere_brings_no_flags(ended, tmp_path, capsys):
         assert got == train.Config(adapter=str(tmp_path / "other/peft")) and not capsys.readouterr().out
 
 
-def test_an_adapter_of_ones_own_task_is_scored_from_anywhere(start, tmp_path, monkeypatch, capsys):     # noqa: F811
+def test_an_adapter_of_ones_own_task_is_scored_from_anywhere(start, tmp_path, monkeypatch, capsys): 
     """The scores, greedy and sampled, are those at the end of the run, to the last digit."""
     (tmp_path / "there").mkdir()
     Path(tmp_path / "mine.py").write_text("problems = lambda: [{'prompt': str(n)} for n in range(40)]\n"
@@ -313,7 +313,7 @@ def test_prompts_that_the_ranks_cannot_share_equally_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("number, evaluations", [(5, [5, 5]), (99, [32, 32]), (0, [])])
-def test_eval_problems_bounds_the_evaluation_or_skips_it(start, tmp_path, capsys, number, evaluations):    # noqa: F811
+def test_eval_problems_bounds_the_evaluation_or_skips_it(start, tmp_path, capsys, number, evaluations):
     """The training problems stay the same, and the run says what it evaluates before it begins."""
     assert start("--steps", 1, "--eval-problems", number) == 0
     records = runs.read(tmp_path / "run").values()
@@ -323,7 +323,7 @@ def test_eval_problems_bounds_the_evaluation_or_skips_it(start, tmp_path, capsys
     assert said.count(f"evaluating {min(number, 32)} problems: greedy, and 1 sampled") == len(evaluations)
 
 
-def test_a_run_is_resumed_from_another_folder(start, whole, tmp_path, monkeypatch):     # noqa: F811
+def test_a_run_is_resumed_from_another_folder(start, whole, tmp_path, monkeypatch): 
     """Paths are stored absolute: another folder may hold another file of this name, or none."""
     (tmp_path / "there").mkdir()
     task = "problems = lambda: [{'prompt': str(n)} for n in range(40)]\nreward = lambda p, text: len(text)"
@@ -387,7 +387,7 @@ def test_a_prompt_that_no_answer_can_follow_is_named_by_its_text(tiny_chat):
         launch.encoded(*given, [{"prompt": [{"role": "user", "content": "1" * 121}]}])
 
 
-def test_a_chat_is_trained_on_or_refused_before_the_model_loads(start, tiny_chat, tmp_path, monkeypatch):    # noqa: F811
+def test_a_chat_is_trained_on_or_refused_before_the_model_loads(start, tiny_chat, tmp_path, monkeypatch):
     """Not at the first step, because the template of this model takes no system message."""
     (tmp_path / "mine.py").write_text(
         "def problems():\n    return [{'n': str(n)} for n in range(40)]\n"

@@ -10,7 +10,7 @@ import time
 import peers
 import pytest
 import tables
-from test_runs import ROOT
+from command import ROOT
 
 # A stand-in for vLLM. Its clock moves only in generate: half a second, and two milliseconds a step.
 FAKE = {"__init__.py": '''

@@ -3,7 +3,7 @@ import json
 import os
 import subprocess
 
-from test_runs import ROOT
+from command import ROOT
 
 FAKE = '''#!/bin/bash
 [ "$1" = -c ] && { echo '{"commit": "c"}'; exit; }

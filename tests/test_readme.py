@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_runs import main
+from command import main
 from test_structure import LINES
 
 import export

@@ -1,11 +1,9 @@
 """python -m pytest tests/test_runs.py"""
 import dataclasses
 import errno
-import gc
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import random
 import re
@@ -14,12 +12,12 @@ import shutil
 import signal
 import sys
 import time
-from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from command import FLAGS, ROOT, TIMINGS, Command, lines, main, outcome
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from test_tasks import OWN
@@ -30,101 +28,7 @@ import model as decoder
 import runs
 import train
 
-ROOT = Path(train.__file__).parent
-# keys in which the record of a replayed step may differ
-TIMINGS = ("rollout_s", "update_s", "rollout_tok_s", "update_tok_s", "memory_gb", "segment")
 GOOD = dict(signal=.5, finished=.9, reward=.4, mismatch=1.01)
-# six short steps with three checkpoints; short answers earn more, so rewards differ within a group
-FLAGS = ("--quant nvfp4 --steps 6 --prompts 4 --group-size 4 --max-new-tokens 8 --rank 4 --lr 5e-3 "
-         "--overlong penalty --eval-every 3 --save-every 2 --sigma-stages 3 --device cpu").split()
-
-
-# --- train.py in a new process, forked from a server that has already imported torch and our modules
-def child(code, arguments, said, out, env):
-    """Run the code, then train.py as a command, with stdout and stderr written to these files."""
-    for number, path in ((1, out), (2, said)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", 1, closefd=False)
-    os.environ.update(env)
-    sys.argv = ["train.py", *arguments]
-    exec(code)
-    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-
-
-def forks():
-    """A multiprocessing context whose new processes have torch and our modules imported."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{ROOT}:{ROOT}/results:{ROOT}/tests")
-        multiprocessing.set_forkserver_preload(["train", "bench", "test_runs", "test_train"])
-        forkserver.ensure_running()
-    return multiprocessing.get_context("forkserver")
-
-
-class Command:
-    """Starts code, then python train.py FLAGS…; `code` and `said` wait for its exit code and stderr."""
-
-    def __init__(self, folder, *flags, code="", out=os.devnull, env=()):
-        self.file = Path(folder) / f"stderr-{time.time_ns()}"
-        arguments = code, list(map(str, flags)), str(self.file), str(out), dict(env)
-        self.process = forks().Process(target=child, args=arguments)
-        self.process.start()
-
-    @property
-    def code(self):
-        self.process.join(120)
-        return self.process.exitcode
-
-    @property
-    def said(self):
-        return self.code is not None and self.file.read_text()
-
-
-@pytest.fixture(autouse=True)
-def handlers():
-    """main() installs signal handlers; restore pytest's for the next test."""
-    old = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    yield
-    for number, handler in old.items():
-        signal.signal(number, handler)
-
-
-def main(*flags):
-    """python train.py in this process → the exit code. Collects garbage, which releases the run's lock."""
-    try:
-        config = launch.parse(train.Config, list(map(str, flags)))
-        return launch.start(config, train.train, train.preflight) or 0
-    except SystemExit as stop:
-        return stop.code
-    except KeyboardInterrupt:
-        return 130
-    finally:
-        gc.collect()
-
-
-def outcome(folder):
-    """What an accident must not change: both adapters' bytes, and the records except their timings."""
-    adapter, best = ((folder / f"{name}/adapter_model.safetensors").read_bytes()
-                     for name in ("adapter", "adapter-best"))
-    records = runs.read(folder).values()
-    return adapter, [{k: v for k, v in r.items() if k not in TIMINGS} for r in records], best
-
-
-def lines(folder):
-    return [json.loads(text) for text in (folder / "metrics.jsonl").read_bytes().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def whole(tiny_chat, tmp_path_factory):
-    """The folder of a run without any accident."""
-    out = tmp_path_factory.mktemp("runs")
-    assert main(*FLAGS, "--model", tiny_chat, "--out", out / "whole") == 0
-    return out / "whole"
-
-
-@pytest.fixture
-def start(tiny_chat, tmp_path):
-    """start(more flags) runs the same in tmp_path/run → the exit code."""
-    return lambda *more: main(*FLAGS, "--model", tiny_chat, "--out", tmp_path / "run", *more)
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(whole, start, tmp_path):

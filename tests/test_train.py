@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from test_runs import forks, main
+from command import forks, main
 
 import aqn
 import checkpoint

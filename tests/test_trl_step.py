@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import bench
 import pytest
-from test_runs import ROOT
+from command import ROOT
 
 import tasks
 import train
