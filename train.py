@@ -219,22 +219,35 @@ def evaluate(config, sampler, task, tokenizer, stop_ids, say=print):
     assert not aqn.is_noisy(sampler.model), "evaluation under noise measures another policy"
     say(f"evaluating {len(task.held_out)} problems: greedy, and {config.eval_samples} sampled of each")
     (rank, ranks), count, began = rank_and_count(), len(task.held_out), time.perf_counter()
-    right, start = torch.zeros(3, dtype=torch.float64), count * rank // ranks
+    right, start, G = torch.zeros(3, dtype=torch.float64), count * rank // ranks, config.eval_samples
     problems = task.held_out[start:count * (rank + 1) // ranks]
-    prompts = launch.encoded(config, sampler.model.config, task, tokenizer, problems)
-    ways = (1, 0.0, 1.0), (config.eval_samples, config.temperature, config.eval_top_p)
-    for G, temperature, top_p in ways if problems else ():
-        # step −1: each evaluation draws the same random bits, which training never draws
-        sampled = sampler.generate(prompts, G, config.max_new_tokens, temperature, stop_ids, config.seed,
-                                   -1, start * G, progress="eval", top_p=top_p)
-        for b, ids in enumerate(sampled.answers()):
-            text, problem = tokenizer.decode(ids), problems[b // G]
-            reward = task.reward(problem, text, bool(sampled.finished[b]))
-            right += torch.tensor([0, 0, reward / G] if temperature else
-                                  [reward, task.reward(problem, text, True), 0])
+    if problems:
+        _, texts, rewards = answer(config, sampler, task, tokenizer, stop_ids, problems,
+                                   samples=1, temperature=0.0, top_p=1.0, first=start)
+        for problem, text, reward in zip(problems, texts, rewards, strict=True):
+            right += torch.tensor([reward, task.reward(problem, text, True), 0])
+        _, _, rewards = answer(config, sampler, task, tokenizer, stop_ids, problems,
+                               samples=G, temperature=config.temperature, top_p=config.eval_top_p,
+                               first=start * G)
+        for reward in rewards:
+            right[2] += reward / G
     strict, loose, drawn = all_sum(right).tolist()
     return dict(eval_greedy=strict / count, eval_greedy_loose=loose / count, eval_sampled=drawn / count,
                 problems=count, rollout_s=time.perf_counter() - began)
+
+
+def answer(config, sampler, task, tokenizer, stop_ids, problems, *, samples, temperature, top_p,
+           first=0):
+    """Sample answers to problems outside of training → Rollout, texts, rewards, `samples` rows a problem.
+    first: number of the first answer among those of all ranks."""
+    prompts = launch.encoded(config, sampler.model.config, task, tokenizer, problems)
+    # step −1: each evaluation draws the same random bits, which training never draws
+    sampled = sampler.generate(prompts, samples, config.max_new_tokens, temperature, stop_ids, config.seed,
+                               -1, first, progress="eval", top_p=top_p)
+    texts = [tokenizer.decode(ids) for ids in sampled.answers()]
+    rewards = [task.reward(problems[b // samples], text, bool(sampled.finished[b]))
+               for b, text in enumerate(texts)]
+    return sampled, texts, rewards
 
 
 @torch.no_grad()
