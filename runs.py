@@ -1,7 +1,7 @@
 """A run's folder: its files, and what keeps an accident from losing a finished step.
 
     config.json             the flags
-    metrics.jsonl           one record per step and per evaluation, appended; keys: results/README.md
+    metrics.jsonl           one record per step and per evaluation, appended; keys: results/LOG.md
     samples.jsonl           the worst and the best answer of the step after each evaluation, appended
     checkpoint.safetensors  adapter and optimizer after a step, with a checksum; replaced atomically
     checkpoint.previous.…   the checkpoint before it, read when the last one is damaged
@@ -113,7 +113,7 @@ class Run:
 
     def made(self, step, stats, sampled):
         """Count and log a finished step, and print warnings. sampled: the step's answers, which only the
-        experiments in results/ measure. ValueError: five steps in a row were skipped."""
+        experiments measure. ValueError: five steps in a row were skipped."""
         stats["memory_gb"] = peak_memory_gb()
         self.history.append(stats)
         self.done, self.whole = step + self.config.updates_per_rollout, True

@@ -1,6 +1,6 @@
 r"""Tasks: problems, a prompt for each, and a reward that a program can verify: 1 if right, else 0.
 
-    task = TASKS["multiplication"]()          # addition; with data: gsm8k, math; own("results/countdown.py")
+    task = TASKS["multiplication"]()          # addition; with data: gsm8k, math; own("FILE.py")
     task.train, task.held_out                 # lists of problems, each a dict
     task.prompt(problem)                      # "What is 7 * 8?", the user's message without a chat template
     task.reward(problem, text, finished)      # 1.0 or 0.0

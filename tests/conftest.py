@@ -1,18 +1,19 @@
 """What the tests share: seeds, poisoned memory, tiny checkpoints, Triton kernels without a GPU."""
 
+import multiprocessing
 import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")      # before torch: tiny models lose by threads
+import torch  # noqa: E402
+
 signal.signal(signal.SIGINT, signal.default_int_handler)      # a shell starts background jobs with it ignored
 signal.signal(signal.SIGHUP, signal.SIG_DFL)                  # nohup starts its command with it ignored
 
@@ -118,19 +119,30 @@ def start(tiny_chat, tmp_path):
     return lambda *more: command.main(*command.FLAGS, "--model", tiny_chat, "--out", tmp_path / "run", *more)
 
 
-# --- Triton kernels without a GPU: one process interprets them, another compiles them; none can do both
+# --- Triton kernels without a GPU: this process compiles them, a child interprets them; none can do both
 
-def run_alone(function, interpret):
-    """Call a function of a test module in another process, with Triton's interpreter or its compiler."""
-    tests = Path(__file__).resolve().parent
-    env = os.environ | {"TRITON_INTERPRET": str(int(interpret)), "PYTHONPATH": f"{tests.parent}:{tests}"}
-    code = f"import {function.__module__} as t; t.{function.__name__}(); print('done')"
-    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert run.returncode == 0 and run.stdout.endswith("done\n"), run.stderr[-3000:]
+def as_a_test(function):
+    """Call a function in the child, with the seed and the poisoned memory that a test has."""
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    function()
+
+
+@pytest.fixture(scope="session")
+def interpret():
+    """interpret(function) calls a function of a test module in the one child that interprets kernels."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "1")
+            pool.submit(os.getpid).result()                       # starts the child
+        yield lambda function: pool.submit(as_a_test, function).result()
 
 
 # compute capability → bytes of shared memory that a CTA may use
-SHARED = {90: 232448, 100: 232448, 80: 166912, 86: 101376, 89: 101376, 120: 101376}      # the slowest first
+SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+# every day one kernel of each kind for Hopper; with -m slow every specialisation for every generation
+each_generation = pytest.mark.parametrize("cc, everything", [
+    (90, False), *(pytest.param(cc, True, marks=pytest.mark.slow) for cc in SHARED)])
 
 
 def build(kernel, cc, constants, names_of, aligned, warps=4, stages=3, registers=255, stack=0):
@@ -153,7 +165,7 @@ def build(kernel, cc, constants, names_of, aligned, warps=4, stages=3, registers
     used = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     fits = used["STACK"] <= stack and used["LOCAL"] == 0 and used["REG"] <= registers
     used["SHARED"] = made.metadata.shared
-    assert fits and used["SHARED"] <= SHARED[cc], f"{cc} {kernel} {constants} {used}"   # a str can be pickled
+    assert fits and used["SHARED"] <= SHARED[cc], f"{cc} {kernel} {constants} {used}"
     return made.asm["ptx"], made.asm["cubin"]
 
 
@@ -166,17 +178,10 @@ def cuobjdump(flag, cubin):
         return subprocess.run([program, flag, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def on_all_cores(check, generations=(90, 100, 80, 120)):
-    """Call check with each compute capability, each in a process: Triton's compiler uses one thread."""
-    with ProcessPoolExecutor() as pool:
-        list(pool.map(check, generations))                            # list() raises a process's exception
-
-
 def compile_with_a_wait(cc, jobs, names_of, aligned):
     """Compile kernels and check that each waits once for its predecessor (PDL). jobs: (kernel, constants,
-    warps, most registers = 65536 / 32 / warps / CTAs on an SM, stages); the rest as in build."""
-    for kernel, constants, warps, registers, stages in jobs:
-        ptx, _ = build(kernel, cc, constants | dict(PDL=cc >= 90), names_of, aligned, warps, stages,
-                       registers)
+    warps, most registers = 65536 / 32 / warps / CTAs on an SM); the rest as in build."""
+    for kernel, constants, warps, registers in jobs:
+        ptx, _ = build(kernel, cc, constants | dict(PDL=cc >= 90), names_of, aligned, warps, 1, registers)
         waits = ptx.count("griddepcontrol.wait")
         assert waits == (cc >= 90), f"{kernel}: one that does not wait lets the next overtake"

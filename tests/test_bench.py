@@ -1,224 +1,258 @@
-"""python -m pytest tests/test_bench.py -q"""
-import argparse
-import json
-import shutil
-import subprocess
-from pathlib import Path
+"""bench/: each script measures a tiny shape on a CPU, and its table is made of its records."""
 
-import bench
+import functools
+import importlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
-from command import ROOT, Command
-from test_launch import ranks
+import transformers
 
-import lora
+import fp4_gemm
+import launch
 import memory
-import rollout
+import nvfp4
+import tasks
+from bench import common, gemm, rollout, step, tables, turns, vllm
+
+STEP = "--prompts 2 --samples 3 --prompt-length 5 --new 7 "
 
 
-@pytest.fixture
-def tiny_shape(monkeypatch):
+@pytest.fixture(autouse=True)
+def tiny_shape(monkeypatch, tmp_path):
+    """There is a shape "tiny", whole rollouts are short, tables reads logs in tmp_path."""
     monkeypatch.setitem(memory.MODELS, "tiny", (64, 2, 4, 2, 96, 97, False))
+    short = functools.partial(rollout.sample_whole, prompts=2, samples=3, mean=6, limit=12)
+    monkeypatch.setattr(rollout, "sample_whole", short)
+    monkeypatch.setattr(tables, "LOGS", tmp_path)
+    monkeypatch.setattr(common, "DEVICE", "cpu")
 
 
-def records(tmp_path, capsys, *arguments):
-    """Run bench.py; its last line is one JSON value, its log has one record a row."""
-    log = tmp_path / "log.jsonl"
-    bench.main([*arguments, "--model-shape", "tiny", "--out", str(log)])
-    last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    found = [json.loads(line) for line in log.read_text().splitlines()]
-    assert all(r["torch"] == last["torch"] and r["commit"] == last["commit"] for r in found)
-    return found, last
+def records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_rollout_times_every_kind_and_batch(tiny_shape, tmp_path, capsys, monkeypatch):
-    """All four kinds. With memory for two sequences, a batch of three takes two waves. Hugging Face's time is
-    a difference of two measurements, so a clock that counts calls of lm_head replaces the real one."""
-    monkeypatch.setattr(rollout.Sampler, "_room", lambda *args: 2)
-    build, calls = bench.hf_model, []
-    monkeypatch.setattr(bench, "clock", lambda: len(calls) / 8)
+def measured(script, path, flags):
+    """Run a script on the tiny shape → its records."""
+    script.main([*flags.split(), "--model-shape", "tiny", "--out", str(path)])
+    return records(path)
 
-    def counted(*args):
-        model = build(*args)
-        model.lm_head.register_forward_hook(lambda *_: calls.append(1))
-        return model
-    monkeypatch.setattr(bench, "hf_model", counted)
-    found, last = records(tmp_path, capsys, "rollout", "--quant", "nvfp4,bf16,hf,hf-lora", "--batch", "1,3",
-                          "--context", "20", "--new", "6")
-    asked = [(q, b) for q in ("nvfp4", "bf16", "hf", "hf-lora") for b in (1, 3)]
-    assert [(r["weights"], r["batch"]) for r in found] == asked
+
+def test_rollout_times_decode_steps(tmp_path, capsys):
+    """A batch of 1 has no prompt in common, one of 4 has one."""
+    log = tmp_path / "rollout_bench.jsonl"
+    found = measured(rollout, log, "--batch 1 4 --context 20 --new 6")
     for r in found:
-        waves = 2 if r["batch"] == 3 and r["weights"] in ("nvfp4", "bf16") else 1
-        assert r["tok_s"] * r["ms_step"] / 1e3 == pytest.approx(r["batch"] / waves)
-        assert r["slots"] == min(r["batch"], 3 if waves == 1 else 2) and r["of_bound"] > 0
-        assert last["tok_s"][f"tiny {r['weights']} B={r['batch']}"] == round(r["tok_s"])
-        assert r["weights"][:2] != "hf" or r["ms_step"] == 125
+        assert r["tok_s"] * r["ms_step"] == pytest.approx(1e3 * r["batch"])
+        assert r["samples"] == r["slots"] == r["batch"] and r["gpu"] == "cpu"
+    tables.rollout()
+    alone, four, _, _ = ("{tok_s:,.0f} ({of_bound:.2f})".format(**r) for r in found)
+    told = capsys.readouterr().out
+    assert f"| Qwen2.5-TINY, NVFP4 |  | {four} |\n| … over our own bf16 |  | ×" in told
+    assert f"| Qwen2.5-TINY, NVFP4, nothing in common | {alone} |  |\n" in told
 
 
-@pytest.mark.parametrize("samples, groups", [(1, 4), (2, 2), (16, 1)])
-def test_so_many_rows_have_a_prompt_in_common(tiny_shape, tmp_path, capsys, monkeypatch, samples, groups):
-    """Ours and Hugging Face's alike: of other prompts L2 has nothing."""
-    seen, asked = [], ["rollout", "--batch", "4", "--context", "20", "--new", "6", "--samples", str(samples)]
-    monkeypatch.setattr(bench, "random_model", lambda *args: None)
-    for name in ("our_decode", "hf_decode"):
-        monkeypatch.setattr(bench, name, lambda model, *found: seen.append(found) or (24, 1., 6, 4))
-    found, _ = records(tmp_path, capsys, *asked, "--quant", "nvfp4,hf")
-    assert [r["samples"] for r in found] == [min(samples, 4)] * 2
-    for prompts, group, new in seen:
-        assert (len(prompts), group, new) == (groups, 4 // groups, 6) and {len(p) for p in prompts} == {17}
-        assert len(set(map(tuple, prompts))) == groups
-
-
-@pytest.mark.parametrize("samples, batch, bad", [("0", "8", 8), ("3", "1,8", 8), ("16", "8,0", 0)])
-def test_a_batch_of_broken_groups_is_refused(samples, batch, bad):
-    with pytest.raises(SystemExit, match=f"^--batch {bad} must be a multiple of --samples {samples}, or"):
-        bench.main(["rollout", "--batch", batch, "--samples", samples])
-
-
-def test_a_context_without_room_for_a_prompt_is_refused():
-    with pytest.raises(SystemExit, match="^--context 4 must be more than half of --new 8"):
-        bench.main(["rollout", "--context", "4", "--new", "8"])
-
-
-def test_a_record_is_in_the_log_when_the_next_one_fails(tiny_shape, tmp_path, capsys, monkeypatch):
-    """And a log that cannot be written is told before anything is measured."""
-    decode, log = bench.our_decode, tmp_path / "log.jsonl"
-    monkeypatch.setattr(bench, "our_decode", lambda model, prompts, group, new: (
-        decode(model, prompts, group, new) if group < 3 else 1 / 0))
-    command = "rollout --model-shape tiny --quant bf16 --context 20 --new 6 --batch 1,2,3 --out".split()
-    with pytest.raises(ZeroDivisionError):
-        bench.main([*command, str(log)])
-    assert [json.loads(line)["batch"] for line in log.read_text().splitlines()] == [1, 2]
-    monkeypatch.setattr(bench, "random_model", None)
-    with pytest.raises(SystemExit, match="--out .*nowhere/log: No such file"):
-        bench.main([*command, str(tmp_path / "nowhere" / "log")])
-
-
-def test_the_commit_is_that_of_the_file_and_needs_no_git(tmp_path, monkeypatch):
-    """Wherever it is called from; COMMIT tells it on a machine without the repository."""
-    monkeypatch.setattr(bench, "DEVICE", "cpu")
-    monkeypatch.delenv("COMMIT", raising=False)
-    ours = bench.conditions()["commit"]
-    git = subprocess.run(["git", "-C", Path(bench.__file__).parent, "describe", "--always", "--dirty"],
-                         capture_output=True, text=True)
-    assert ours == git.stdout.strip() or ours == "none" and git.returncode
-    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    monkeypatch.chdir(tmp_path)
-    assert bench.conditions()["commit"] == ours
-    monkeypatch.setenv("COMMIT", "abc")
-    monkeypatch.setenv("PATH", "")
-    assert bench.conditions()["commit"] == "abc"
-    monkeypatch.delenv("COMMIT")
-    assert bench.conditions()["commit"] == "none"
-
-
-def test_hugging_faces_model_has_an_adapter_at_each_projection_if_asked(tiny_shape):
-    c = memory.config("tiny")
-    for adapted, count in ((False, 0), (True, 7 * c.num_hidden_layers)):
-        found = [m for m in bench.hf_model(c, adapted).modules() if isinstance(m, lora.LoRALinear)]
-        assert len(found) == count and all(p.dtype == torch.bfloat16 for m in found for p in m.parameters())
-
-
-def test_whole_rollouts_have_the_lengths_they_should(tiny_shape, tmp_path, capsys, monkeypatch):
-    """Mean and longest as drawn; refill happens, since there are fewer slots than rows."""
-    whole = bench.whole_rollout
-    small = dict(prompts=8, samples=16, mean=12, limit=40)
-    monkeypatch.setattr(bench, "whole_rollout", lambda m, slots: whole(m, slots, **small))
-    [r], _ = records(tmp_path, capsys, "rollout", "--quant", "bf16", "--batch", "20", "--whole")
-    # 128 geometric lengths, standard deviation 12 / √128: within four of it; 97 tokens make the stops coarse
-    assert abs(r["mean_length"] - 12) < 4.5 + 1 and r["longest"] == 40 and r["slots"] == 20
-
-
-def test_step_times_rollout_and_update(tiny_shape, tmp_path, capsys):
-    """Two steps of each kind of weights, whole and update alone."""
-    found, _ = records(tmp_path, capsys, "step", "--prompts", "2", "--samples", "3", "--prompt-length", "5",
-                       "--new", "7", "--steps", "2")
-    assert [(r["weights"], r["step"]) for r in found] == [(q, n) for q in ("nvfp4", "bf16") for n in (0, 1)]
-    for r in found:
-        assert r["rollout_s"] * r["rollout_tok_s"] == pytest.approx(42) and r["slots"] == 6
-        assert r["update_s"] * r["update_tok_s"] == pytest.approx(72) and r["peak_gb"] > 0 < r["planned_gb"]
-    [only], _ = records(tmp_path / "..", capsys, "step", "--update-only", "--quant", "bf16", "--prompts", "1",
-                        "--samples", "4", "--prompt-length", "5", "--new", "7", "--steps", "1")
-    assert only["update_only"] and only["slots"] == 0
-
-
-def test_step_on_two_ranks_counts_the_tokens_of_both(tmp_path):
-    """One log, by the first of them."""
-    code = ("import bench, memory\nmemory.MODELS['tiny'] = (64, 2, 4, 2, 96, 97, False)\n"
-            "sys.exit(bench.main(sys.argv[1:]) and 0)")
-    flags = ("step --model-shape tiny --quant nvfp4 --prompts 2 --samples 3 --prompt-length 5 --new 7 "
-             "--out").split()
-    both = [Command(tmp_path, *flags, tmp_path / "log", code=code, env=env) for env in ranks()]
-    assert [one.code for one in both] == [0, 0], both[0].said
-    found = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    assert [(r["step"], r["ranks"]) for r in found] == [(0, 2), (1, 2)]
-    for r in found:
-        assert r["rollout_s"] * r["rollout_tok_s"] == pytest.approx(2 * 42)
+def test_a_whole_rollout_is_timed_with_fewer_slots_than_rows(tmp_path):
+    r, = measured(rollout, tmp_path / "log", "--whole --batch 2 --quant bf16")
+    assert r["tok_s"] * r["seconds"] == pytest.approx(6 * r["mean_length"])
 
 
 def test_the_bound_is_the_notes_table():
-    """Ideal tokens a second at context 1024 on an H200: rows of rollout-engine 1.3, to their two digits."""
-    for shape, rates in (("7b", {8: 6400, 32: 20200, 64: 28700}), ("32b", {8: 1600, 64: 6700})):
-        for batch, rate in rates.items():
-            bound = bench.rollout_bound(memory.config(shape), "nvfp4", batch, 1024)
-            assert bound == pytest.approx(rate, rel=0.03)
+    """Ideal tokens/s at context 1024 on an H200: rows of rollout-engine 1.3, to two digits."""
+    for shape, batch, rate in ("7b", 8, 6400), ("7b", 64, 28700), ("32b", 8, 1600):
+        bound = rollout.bound(memory.config(shape), "nvfp4", batch, 1024)
+        assert bound == pytest.approx(rate, rel=0.03)
 
 
-def test_a_cap_of_memory_needs_a_gpu(monkeypatch):
-    monkeypatch.setattr(bench, "DEVICE", "cpu")
-    with pytest.raises(SystemExit, match="--memory-gb 5 caps a GPU's allocator"):
-        bench.main(["step", "--memory-gb", "5"])
+def test_step_counts_the_tokens_of_all_ranks(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(launch, "rank_and_count", lambda: (0, 2))
+    found = measured(step, tmp_path / "step_bench.jsonl", STEP)
+    for r in found:
+        assert r["rollout_s"] * r["rollout_tok_s"] == pytest.approx(2 * 42)
+        assert r["update_s"] * r["update_tok_s"] == pytest.approx(2 * 72)
+    tables.step()
+    row = "| Qwen2.5-TINY, 2 GPUs | 4 × 3 × 7 | 2560 | NVFP4 | {rollout_s:.1f} |"
+    assert row.format(**found[1]) in capsys.readouterr().out
 
 
-def test_gemm_needs_a_gpu(monkeypatch):
-    monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="needs a GPU"):
-        bench.main(["gemm"])
+def test_gemm_writes_what_its_table_reads(tmp_path, capsys, monkeypatch):
+    """On a CPU with seconds that are made up; the check is the real one."""
+    monkeypatch.setattr(common, "DEVICE", "cuda")
+    monkeypatch.setattr(common, "graph_times", lambda calls: dict(bf16=3e-5, ours=1e-5, lora=2e-5))
+    monkeypatch.setattr(gemm, "random_matrix", torch.randn)
+    monkeypatch.setattr(gemm, "TIMED", {"tiny": (1, 8)})
+    monkeypatch.setattr(gemm, "L2_BYTES", 0)
+    gemm.main(["--out", f"{tmp_path}/gemm_bench.jsonl"])
+    tables.gemm()
+    assert "\n| TINY gate_up | 192 × 64 | 3.00 | 3.00 |" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("shapes, rows", [("7B gateup", []), ("7B o,7B gateup", []), ("7B o", [3])])
-def test_a_product_that_is_not_in_the_table_is_named(shapes, rows):
-    with pytest.raises(SystemExit, match=f"--shapes '{shapes}'.*not in the table of 7B gate_up, "):
-        bench.gemm(argparse.Namespace(shapes=shapes, rows=rows, check=True), [])
+def test_wrong_results_are_not_timed():
+    q = nvfp4.quantize(torch.randn(32, 64))
+    x, A, B = torch.randn(8, 64), torch.randn(16, 64), torch.randn(32, 16)
+    exact, packed = nvfp4.dequantize(q, torch.float64), fp4_gemm.pack(q)
+    for wrong, scale in (1.01, 1.0), (1.0, 1.01):
+        with pytest.raises(SystemExit, match="it, .* wrong by .*not timed"):
+            gemm.check("it", x, packed, wrong * exact, (A, B, (32,), scale))
 
 
-@pytest.mark.parametrize("command, asked, known", [("step", "hf", "bf16, nvfp4"),
-                                                   ("rollout", "nvfp4,rtn", "bf16, hf, hf-lora, nvfp4"),
-                                                   ("rollout --whole", "hf", "bf16, nvfp4")])
-def test_weights_that_cannot_be_timed_are_named(command, asked, known):
-    with pytest.raises(SystemExit, match=f"^--quant {asked}: of {known}, separated by commas"):
-        bench.main([*command.split(), "--quant", asked])
-
-
-def test_a_batch_that_is_no_number_is_named(capsys):
-    with pytest.raises(SystemExit):
-        bench.main(["rollout", "--batch", "8,many"])
-    assert "argument --batch: invalid numbers value: '8,many'" in capsys.readouterr().err
+@pytest.mark.parametrize("script, flags, why", [
+    (gemm, "", "needs a GPU"),
+    (rollout, "--quant nvfp4 hf", "invalid choice: 'hf'"),
+    (step, "--model-shape 9b", "invalid choice: '9b'"),
+    (turns, "--trees nowhere", "--trees nowhere: has no rollout.py"),
+    (vllm, "--modes nvfp4/none", "invalid choice: 'nvfp4/none'"),
+    (vllm, "--vllm false", "--vllm false: must start a Python that can import vllm")])  # fmt: skip
+def test_wrong_flags_are_named_before_anything_is_measured(capsys, script, flags, why):
+    with pytest.raises(SystemExit) as stop:
+        script.main(flags.split())
+    assert stop.value.code == 2 and why in capsys.readouterr().err
 
 
 def test_turns_tells_the_slower_of_two_checkouts(tmp_path):
-    """results/turns.py runs each checkout's own files; bench.py lies beside the modules or in results/. Both
-    checkouts get a clock that counts its readings, the second one in steps of ten seconds."""
-    for name, step in (("old", 1), ("new", 10)):
-        results = tmp_path / name / ("results" if name == "new" else "")
-        results.mkdir(parents=True)
-        for path in ROOT.glob("*.py"):
-            shutil.copy(path, tmp_path / name)
-        shutil.copy(bench.__file__, results)
-        with open(tmp_path / name / "memory.py", "a") as file:
-            file.write("MODELS['tiny'] = (64, 2, 4, 2, 96, 97, False)\n")
-        with open(tmp_path / name / "rollout.py", "a") as file:
-            file.write(f"import itertools, types\n"
-                       f"time = types.SimpleNamespace(perf_counter=itertools.count(0, {step}).__next__)\n")
-    code = (f"import os\nos.chdir({str(tmp_path)!r})\nsys.path.insert(0, '{ROOT}/results')\n"
-            f"runpy.run_path('{ROOT}/results/turns.py', run_name='__main__')\nsys.exit()")
-    small = "--model-shape tiny --batch 1,4 --context 12 --new 4 --rounds 3".split()
-    done = Command(tmp_path, "log.jsonl", "old", "new", *small, code=code)
-    assert done.code == 0, done.said
-    found = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [(r["tree"], r["batch"]) for r in found] == [("old", 1), ("new", 1), ("old", 4), ("new", 4)]
-    for old, new in (found[:2], found[2:]):
-        assert old["faster"] == 0 and new["faster"] == pytest.approx(-.9)
-        assert new["ms"] == pytest.approx(10 * old["ms"])
-    done = Command(tmp_path, "log.jsonl", "nowhere", code=code)
-    assert done.code == 1 and done.said == "nowhere has no bench.py: give the folder of a checkout\n"
+    """Each imports its own modules: here one line, and a clock."""
+    loaded = dict(sys.modules)
+    for name, seconds in ("old", 1), ("new", 10):
+        (tmp_path / name / "bench").mkdir(parents=True)
+        for module, text in {
+            "rollout": "",
+            "speed": f"turn = dict(decode_s={seconds}, steps=2)",
+            "bench/rollout": "from speed import turn\ndecoding = lambda *_: lambda: turn",
+            "bench/common": "random_model = lambda *_: None",
+            "bench/step": "",
+        }.items():
+            (tmp_path / name / f"{module}.py").write_text(text)
+    flags = f"--batch 4 8 --rounds 3 --trees {tmp_path}/old {tmp_path}/new"
+    first, second, *_ = found = measured(turns, tmp_path / "turns.jsonl", flags)
+    sys.modules.update(loaded)
+    assert [(r["tree"], r["batch"]) for r in found[1:3]] == [("new", 4), ("old", 8)]
+    assert (first["faster"], second["faster"]) == pytest.approx((0, -0.9))
+
+
+# --- peers: doubles take the places of their libraries
+class LLM:
+    """vLLM's engine. Its clock moves only in generate: 0.5 s, and 2 ms a step."""
+
+    now = 0.0
+
+    def __init__(self, model, **_):
+        assert "nvfp4-pack-quantized" in Path(model, "config.json").read_text()
+
+    def generate(self, prompts, params, use_tqdm, lora_request):
+        assert Path(lora_request, "adapter_config.json").exists()
+        LLM.now += 0.5 + 0.002 * max(p.max_tokens for p in params)
+        answers = [dict(token_ids=[3] * p.max_tokens, cumulative_logprob=-1.0) for p in params]
+        return [SimpleNamespace(outputs=[SimpleNamespace(**answer)]) for answer in answers]
+
+
+def test_vllm_does_the_same_work_as_ours(tmp_path, capsys, monkeypatch):
+    """Batches, and the lengths that ours drew. A part that fails is logged, the run goes on."""
+
+    def run(python, job, log, timeout):
+        log.write(b"Using Marlin for NVFP4 GEMM\nUsing FLASH attention backend\n")
+        log.flush()
+        job = Namespace(**json.loads(json.dumps(job)))
+        if "default" in job.part:
+            return "no kernel image"
+        vllm.run_ours(job) if job.part.startswith("ours") else vllm.run_vllm(job)
+
+    library = dict(LLM=LLM, SamplingParams=SimpleNamespace, __version__="0.24.0")
+    request = SimpleNamespace(LoRARequest=lambda name, number, path: path)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(**library))
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", request)
+    clock = SimpleNamespace(perf_counter=lambda: LLM.now, strftime=time.strftime)
+    changes = dict(run=run, time=clock, use_random_weights=int, BATCHES=[16], PROMPT=12)
+    changes |= dict(NEW=6, REPEATS=1)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    for name, value in changes.items():
+        monkeypatch.setattr(vllm, name, value)
+    flags = "--vllm true --modes nvfp4/none/1 nvfp4/default/2"
+    found = measured(vllm, tmp_path / "log", flags)
+    _, before, theirs, other, broken, ours, after = found
+    assert (ours["part"], broken["failed"]) == ("ours/nvfp4", "no kernel image")
+    assert theirs["tok_s"] == pytest.approx(16 / 0.002)  # prefill cancels out
+    assert before["longest"] == after["longest"] == other["longest"]
+    assert other["times_s"] == pytest.approx([0.5 + 0.002 * before["longest"]])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "| vLLM, NVFP4, CUDA graphs alone, one process, card 1 | 8,000 |" in told
+    assert "vLLM 0.24.0, Marlin, FLASH;" in told
+
+
+@pytest.mark.parametrize("python, timeout, why", [
+    ("bash -c 'sleep 60'", 0.2, "still running after 0.2 s"),
+    ("bash -c 'echo ValueError: no; echo at exit; exit 3'", 60, "exit code 3: ValueError: no"),
+    (shlex.quote(sys.executable), 60, "exit code 1: KeyError: 'no shape'")])  # fmt: skip
+def test_why_a_part_failed(tmp_path, python, timeout, why):
+    """What earlier parts printed does not count. The last is a real child."""
+    with open(tmp_path / "out.log", "ab") as log:
+        log.write(b"OldError: long gone\n")
+        job = {"part": "ours/bf16", "folder": ".", "info": {"shape": "no shape"}}
+        job |= {"out": f"{tmp_path}/out", "skip": log.tell()}
+        log.flush()
+        assert vllm.run(python, job, log, timeout) == why
+
+
+def test_nothing_that_a_part_started_outlives_us(tmp_path):
+    """vLLM's second process holds the card's memory: it ends with a SIGTERM to us."""
+    command = "bash -c 'sleep 60 & echo $!; sleep 1; kill $PPID; wait'"
+    with open(tmp_path / "out.log", "ab") as log, pytest.raises(SystemExit):
+        vllm.run(command, {"out": f"{tmp_path}/out", "skip": 0}, log, 60)
+    pid = (tmp_path / "out.log").read_text().strip()
+    wait = f"while [[ $(ps -o stat= -p {pid}) = [^Z]* ]]; do sleep 0.1; done"
+    subprocess.run(["bash", "-c", wait], timeout=30)
+
+
+def test_the_table_compares_a_card_with_itself_and_takes_vllms_best():
+    """Ours is the mean of before and after; of two cards the less favourable ratio counts."""
+    rates = {(1, "ours/bf16"): {8: [300, 200]}, (2, "ours/bf16"): {8: [999]}}
+    for card, mode, rate in (1, "bf16/none/1", 125), (1, "bf16/none/2", 9), (2, "bf16/none/1", 1):
+        rates[card, f"vllm/{mode}"] = {8: [rate]}
+    assert tables.over_vllm(rates, "bf16") == {8: 2}
+
+
+def peer(monkeypatch, name, **libraries):
+    """A script of bench/ with doubles of libraries."""
+    for library, double in libraries.items():
+        monkeypatch.setitem(sys.modules, library, double)
+    script = importlib.import_module(f"bench.{name}")
+    for module in libraries.keys() | {f"bench.{name}"}:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(script, "version", str)
+    return script
+
+
+def test_trls_seconds_add_up(tmp_path, monkeypatch):
+    """A right answer that is cut off scores 0."""
+    script = peer(monkeypatch, "trl", trl="", datasets="")
+    now = iter((0, 48, 50, 54, 57))
+    monkeypatch.setattr(common, "clock", lambda: next(now))
+    task = SimpleNamespace(reward=tasks.gsm8k_reward)
+    meter = script.Meter(common.Records(tmp_path / "log", {}), task, stop_ids=[2])
+    trainer = SimpleNamespace(_generate=int, _calculate_rewards=meter.reward)
+    for name in vars(trainer).copy():
+        meter.time(trainer, name)
+    meter.began = trainer._generate()
+    chats = [[{"content": "#### 7"}]] * 2
+    assert trainer._calculate_rewards(chats, [[5, 2], [5, 7]], [{"answer": "#### 7"}] * 2) == [1, 0]
+    meter.on_step_end(None, SimpleNamespace(global_step=1), None)
+    r, = records(tmp_path / "log")
+    assert (r["step"], r["rollout_s"], r["update_s"], r["length"]) == (0, 48 + 4, 5, 2)
+
+
+def test_qlora_times_a_step(tmp_path, monkeypatch, capsys):
+    """Of a model without 4 bits. Its record is a row of the table of steps."""
+    script = peer(monkeypatch, "qlora", bitsandbytes=SimpleNamespace())
+    monkeypatch.setattr(script, "qlora", transformers.AutoModelForCausalLM.from_config)
+    r, = measured(script, tmp_path / "step_bench.jsonl", f"{STEP} --sampled 4 --micro-tokens 24")
+    assert r["rollout_s"] * r["rollout_tok_s"] == pytest.approx(42)
+    tables.step()
+    row = "| 2 × 3 × 7 | 24 | transformers + bitsandbytes NF4 + PEFT * |"
+    assert row in capsys.readouterr().out

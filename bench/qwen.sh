@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
 # What a user waits for on one GPU with real checkpoints: loading, an evaluation, whole steps on GSM8K.
-#   bash results/qwen.sh MODELS DATA OUT [NAME…]        MODELS: the two .gguf files; DATA: train.jsonl, test.jsonl
-# OUT/NAME.jsonl is the metrics.jsonl of a run, OUT/NAME.txt what it printed; NAMEs leave out the other runs.
-# Another commit's train.py: COMMIT=NAME TREE=FOLDER. `python results/tables.py qwen` makes its tables of results/qwen/.
+#   bash bench/qwen.sh MODELS DATA OUT [NAME…]
+# MODELS holds the two .gguf files, DATA train.jsonl and test.jsonl. OUT/NAME.jsonl is the metrics.jsonl of
+# a run, OUT/NAME.txt what it printed. With NAMEs only these runs are made.
+# `python -m bench.tables qwen` makes its tables of results/qwen/.
 set -euo pipefail
-models=$(realpath "$1") data=$(realpath "$2") out=$(realpath -m "$3") here=$(realpath "$(dirname "$0")")
+models=$(realpath "$1") data=$(realpath "$2") out=$(realpath -m "$3")
 shift 3
+names=$*
+cd "$(dirname "$0")/.."
 mkdir -p "$out"
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-(cd "$here" && python3 -c 'import bench, json; print(json.dumps(bench.conditions()))') > "$out/conditions.json"
-cd "${TREE:-$here/..}"
+python3 -c 'import json; from bench import common; print(json.dumps(common.conditions()))' > "$out/conditions.json"
 go() {      # NAME SIZE flags…
   local name=$1 size=$2
   shift 2
@@ -20,7 +22,6 @@ go() {      # NAME SIZE flags…
     --max-new-tokens 400 --out "$folder/$name" "$@" 2>&1 | sed "s|$models/||g; s|$folder/||g" > "$out/$name.txt"
   cp "$folder/$name/metrics.jsonl" "$out/$name.jsonl"
 }
-names=$*
 steps="--prompts 32 --eval-every 100"
 go 0.5b-nvfp4 0.5b $steps --steps 20 --lr 1e-4 --micro-tokens 32768
 go 0.5b-test 0.5b --steps 0 --test "$data/test.jsonl"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# compute-sanitizer on our kernels, on a Hopper GPU with nvcc: bash results/sanitize.sh > results/sanitizer.log
+# compute-sanitizer on our kernels, on a Hopper GPU with nvcc: bash bench/sanitize.sh > results/sanitizer.log
 # Tools as arguments, all three without; SETS=1: the kernels of fp4_gemm.py alone. For each first a kernel with all
 # three faults, which it must find; then tests, in which it must find nothing.
 # It takes the compute-sanitizer in PATH. Version 2025.3.1, of CUDA 13.0, ends in an "Internal Sanitizer Error" at the

@@ -1,0 +1,131 @@
+"""The sampler on random weights: python -m bench.rollout --model-shape SHAPE --out FILE.jsonl
+
+Decode steps alone (default), with LoRA of rank 32 at temperature 1: tokens a second, and their
+share of the bound
+    B / (max(bytes of the weights / 4.3 TB/s, 2 · B · weights / 790 TFLOP/s)
+         + the same of lm_head
+         + (bytes of adapters + B · context · bytes of a token's keys and values
+            + 8 · B · V) / 4.3 TB/s)
+(8: logits in fp32, written and read; a GPU with other rates: other constants). --new tokens of
+--batch answers are timed at a mean --context, without prefill. Up to --samples answers share a
+prompt, most of the context: L2 serves the prompt to all rows but the first, while the bound counts
+it for each. --samples 1: nothing in common, as when answers are much longer than their prompts.
+
+--whole: a whole rollout of 32 prompts × 16 samples by continuous batching, --batch answers at a
+time, mean length 600, longest 2048; prefill included.
+
+Needs: common.py; memory.py, rollout.py, runs.py.
+"""
+
+import math
+
+import torch
+
+import memory
+import runs
+from bench import common
+from rollout import Sampler, cached_bytes
+
+
+def main(arguments=None):
+    parser = common.flags(__doc__, model_shape="7b", context=1000, new=128, samples=16)
+    parser.add_argument("--batch", type=int, nargs="+", default=[8, 32, 64, 128, 256])
+    parser.add_argument("--whole", action="store_true")
+    parser.add_argument("--quant", nargs="+", choices=common.QUANT, default=common.QUANT)
+    args = parser.parse_args(arguments)
+    records = common.Records(args.out, common.conditions())
+    for quant in args.quant:
+        model = None  # free the previous model first
+        model = common.random_model(args.model_shape, quant)
+        for batch in args.batch:
+            common.forget_peak()
+            record = {"shape": args.model_shape, "weights": quant, "batch": batch}
+            if args.whole:
+                record |= whole(model, batch)
+            else:
+                record |= steady(model, quant, batch, args)
+            records.append(record | {"peak_gb": runs.peak_memory_gb()})
+
+
+def steady(model, quant, batch, args):
+    """Decode steps alone. With memory for fewer rows, the sampler decodes them in waves."""
+    turn = decoding(model, batch, args.samples, args.context, args.new)
+    turn()  # compiles the kernels
+    stats = turn()
+    rate = batch * args.new / stats["decode_s"]
+    return {
+        "context": args.context,
+        "samples": math.gcd(batch, args.samples),
+        "slots": stats["slots"],
+        "tok_s": rate,
+        "ms_step": 1e3 * stats["decode_s"] / stats["steps"],
+        "of_bound": rate / bound(model.config, quant, batch, args.context),
+    }
+
+
+def decoding(model, batch, samples=16, context=1000, new=128):
+    """→ a function that samples `new` tokens for each row and returns the sampler's statistics."""
+    sampler = Sampler(model, slots=batch)
+    group = math.gcd(batch, samples)
+    prompts = common.random_prompts(model, batch // group, context - new // 2)
+
+    def turn():
+        sampler.generate(prompts, group, new, temperature=1.0, stop_ids=[], seed=0, step=0)
+        return sampler.stats
+
+    return turn
+
+
+def bound(c, quant, batch, context):
+    """Tokens a second that bytes and FLOPs allow, with nothing lost between kernels."""
+    weights, adapters = 0, 0
+    for parts, K in memory.linears(c).values():
+        weights += c.num_hidden_layers * sum(parts) * K
+        adapters += c.num_hidden_layers * common.RANK * (len(parts) * K + sum(parts))
+    head = c.vocab_size * c.hidden_size
+
+    def seconds(count, bytes_each):
+        load = count * bytes_each / common.BYTES_PER_S
+        return max(load, 2 * batch * count / common.FLOP_PER_S)
+
+    linear = seconds(weights, 0.5625 if quant == "nvfp4" else 2) + seconds(head, 2)
+    moved = 2 * adapters + batch * context * cached_bytes(c) + 8 * batch * c.vocab_size
+    return batch / (linear + moved / common.BYTES_PER_S)
+
+
+def whole(model, slots):
+    """A whole rollout: an answer that ends makes room for the next."""
+    _, done, seconds = sample_whole(Sampler(model, slots=slots))
+    lengths = done.lengths.tolist()
+    return {
+        "whole": True,
+        "seconds": seconds,
+        "tok_s": sum(lengths) / seconds,
+        "mean_length": sum(lengths) / len(lengths),
+        "longest": max(lengths),
+    }
+
+
+def sample_whole(sampler, prompts=32, samples=16, mean=600, limit=2048):
+    """Sample a whole rollout twice, as the first compiles → prompts, second Rollout, seconds.
+
+    Prompts have 50 to 340 tokens. Random weights draw nearly uniformly: with V / μ stop tokens,
+    lengths are geometric, cut off at the limit, with mean μ (1 − exp(−limit / μ)).
+    """
+    V = sampler.model.config.vocab_size
+    mu = mean
+    for _ in range(50):
+        mu = mean / (1 - math.exp(-limit / mu))
+    stops = torch.randperm(V)[: round(V / mu)].tolist()
+    asked = []
+    for i in range(prompts):
+        asked += common.random_prompts(sampler.model, 1, 50 + 300 * i // prompts)
+    for _ in range(2):
+        began = common.clock()
+        done = sampler.generate(asked, samples, limit, 1.0, stops, seed=0, step=1)
+        seconds = common.clock() - began
+    return asked, done, seconds
+
+
+if __name__ == "__main__":
+    main()

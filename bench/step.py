@@ -1,0 +1,108 @@
+"""Whole GRPO steps of train.py on random weights: python -m bench.step --out FILE.jsonl
+
+--prompts × --samples answers of --new tokens, then the update with random advantages and gradient
+checkpointing. The first of --steps compiles. --memory-gb caps the allocator, in 1e9 bytes.
+torchrun --nproc-per-node N -m bench.step … gives each rank that many; the rates are those of all
+ranks.
+
+Needs: common.py; launch.py, memory.py, rollout.py, runs.py, train.py.
+"""
+
+import torch
+
+import launch
+import memory
+import runs
+import train
+from bench import common
+from rollout import Sampler
+
+
+def parse(arguments=None):
+    sizes = dict(prompts=8, samples=8, prompt_length=128, new=1024, micro_tokens=2560, rank=32)
+    parser = common.flags(__doc__, model_shape="7b", **sizes, steps=2, memory_gb=0.0)
+    parser.add_argument("--quant", nargs="+", choices=common.QUANT, default=common.QUANT)
+    return parser.parse_args(arguments)
+
+
+def main(arguments=None):
+    args = parse(arguments)
+    launch.join_ranks(common.DEVICE)
+    rank, _ = launch.rank_and_count()
+    if args.memory_gb:
+        _, total = torch.cuda.mem_get_info()
+        torch.cuda.set_per_process_memory_fraction(args.memory_gb * 1e9 / total)
+    records = common.Records(None if rank else args.out, common.conditions())
+    for quant in args.quant:
+        measure(args, quant, records)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def measure(args, quant, records):
+    """Time --steps steps with one kind of weights, which are freed when this returns."""
+    rank, ranks = launch.rank_and_count()
+    common.forget_peak()
+    model = common.random_model(args.model_shape, quant, args.rank)
+    config, update = updater(args, quant, model)
+    sampler = Sampler(model)
+    prompts = common.random_prompts(model, args.prompts, args.prompt_length)
+    rows = args.prompts * args.samples
+    length = args.prompt_length + args.new
+    for number in range(args.steps):
+        launch.all_sum(torch.zeros(1))  # a barrier: all ranks start together
+        began = common.clock()
+        how = dict(temperature=1.0, stop_ids=[], seed=0, step=number, first=rank * rows)
+        sampled = sampler.generate(prompts, args.samples, args.new, **how)
+        rollout_s = common.clock() - began
+        update_s = update(sampled)
+        slots, prefill = sampler.stats["slots"], sampler.stats["prefill"]
+        plan = memory.plan_of(config, model.config, slots, length, prefill)
+        asked = ("prompts", "samples", "prompt_length", "new", "rank")
+        records.append(
+            {name: getattr(args, name) for name in asked}
+            | {
+                "shape": args.model_shape,
+                "weights": quant,
+                "ranks": ranks,
+                "micro_tokens": config.micro_tokens,
+                "cap_gb": args.memory_gb,
+                "step": number,
+                "slots": slots,
+                "rollout_s": rollout_s,
+                "rollout_tok_s": ranks * rows * args.new / rollout_s,
+                "update_s": update_s,
+                "update_tok_s": ranks * rows * length / update_s,
+                "step_s": rollout_s + update_s,
+                "peak_gb": runs.peak_memory_gb(),
+                "planned_gb": plan.peak / 1e9,
+            }
+        )
+
+
+def updater(args, quant, model):
+    """→ train.py's Config, and a function that updates the model on a rollout → seconds."""
+    config = train.Config(
+        quant=quant,
+        rank=args.rank,
+        prompts=args.prompts,
+        group_size=args.samples,
+        lr=1e-6,
+        max_new_tokens=args.new,
+        micro_tokens=max(args.micro_tokens, args.prompt_length + args.new),
+        gradient_checkpointing=True,
+    )
+    model.gradient_checkpointing = True
+    optimizer = train.adamw(config, model)
+    advantages = torch.randn(args.prompts * args.samples, device=common.DEVICE)
+
+    def update(sampled):
+        began = common.clock()
+        train.update(config, model, optimizer, sampled, advantages)
+        return common.clock() - began
+
+    return config, update
+
+
+if __name__ == "__main__":
+    main()

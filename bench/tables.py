@@ -1,0 +1,482 @@
+"""The measured tables of README.md and results/LOG.md, made from the logs in results/ alone.
+
+python -m bench.tables NAME
+    results, hardware       README.md: what was measured, and which model needs which card
+    quickstart              results/LOG.md: the default run, three seeds
+    gemm, rollout, step, recipes, vllm, qwen            results/LOG.md: speed and memory
+"""
+
+import argparse
+import json
+import re
+import statistics
+import textwrap
+from pathlib import Path
+
+import memory
+import runs
+
+LOGS = Path(__file__).parent.parent / "results"
+ANSWERS = 128  # of a step in `hardware`
+PROMPT, MEAN = 150, 500  # tokens of a prompt and of an answer there
+NAMES = {
+    "135m": "SmolLM2-135M",
+    "nvfp4": "NVFP4",
+    "bf16": "bf16",
+    "hf-nf4": "transformers + bitsandbytes NF4 + PEFT *",
+    "vllm": "vLLM",
+    "none": "CUDA graphs alone",
+    "default": "torch.compile",
+    "1": "one process",
+    "2": "two processes",
+}
+
+
+# --- reading and printing
+def read(name):
+    return [json.loads(line) for line in (LOGS / name).read_text().splitlines()]
+
+
+def typical(records):
+    """The last of several records, with the median of each measured number."""
+    middle = dict(records[-1])
+    for key, value in middle.items():
+        if isinstance(value, float):
+            middle[key] = statistics.median(r[key] for r in records)
+    return middle
+
+
+def head(*columns):
+    """Columns may hold several names, with " | " between them."""
+    entry(*columns)
+    print("|---" * len(" | ".join(columns).split(" | ")) + "|")
+
+
+def entry(*cells):
+    print("| " + " | ".join(cells) + " |")
+
+
+def filled(template, records):
+    """The template with each record's values; "" where there is no record."""
+    return [template.format(**r) if r else "" for r in records]
+
+
+def each(template, records):
+    return ", ".join(filled(template, records))
+
+
+def say(text):
+    print("\n" + textwrap.fill(text, 110))
+
+
+def note(records, text):
+    """The conditions of a table's records: each machine with the commits that ran on it."""
+    places = {}
+    for r in records:
+        place = "{gpu}, torch {torch}, triton {triton}, commit ".format(**r)
+        places.setdefault(place, {})[r["commit"]] = True
+    say("; ".join([*(place + " and ".join(commits) for place, commits in places.items()), text]))
+
+
+def model(shape):
+    return NAMES.get(shape) or f"Qwen2.5-{shape.upper()}"
+
+
+def card(r):
+    """ "NVIDIA H100 80GB HBM3, 580.159.04" → "H100"."""
+    return r["gpu"].split()[1].strip(",")
+
+
+# --- speed
+def gemm():
+    latest = {(r["shape"], r["M"]): r for r in read("gemm_bench.jsonl")}
+    rows = 1, 8, 16, 32, 64, 128, 256, 512, 2048, 8192  # the log has some between
+    head("NVFP4 over bf16", "N × K", *(f"M={M}" for M in rows))
+    for shape in dict.fromkeys(shape for shape, _ in latest):
+        found = [latest.get((shape, M)) for M in rows]
+        size, *_ = filled("{N} × {K}", filter(None, found))
+        entry(shape, size, *filled("{speedup:.2f}", found))
+    note(
+        latest.values(),
+        "time of cuBLAS bf16 over ours in the same run, without LoRA, median of "
+        "CUDA-graph replays over weights that do not fit into L2, each kernel checked "
+        "against float64 first; by `python -m bench.gemm --out FILE.jsonl`, "
+        "log in `results/gemm_bench.jsonl`.",
+    )
+
+
+def rollouts():
+    """→ the last record of each decode step and of each whole rollout.
+
+    The keys are (whether each row has a prompt of its own, shape, weights, rows) and (shape,
+    weights, rows). `over` in a record of NVFP4 is its speed over bf16's.
+    """
+    latest, whole = {}, {}
+    for r in read("rollout_bench.jsonl"):
+        key = r["shape"], r["weights"], r["batch"]
+        samples = r.get("samples", 1)
+        if r.get("whole"):
+            whole[key] = r
+        elif r["weights"] in ("nvfp4", "bf16") and samples in (1, min(16, r["batch"])):
+            latest[(samples == 1, *key)] = r
+    for (alone, shape, weights, batch), r in latest.items():
+        plain = latest.get((alone, shape, "bf16", batch))
+        if weights == "nvfp4" and plain:
+            r["over"] = r["tok_s"] / plain["tok_s"]
+    return latest, whole
+
+
+def rollout():
+    latest, whole = rollouts()
+    batches = sorted({batch for *_, batch in latest})
+    head("tokens/s (share of the bound)", *(f"B={b}" for b in batches))
+    kinds = dict.fromkeys((alone, shape, weights) for alone, shape, weights, _ in latest)
+    for alone, shape, weights in sorted(kinds, key=lambda kind: kind[0]):
+        row = [latest.get((alone, shape, weights, batch)) for batch in batches]
+        what = ", nothing in common" if alone else ""
+        rates = filled("{tok_s:,.0f} ({of_bound:.2f})", row)
+        entry(f"{model(shape)}, {NAMES[weights]}{what}", *rates)
+        compared = [r and "over" in r and r for r in row]
+        if any(compared):
+            entry("… over our own bf16", *filled("×{over:.2f}", compared))
+    for (shape, weights, _), r in whole.items():
+        text = (
+            f"A whole rollout of {model(shape)} in {NAMES[weights]}, 32 prompts × "
+            "16 samples in {batch} slots, mean length {mean_length:.0f}, longest "
+            "{longest}, prefill, refill and tail included: {tok_s:,.0f} tokens/s "
+            "(commit {commit})."
+        )
+        say(text.format(**r))
+    note(
+        [*latest.values(), *whole.values()],
+        "random weights of each shape, LoRA of rank 32, temperature 1, mean context "
+        "1000, without prefill and capture. By `python -m bench.rollout --model-shape "
+        "SHAPE`, log in `results/rollout_bench.jsonl`.",
+    )
+
+
+def steps():
+    """→ of each setting the medians of the last session, without the first step, which compiles."""
+    setting = "shape prompts samples new micro_tokens weights cap_gb ranks".split()
+    sessions = {}
+    for r in read("step_bench.jsonl"):
+        key = tuple(r.get(name) for name in (*setting, "commit"))
+        if r.get("step", 1) and not r.get("update_only"):
+            sessions.setdefault(key, []).append(r)
+    latest = {key[:-1]: typical(records) for key, records in sessions.items()}
+    return list(latest.values())
+
+
+def step():
+    head(
+        "model | prompts × answers × tokens | micro-tokens | weights",
+        "rollout s | tokens/s | update s | tokens/s | peak GB | planned",
+    )
+    for r in steps():
+        what = model(r["shape"])
+        ranks = r.get("ranks", 1)
+        if r.get("cap_gb"):
+            what += ", capped at {cap_gb:g} GB"
+        elif ranks > 1:
+            what += ", {ranks} GPUs"
+        if r.get("rank", 32) != 32:
+            what += ", rank {rank}"
+        cells = (
+            what,
+            f"{ranks * r['prompts']} × {{samples}} × {{new}} | {{micro_tokens}}",
+            NAMES[r["weights"]],
+            "{rollout_s:.1f} | {rollout_tok_s:,.0f}",
+            "{update_s:.2f} | {update_tok_s:,.0f} | {peak_gb:.1f}",
+            "{planned_gb:.1f}" if "planned_gb" in r else "",
+        )
+        entry(*(cell.format(**r) for cell in cells))
+    note(
+        steps(),
+        "random weights of each shape, prompts of 128 tokens, LoRA of rank 32 or as "
+        "said, gradient checkpointing; the median of the steps after the first, which "
+        "compiles. * its sampling is extrapolated from 32 steps in the middle of the "
+        "answers. By `python -m bench.step` and `python -m bench.qlora`, log in "
+        "`results/step_bench.jsonl`.",
+    )
+
+
+def recipes():
+    log = read("recipes_bench.jsonl")
+    latest = {r["recipe"]: r["flags"] | r for r in log if r["kind"] == "step" and r["step"]}
+    head("recipe | answers a step | mean length | rollout s | update s", "peak GB | planned")
+    for r in latest.values():
+        template = (
+            "`{recipe}` | {prompts} × {group_size} | {length:.0f} | {rollout_s:.1f} | "
+            "{update_s:.1f} | {memory_gb:.1f} | {planned_gb:.1f}"
+        )
+        entry(template.format(**r))
+    note(
+        latest.values(),
+        "the second of two steps of at most 256 new tokens, on random weights. By "
+        "`results/recipes.py try` of commit f76e9f8, log in "
+        "`results/recipes_bench.jsonl`.",
+    )
+
+
+# --- peers
+def peers(path="peers_bench.jsonl"):
+    """→ records of bench/vllm.py; (run and card, part) → {rows or "whole": [tokens/s, …]}."""
+    records, rates = read(path), {}
+    for r in records:
+        row = rates.setdefault(((r["run"], r["card"]), r["part"]), {})
+        if "tok_s" in r:
+            row.setdefault(r["batch"], []).append(r["tok_s"])
+    return records, rates
+
+
+def over_vllm(rates, weights):
+    """→ {rows or "whole": tokens a second of ours over those of vLLM's best mode in the same run}.
+
+    Of several runs the lowest: each may have other modes of vLLM, and a card compares only with
+    itself.
+    """
+    ratios = {}
+    for run in dict.fromkeys(run for run, part in rates if part == f"ours/{weights}"):
+        theirs = [
+            row
+            for (where, part), row in rates.items()
+            if where == run and part.startswith(f"vllm/{weights}")
+        ]
+        for batch, ours in rates[run, f"ours/{weights}"].items():
+            best = max((row[batch][0] for row in theirs if batch in row), default=None)
+            if best:
+                ratios.setdefault(batch, []).append(statistics.mean(ours) / best)
+    return {batch: min(found) for batch, found in ratios.items()}
+
+
+def vllm(path="peers_bench.jsonl"):
+    records, rates = peers(path)
+    batches = {batch: True for row in rates.values() for batch in row}
+    cards = list(dict.fromkeys(run for run, _ in rates))
+    head("tokens/s", *("whole rollout" if batch == "whole" else f"B={batch}" for batch in batches))
+    for (run, part), row in rates.items():
+        words = [NAMES.get(word, word) for word in part.split("/")]
+        cells = [[f"{rate:,.0f}" for rate in row.get(batch, ())] for batch in batches]
+        entry(", ".join([*words, f"card {1 + cards.index(run)}"]), *map(" and ".join, cells))
+    for weights in "nvfp4", "bf16":
+        over = over_vllm(rates, weights)
+        if over:
+            cells = (f"**×{over[batch]:.2f}**" if batch in over else "" for batch in batches)
+            entry(f"**ours over vLLM's best, {NAMES[weights]}**", *cells)
+    fours = [r for r in records if r.get("kernel")]
+    engines = filled("vLLM {vllm}, {kernel}, {attention}", fours)
+    drawn = (r for r in records if r.get("batch") == "whole")
+    whole = filled("mean length {mean_length:.0f}, longest {longest}", drawn)
+    note(
+        records,
+        f"{' and '.join(dict.fromkeys(engines))}; random weights of "
+        f"{model(records[0]['shape'])}, LoRA of rank 32, temperature 1, log-prob of "
+        "each token. Ours before and after vLLM. B rows: 16 share a prompt of 936 "
+        "tokens, 128 tokens timed. Whole rollout: 32 prompts × 16 samples in 256 "
+        f"slots, prefill included ({' and '.join(dict.fromkeys(whole))}). By `python "
+        "-m bench.vllm --out FILE.jsonl --vllm ENV/bin/python`, log in "
+        "`results/peers_bench.jsonl`.",
+    )
+
+
+def qwen():
+    tests = []
+    head(
+        "32 × 8 answers | loading, s | mean length | sampling, s | update, s | both, s",
+        "update, tokens/s: median, slowest after three steps | peak GB",
+    )
+    for path in sorted((LOGS / "qwen").glob("*.jsonl")):
+        records, load_s, rates = read(path), "", ""
+        if path.stem == "trl":
+            name = "Coder-1.5B, bf16, TRL {trl} with vLLM {vllm}".format(**records[0])
+        else:
+            size, what = path.stem.split("-")
+            name = f"Coder-{size.upper()}, {NAMES.get(what, 'NVFP4')}"
+            load_s = re.search(r"loaded in (\d+) ?s", path.with_suffix(".txt").read_text())[1]
+            if what == "test":
+                accuracy = "{rollout_s:.1f} | {eval_greedy:.3f}".format(**records[0])
+                tests.append((name, load_s, accuracy))
+                continue
+            records = [r | {"peak_gb": r["memory_gb"]} for r in records if r["kind"] == "step"]
+            speeds = [r["update_tok_s"] for r in records]
+            rates = f"{statistics.median(speeds):,.0f}, {min(speeds[3:]):,.0f}"
+        middle = typical([r | {"both_s": r["rollout_s"] + r["update_s"]} for r in records])
+        seconds = "{length:.0f} | {rollout_s:.1f} | {update_s:.1f} | {both_s:.1f}"
+        entry(name, load_s, seconds.format(**middle), rates, f"{records[-1]['peak_gb']:.1f}")
+    print()
+    head(
+        "1,319 test problems, greedy and sampled once",
+        "loading, s | evaluation, s | accuracy, greedy",
+    )
+    for cells in tests:
+        entry(*cells)
+    note(
+        read("qwen/conditions.json"),
+        "the median of all steps, GSM8K, answers of at most 400 tokens. By `bash "
+        "bench/qwen.sh MODELS DATA OUT` and `python -m bench.trl`, logs in "
+        "`results/qwen/`.",
+    )
+
+
+# --- what was learned
+def quickstarts():
+    """→ of each seed's default run its first and last evaluation, minutes, peak and conditions."""
+    found = []
+    for folder in sorted((LOGS / "quickstart").iterdir()):
+        records = list(runs.read(folder).values())
+        evals = [r for r in records if r["kind"] == "eval"]
+        peak = max(r["memory_gb"] for r in records if r["kind"] == "step")
+        info = json.loads((folder / "conditions.json").read_text())
+        minutes = info["seconds"] / 60
+        run = {"seed": folder.name[4:], "before": evals[0], "after": evals[-1]}
+        found.append(info | run | {"minutes": minutes, "peak": peak})
+    return found
+
+
+def quickstart():
+    head(
+        "seed | right and ended: before → after | right, ended or not: before → after",
+        "minutes, all included | peak GB",
+    )
+    made = quickstarts()
+    row = (
+        "{seed} | {before[eval_greedy]:.2f} → {after[eval_greedy]:.2f} | "
+        "{before[eval_greedy_loose]:.2f} → {after[eval_greedy_loose]:.2f} | "
+        "{minutes:.1f} | {peak:.1f}"
+    )
+    for cells in filled(row, made):
+        entry(cells)
+    conditions = (
+        "{after[problems]} held-out problems, {cores} CPU cores, torch {torch}, "
+        "commit {commit}; by `python train.py --seed SEED`, logs in "
+        "`results/quickstart/`."
+    )
+    say(conditions.format(**made[0]))
+
+
+def results():
+    head("what | result | time | peak GB")
+    gsm8k()
+    made = quickstarts()
+    before = made[0]["before"]["eval_greedy"]
+    entry(
+        f"**learns** the times table: SmolLM2-135M, 2 CPU cores, {len(made)} seeds",
+        f"held-out accuracy {before:.2f} → {each('{after[eval_greedy]:.2f}', made)}",
+        f"{max(run['minutes'] for run in made):.1f} minutes at most",
+        f"{max(run['peak'] for run in made):.1f}",
+    )
+    latest, whole = rollouts()
+    ours = [latest[False, "7b", "nvfp4", batch] for batch in (8, 64, 256)]
+    rows, rates = each("{batch}", ours), each("{tok_s:,.0f}", ours)
+    ratios = each("×{over:.2f}", ours)
+    entry(
+        f"decodes, Qwen2.5-7B + LoRA, {card(ours[0])}, {rows} answers at once",
+        f"{rates} tokens/s ({ratios} over our own bf16)",
+        f"{each('{ms_step:.1f}', ours)} ms a step",
+        each("{peak_gb:.1f}", ours),
+    )
+    r = whole["7b", "nvfp4", 256]
+    row = (
+        f"a whole rollout of the 7B, {card(r)}: 32 × 16 answers, "
+        "{mean_length:.0f} tokens on average | {tok_s:,.0f} tokens/s | "
+        "{seconds:.0f} s | {peak_gb:.1f}"
+    )
+    entry(row.format(**r))
+    versus_vllm()
+    for r in steps():
+        plain = r["weights"] == "nvfp4" and r["ranks"] == 1 and not r["cap_gb"]
+        if plain and r["prompts"] * r["samples"] * r["new"] > 32_000:
+            row = (
+                f"a step of the {r['shape'].upper()}, {card(r)}: "
+                "{prompts} × {samples} answers of {new} tokens | "
+                " | sampling {rollout_s:.0f} s, update {update_s:.0f} s | {peak_gb:.1f}"
+            )
+            entry(row.format(**r))
+
+
+def versus_vllm():
+    """The row of vLLM."""
+    records, rates = peers()
+    versus = []
+    for weights in ("nvfp4", "bf16"):
+        ratios = (f"×{ratio:.2f} ({batch})" for batch, ratio in over_vllm(rates, weights).items())
+        versus.append(f"{NAMES[weights]} {', '.join(ratios)}")
+    version = next(r["vllm"] for r in records if "vllm" in r)
+    entry(
+        f"decodes beside vLLM {version}: {model(records[0]['shape'])} + LoRA, "
+        f"{card(records[0])} (answers at once)",
+        f"ours over vLLM, tokens/s: {'; '.join(versus)} |  | ",
+    )
+
+
+def gsm8k():
+    """The row of the experiment on GSM8K."""
+    from experiments.gsm8k_plan import LOGS, ONE, whole_seeds  # here: no other table needs it
+    from experiments.gsm8k_tables import arm_row, pairs_of
+
+    arm = LOGS, ONE, "nvfp4", whole_seeds(LOGS, ONE)
+    pairs = pairs_of(*arm)
+    row = arm_row(*arm)
+    base, first = pairs[0]
+    after = ", ".join(f"{log.measure('greedy'):.2f}" for _, log in pairs)
+    minutes = max(log.seconds for _, log in pairs) / 60
+    shared = row["runs on its card"]
+    entry(
+        "**learns** GSM8K: Qwen2.5-Coder-1.5B (Q4_K_M GGUF), "
+        f"{card(first.starts[-1])}, 100 steps of 32 × 8 answers, {len(pairs)} seeds",
+        f"test accuracy, greedy {base.measure('greedy'):.2f} → {after}",
+        f"{minutes:.0f} minutes at most, {shared} runs sharing the card",
+        row["peak GB"],
+    )
+
+
+def hardware():
+    head(
+        "Qwen2.5 | weights, GB | on 24 GB | on 80 GB",
+        "measured: memory capped at, a step, its peak | seconds a step",
+    )
+    log = read("recipes_bench.jsonl")
+    rates = {r["recipe"].split("-")[0]: r for r in log if r["kind"] == "step"}
+    capped = {}  # the lowest cap of each shape comes last
+    for r in sorted(steps(), key=lambda r: -(r.get("cap_gb") or 0)):
+        if r.get("cap_gb"):
+            capped[r["shape"]] = r | {"card": card(r)}
+    rates["72b"] = capped["72b"]
+    for shape in ("1.5b", "3b", "7b", "14b", "32b", "72b"):
+        c = memory.config(shape)
+        seconds = "not timed"
+        if shape in rates:
+            sampling = MEAN / rates[shape]["rollout_tok_s"]
+            update = (PROMPT + MEAN) / rates[shape]["update_tok_s"]
+            seconds = f"{ANSWERS * (sampling + update):.0f}"
+        measured = each(
+            "**{cap_gb:g} GB**, {card}: {prompts} × {samples} answers of {new} tokens, "
+            "{step_s:.0f} s, {peak_gb:.1f} GB",
+            [capped.get(shape)],
+        )
+        weights = f"{memory.plan(c).weights / 1e9:.1f}"
+        entry(shape.upper(), weights, fitting(c, 24), fitting(c, 80), measured, seconds)
+
+
+def fitting(c, gb):
+    """What `memory.py --rank 16` says of a model and a card."""
+    _, _, slots, _, longest, *_ = memory.row(c, "nvfp4", 16, 256, 1024, gb)
+    return f"{slots} × {longest - 256:,}" if slots else "–"
+
+
+TABLES = {
+    "results": results,
+    "hardware": hardware,
+    "quickstart": quickstart,
+    "gemm": gemm,
+    "rollout": rollout,
+    "step": step,
+    "recipes": recipes,
+    "vllm": vllm,
+    "qwen": qwen,
+}
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("table", choices=TABLES)
+    TABLES[parser.parse_args().table]()

@@ -1,0 +1,356 @@
+"""GSM8K on Qwen2.5-Coder-Instruct: does it learn the paper's benchmark, and does noise explore?
+
+The rules, fixed before the first run, are gsm8k_plan.py; gsm8k_tables.py makes tables and figures.
+
+    python -m experiments.gsm8k list               the runs that the log lacks and that can start
+    python -m experiments.gsm8k run main-5-2       arm 5, seed 2, in runs/gsm8k-again, beside its log
+    python -m experiments.gsm8k list --logs LOGS |  # three runs at once, 24 minutes at most for each
+        xargs -n 1 -P 3 --process-slot-var SLOT timeout 24m \\
+        python -m experiments.gsm8k run --logs LOGS --out LOGS --share 0.3
+
+Flags of train.py may follow `run`, for instance --model FILE, --data and --test for files; for a
+trial --problems 8 --steps 2 --prompts 4. With several GPUs, the slot that xargs gives picks one.
+
+A run that is stopped (Ctrl-C, or SIGTERM as by timeout) saves itself in runs/, and the next call on
+the same machine continues it. On another machine it begins again. Only the logs travel,
+results/gsm8k/NAME.jsonl, 30 KB a run. They must go along, because a run continues only beside a log
+of all its steps.
+
+Needs: train.py and what it needs; bench/common.py.
+"""
+
+import argparse
+import dataclasses
+import os
+import shutil
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # before torch: a run beside eleven others has one core
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch  # noqa: E402
+
+import checkpoint  # noqa: E402
+import launch  # noqa: E402
+import nvfp4  # noqa: E402
+import runs  # noqa: E402
+import train  # noqa: E402
+from bench.common import conditions  # noqa: E402
+from experiments import gsm8k_plan as rules  # noqa: E402
+from model import load  # noqa: E402
+from rollout import Sampler  # noqa: E402
+from tasks import TASKS  # noqa: E402
+
+ROOT = Path(__file__).parent.parent
+HUB = "Qwen/Qwen2.5-Coder-{}-Instruct-GGUF/qwen2.5-coder-{}-instruct-q4_k_m.gguf"
+TEST_SLOTS = 512  # answers sampled at a time in a test, which has thousands: long waves
+
+# --- bases
+# bitsandbytes' NF4: quantiles of the normal distribution, and 0, scaled to ±1 (create_normal_map)
+# fmt: off
+NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+       -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+       0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+       0.7229568362236023, 1.0)
+# fmt: on
+
+
+def nf4(w):
+    """(N, K) rounded to NF4 and back: blocks of 64 in memory order share their largest magnitude,
+    an fp32."""
+    blocks = w.float().reshape(-1, 64)
+    absmax = blocks.abs().amax(1, keepdim=True)
+    levels = torch.tensor(NF4, device=w.device)
+    code = torch.bucketize(blocks / absmax.clamp(min=1e-30), (levels[1:] + levels[:-1]) / 2)
+    return (levels[code] * absmax).view(w.shape)
+
+
+def gaussian(seed):
+    """→ a rounding: w plus a Gaussian error with the norm of w's rounding to NVFP4 by rtn."""
+    generator = torch.Generator().manual_seed(10**6 + seed)  # other bits than the adapter's
+
+    def add_error(w):
+        w = w.float()
+        error = nvfp4.dequantize(nvfp4.quantize(w, "rtn"), torch.float32) - w
+        noise = torch.randn(w.shape, generator=generator).to(w.device)
+        return w + noise * (error.norm() / noise.norm())
+
+    return add_error
+
+
+# --quant; seed → how the projections are rounded before that
+BASES = {
+    "bf16": ("bf16", None),
+    "rtn": ("rtn", None),
+    "sweep": ("nvfp4", None),
+    "nf4": ("bf16", lambda seed: nf4),
+    "gauss": ("bf16", gaussian),
+}
+
+
+class Rounded(checkpoint.Source):
+    """A checkpoint whose projections are rounded to a format and dequantised, on `device`."""
+
+    def __init__(self, source, rounding, device):
+        self.source, self.rounding, self.device = source, rounding, device
+
+    def __getattr__(self, name):
+        return getattr(self.source, name)
+
+    def tensor(self, name, shape):
+        w = self.source.tensor(name, shape)
+        return self.rounding(w.to(self.device)) if name.endswith("_proj.weight") else w
+
+
+# --- arm 7
+class Tempered(Sampler):
+    """Training answers are drawn at the temperature of their stage; an evaluation, step −1, is as
+    ever."""
+
+    def __init__(self, model, temperatures, steps):
+        super().__init__(model)
+        self.temperatures, self.steps = temperatures, steps
+
+    def generate(
+        self, prompts, group_size, limit, temperature, stop_ids, seed, step, *more, **named
+    ):
+        if step >= 0:
+            temperature *= self.temperatures[step * len(self.temperatures) // self.steps]
+        return super().generate(
+            prompts, group_size, limit, temperature, stop_ids, seed, step, *more, **named
+        )
+
+
+# --- one run
+class Logged(runs.Run):
+    """A run whose records go into the experiment's log. Its folder holds checkpoints and
+    samples."""
+
+    def __init__(self, config, write, start, logged):
+        """write(record) appends to the log; start: its record of this start; logged: the steps it
+        has."""
+        self.write, self.start, self.logged = write, start, logged
+        super().__init__(config)
+
+    def load(self, model, optimizer):
+        first = super().load(model, optimizer)
+        if first > self.logged:
+            raise ValueError(
+                f"{self.folder} continues at step {first}, but its log ends at step {self.logged}: "
+                "bring the newest log back, or delete that folder"
+            )
+        self.write(self.start | dict(step=first))
+        return first
+
+    def made(self, step, stats, sampled):
+        """Five skipped steps in a row do not stop the run: they are a result. mismatch compares
+        equal temperatures, which arm 7 does not have."""
+        if self.start["arm"] == "7":
+            stats["mismatch"] = None
+        stats["sampler_entropy"] = -(sampled.logprobs.sum() / sampled.lengths.sum()).item()
+        try:
+            super().made(step, stats, sampled)
+        except ValueError as skipped:
+            self.say(skipped)
+
+    def log(self, kind, step, record):
+        record = dict(kind=kind, step=step) | record
+        self.say(runs.line(record))
+        short = {k: runs.rounded(v, 4) for k, v in record.items()}
+        self.write({k: v for k, v in short.items() if v is not None})
+
+    def finish(self):
+        pass
+
+
+def configured(job, flags):
+    """→ the checked train.Config of a job. flags: the command line's, which win."""
+    size = job.experiment.size
+    own = dict(
+        model=HUB.format(size.upper(), size),
+        quant=BASES[job.base][0],
+        lr=job.lr or 1.0,  # a base is not trained
+        seed=job.seed,
+    )
+    if job.phase == "rate":
+        own |= dict(steps=rules.RATE_STEPS, eval_every=rules.RATE_STEPS)
+    return launch.check(train.Config(**rules.COMMON | own | job.flags | flags))
+
+
+def folder_of(out, job):
+    """Where a run keeps its checkpoints, on this machine."""
+    return ROOT / "runs" / out.name / job.name
+
+
+def make(job, out, flags, problems=None, at_once=1):
+    """Make a job, or what is left of it, and log it in out/NAME.jsonl.
+
+    problems: at most so many in each test. at_once: how many runs share the GPU, for the log.
+    """
+    write = partial(runs.append, out / f"{job.name}.jsonl")
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        _make(job, out, flags, problems, at_once, write)
+        write(dict(kind="end"))
+    except Exception as error:
+        write(dict(kind="failed", error=f"{type(error).__name__}: {error}"))
+        raise
+    shutil.rmtree(folder_of(out, job), ignore_errors=True)
+
+
+def _make(job, out, flags, problems, at_once, write):
+    began = time.perf_counter()
+    config = configured(job, flags)
+    folder = folder_of(out, job)
+    config.out = str(folder)
+    config.resume = config.out if any(folder.glob("checkpoint*.safetensors")) else ""
+    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    source = checkpoint.open(config.model)
+    tokenizer, stop_ids = source.tokenizer(), source.stop_ids()
+    quant, rounding = BASES[job.base]
+    if rounding:
+        source = Rounded(source, rounding(job.seed), device)
+    model = load(source, quant, config.rank, config.alpha, device, job.seed)
+    task = TASKS["gsm8k"](config.data)
+    task = task._replace(held_out=[] if job.phase == "main" else task.held_out[:problems])
+    start = start_record(job, config, at_once, time.perf_counter() - began)
+    if job.phase == "base":
+        write(start)
+    else:
+        run = Logged(config, write, start, len(rules.read(out, job).step))
+        sampler = Sampler
+        if job.arm == "7":
+            found = [temperature for *_, temperature, _ in rules.temperatures()]
+            sampler = partial(Tempered, temperatures=found, steps=config.steps)
+        with patch.object(train, "Sampler", sampler):
+            train.train(config, model, task, tokenizer, stop_ids, run)
+    sampler = Sampler(model, slots=TEST_SLOTS)
+    for name in () if job.phase == "rate" else job.experiment.tests:
+        if name not in rules.read(out, job).tests:
+            write(test(name, config, sampler, tokenizer, stop_ids, problems))
+
+
+def start_record(job, config, at_once, load_s):
+    unlogged = "model", "data", "test", "out", "resume", "device", "lr", "seed", "steps"
+    flags = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in unlogged and value != field.default:
+            flags[field.name] = value
+    return dict(
+        kind="start",
+        **job._asdict(),
+        step=0,
+        steps=0 if job.phase == "base" else config.steps,
+        time=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        **conditions(),
+        at_once=at_once,
+        load_s=round(load_s, 1),
+        model=Path(config.model).name,
+        flags=flags,
+    )
+
+
+def test(name, config, sampler, tokenizer, stop_ids, problems):
+    """→ the record of a test: to each problem, the number of right answers."""
+    began, how = time.perf_counter(), rules.TESTS[name]
+    task = TASKS["gsm8k"](config.test, held_out=how.problems)
+    asked = (task.held_out if how.problems else task.train)[:problems]  # held_out: always the same
+    _, _, rewards = train.answer(
+        config,
+        sampler,
+        task,
+        tokenizer,
+        stop_ids,
+        asked,
+        samples=how.samples,
+        temperature=how.temperature,
+        top_p=how.top_p,
+    )
+    right = [
+        sum(map(int, rewards[n : n + how.samples])) for n in range(0, len(rewards), how.samples)
+    ]
+    return dict(
+        kind="test",
+        name=name,
+        right="".join(map(str, right)) if how.samples < 10 else right,
+        samples=how.samples,
+        seconds=round(time.perf_counter() - began, 1),
+    )
+
+
+# --- commands
+def said(log):
+    found = {name: f"{log.measure(name):.3f}" for name in log.tests if name != "pass"}
+    return f"{found or [r['eval_greedy'] for r in log.eval.values()]}, {log.seconds:.0f} s"
+
+
+def show_list(logs):
+    """Print the names of the runs that can start, and to stderr how many are made."""
+    jobs = rules.plan(logs)
+    left = [job for job in jobs if not rules.read(logs, job).ended]
+    for job in left:
+        if job.lr is not None:
+            print(job.name)
+    print(f"{len(jobs) - len(left)} of {len(jobs)} runs are made", file=sys.stderr)
+
+
+def run(name, logs, out, flags, problems, at_once):
+    """Make the run in out/NAME.jsonl, and compare it with its log."""
+    job = next((job for job in rules.plan(logs) if job.name == name), None)
+    if job is None or job.lr is None:
+        raise ValueError(
+            f"{name}: no such run can start; `python -m experiments.gsm8k list` names those"
+        )
+    log = rules.read(logs, job)
+    if log.ended and out != logs:  # the one setting that depends on the card and on who shares it
+        logged = log.starts[-1]["flags"].get("micro_tokens", train.Config.micro_tokens)
+        flags = {"micro_tokens": logged} | flags
+    make(job, out, flags, problems, at_once)
+    print(name, said(rules.read(out, job)))
+    if log.ended and out != logs:
+        print("its log", said(log), "on", log.starts[-1]["gpu"])
+
+
+def main(arguments):
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    listed, one = commands.add_parser("list"), commands.add_parser("run")
+    for command in (listed, one):
+        command.add_argument("--logs", type=Path, default=rules.LOGS)
+    one.add_argument(
+        "name", help="as in the log: main-ARM-SEED, base-SIZE-BASE-SEED, rate-ARM-RATE-SEED"
+    )
+    one.add_argument(
+        "--out", type=Path, default=ROOT / "runs" / "gsm8k-again", help="folder of the new log"
+    )
+    one.add_argument("--problems", type=int, help="at most so many in each test, for a trial")
+    one.add_argument("--share", type=float, default=1.0, help="of the GPU's memory")
+    a, more = parser.parse_known_args(arguments)
+    if a.command == "list":
+        show_list(a.logs)
+        return
+    named = {word.partition("=")[0].replace("--no-", "--") for word in more}
+    parsed = vars(launch.parse(train.Config, more))
+    flags = {k: v for k, v in parsed.items() if f"--{k.replace('_', '-')}" in named}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # on SystemExit a run saves itself
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("SLOT", 0)) % torch.cuda.device_count())
+        torch.cuda.set_per_process_memory_fraction(a.share)
+    run(a.name, a.logs.resolve(), a.out.resolve(), flags, a.problems, round(1 / a.share))
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except KeyboardInterrupt:  # train() has saved the run and said so
+        sys.exit(130)
+    except (ValueError, OSError) as problem:
+        sys.exit(f"gsm8k.py: {problem}")

@@ -1,0 +1,288 @@
+"""The rules of the two experiments on GSM8K, fixed before the first run, and their logs.
+
+results/LOG.md says them in words ("GSM8K: the rules"). gsm8k.py makes the runs that plan() lists,
+and gsm8k_tables.py reads their logs. A log, results/gsm8k/NAME.jsonl, has one record a line:
+
+    start    conditions and flags; it replaces what was logged from its step on
+    step     reward, entropy, … ; sampler_entropy: mean −ln p of the tokens as they were drawn
+    eval     only where a learning rate is chosen: train.py's, on 256 held-out training problems
+    test     of each test problem, how many answers were right: "0110…", or [3, 64, …] of 64
+    temperatures, failed, end
+
+Needs: numpy; runs.py.
+"""
+
+import functools
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+import runs
+
+LOGS = Path(__file__).parent.parent / "results" / "gsm8k"
+
+
+class Arm(NamedTuple):
+    base: str  # how the base is rounded: a key of gsm8k.BASES
+    flags: dict  # of train.py, beside COMMON
+    what: str  # in the tables
+
+
+class Experiment(NamedTuple):
+    size: str  # of the model
+    seeds: tuple  # those reported
+    rates: tuple  # learning rates to choose from
+    choosers: tuple  # the arms that choose: bf16 and NVFP4
+    tests: tuple  # keys of TESTS
+    shown: tuple  # keys of MEASURES that the figure shows
+    arms: dict  # name → Arm
+
+
+COMMON = dict(
+    task="gsm8k",
+    data="openai/gsm8k/main",
+    test="openai/gsm8k/main:test",
+    prompts=32,
+    group_size=8,
+    max_new_tokens=400,
+    steps=100,
+    eval_every=100,
+    save_every=25,
+    micro_tokens=4096,
+    aqn=False,
+)
+PAPER = dict(aqn=True, sigma_start=1e-2, sigma_end=5e-4)
+STRONG = dict(aqn=True, sigma_start=1e-1, sigma_end=5e-3, correction="tis")
+RATE_SEEDS, RATE_STEPS = (0, 1), 50
+
+ONE = Experiment(
+    size="1.5b",
+    seeds=(2, 3, 4),
+    rates=(2.5e-5, 5e-5, 1e-4),
+    choosers=("bf16", "nvfp4"),
+    tests=("greedy", "paper"),
+    shown=("greedy", "paper"),
+    arms={
+        "nvfp4": Arm(
+            "sweep", dict(aqn=True), "NVFP4 (sweep) with AQN as train.py's defaults have it"
+        ),
+        "bf16": Arm("bf16", {}, "bf16"),
+        "nf4": Arm("nf4", {}, "NF4 rounded into bf16: QLoRA's accuracy, not its seconds or GB"),
+    },
+)
+TWO = Experiment(
+    size="0.5b",
+    seeds=(2, 3, 4, 5, 6),
+    rates=(5e-5, 1e-4, 2e-4),
+    choosers=("1", "2"),
+    tests=("greedy", "pass", "paper"),
+    shown=("greedy", "pass@32"),
+    arms={
+        "1": Arm("bf16", {}, "bf16"),
+        "2": Arm("rtn", {}, "NVFP4 (rtn), the paper's base"),
+        "3": Arm("sweep", {}, "NVFP4 (sweep), ours"),
+        "4": Arm("nf4", {}, "NF4, QLoRA's base"),
+        "5": Arm("rtn", PAPER, "rtn, AQN at the paper's σ"),
+        "6": Arm("rtn", STRONG, "rtn, AQN at ten times that σ, tis"),
+        "7": Arm("rtn", dict(correction="tis"), "rtn, a temperature of equal entropy, tis"),
+        "8": Arm("bf16", STRONG, "bf16, AQN at ten times the paper's σ, tis"),
+        "9": Arm("gauss", {}, "bf16 + a frozen Gaussian error of rtn's norm"),
+    },
+)
+EXPERIMENTS = (ONE, TWO)
+ARMS = {arm: experiment for experiment in EXPERIMENTS for arm in experiment.arms}
+
+
+class Test(NamedTuple):
+    problems: int  # of the test file; 0: all
+    samples: int  # answers to each
+    temperature: float
+    top_p: float
+
+
+TESTS = {
+    "greedy": Test(0, 1, 0.0, 1.0),
+    "pass": Test(200, 64, 1.0, 1.0),
+    "paper": Test(0, 8, 0.6, 0.95),
+}
+MEASURES = {
+    "greedy": "test accuracy, greedy",
+    "paper": "test accuracy, mean of 8 (T 0.6, top-p .95)",
+    "pass@1": "pass@1 (64 samples, T 1, 200 test problems)",
+    "pass@32": "pass@32 (64 samples, T 1, 200 test problems)",
+}
+
+
+class Claim(NamedTuple):
+    text: str
+    measure: str  # a key of MEASURES
+    a: str  # the claim says that this arm ends above …
+    b: str  # … that one
+
+
+CLAIMS = (
+    Claim("NVFP4 ends above bf16", "greedy", "2", "1"),
+    Claim("AQN lifts NVFP4", "greedy", "5", "2"),
+    Claim("noise explores more than temperature", "pass@32", "6", "7"),
+    Claim("NVFP4's error is better than a Gaussian one", "greedy", "2", "9"),
+)
+
+
+class Job(NamedTuple):
+    phase: str  # rate, base (tests before training), main
+    arm: str  # of a base: SIZE-BASE
+    lr: float  # None: not chosen yet
+    seed: int
+
+    @property
+    def name(self):
+        rate = f"-{self.lr:g}" if self.phase == "rate" else ""
+        return f"{self.phase}-{self.arm}{rate}-{self.seed}"
+
+    @property
+    def experiment(self):
+        if self.arm in ARMS:
+            return ARMS[self.arm]
+        return ONE if self.arm.startswith(ONE.size) else TWO
+
+    @property
+    def base(self):
+        return ARMS[self.arm].arms[self.arm].base if self.arm in ARMS else self.arm.split("-")[1]
+
+    @property
+    def flags(self):
+        return ARMS[self.arm].arms[self.arm].flags if self.arm in ARMS else {}
+
+
+# --- the logs
+class Log:
+    """What a log says. A later start replaces the records from its step on."""
+
+    def __init__(self, records):
+        self.starts, self.failed = [], []
+        self.step, self.eval = {}, {}  # step → record
+        self.tests, self.other = {}, {}  # name → record; kind → record: temperatures, end
+        for r in records:
+            if r["kind"] == "start":
+                self._start(r)
+            elif r["kind"] == "failed":
+                self.failed.append(r)
+            elif r["kind"] == "test":
+                self.tests[r["name"]] = r
+            elif r["kind"] == "step":
+                self.step[r["step"]] = r
+            elif r["kind"] == "eval":
+                self.eval[r["step"]] = r
+            else:
+                self.other[r["kind"]] = r
+
+    def _start(self, r):
+        self.starts.append(r)
+        self.step = {step: old for step, old in self.step.items() if step < r["step"]}
+        self.eval = {step: old for step, old in self.eval.items() if step < r["step"]}
+        if r["step"] < r["steps"]:
+            self.tests, self.other = {}, {}
+
+    @property
+    def ended(self):
+        return "end" in self.other
+
+    @property
+    def seconds(self):
+        made = [
+            *self.step.values(),
+            *self.eval.values(),
+            *self.tests.values(),
+            *self.other.values(),
+        ]
+        keys = ("rollout_s", "update_s", "seconds", "load_s")
+        return sum(r.get(key, 0) for r in [*made, *self.starts] for key in keys)
+
+    def measure(self, name):
+        """A key of MEASURES. pass@k: 1 − C(n − c, k)/C(n, k) of n samples, c right (Chen et al.
+        2021)."""
+        record = self.tests["pass" if "@" in name else name]
+        n, k = record["samples"], int(name.partition("@")[2] or 1)
+        return np.mean([1 - math.comb(n - int(c), k) / math.comb(n, k) for c in record["right"]])
+
+    def mean(self, key, stages=range(10)):
+        """The mean of a step's number, over some of the ten stages of σ."""
+        steps = self.starts[-1]["steps"]
+        values = [r[key] for s, r in self.step.items() if key in r and s * 10 // steps in stages]
+        return np.mean(values or math.nan)
+
+
+def read(folder, job):
+    """→ the Log of a Job, or of a log's name; an empty one if there is none."""
+    path = Path(folder) / f"{getattr(job, 'name', job)}.jsonl"
+    return _parsed(path, path.stat().st_size) if path.is_file() else Log([])
+
+
+@functools.cache
+def _parsed(path, size):
+    return Log(runs.jsonl(path))
+
+
+def temperatures():
+    """→ [σ, entropy, temperature, entropy] of each stage, for arm 7: searched once, before the
+    first run, by the code of commit f76e9f8 (results/gsm8k.py, equal_temperatures)."""
+    return read(LOGS, f"base-0.5b-rtn-{TWO.seeds[0]}").other["temperatures"]["stages"]
+
+
+# --- the plan
+def rate_jobs(experiment):
+    found = []
+    for seed in RATE_SEEDS:
+        for lr in experiment.rates:
+            found += [Job("rate", arm, lr, seed) for arm in experiment.choosers]
+    return found
+
+
+def chosen(logs, experiment):
+    """→ {rate: held-out accuracies of its runs}, and the rate with the best mean, the lower of
+    equal ones; None until every run has ended."""
+    found = {lr: [] for lr in experiment.rates}
+    jobs = rate_jobs(experiment)
+    for job in jobs:
+        log = read(logs, job)
+        if log.ended:
+            found[job.lr].append(log.eval[max(log.eval)]["eval_greedy"])
+    if sum(map(len, found.values())) < len(jobs):
+        return found, None
+    return found, max(experiment.rates, key=lambda lr: (round(sum(found[lr]), 6), -lr))
+
+
+def jobs_of_seed(logs, experiment, seed):
+    """→ the Jobs of a seed: all arms, and the bases that they start from."""
+    lr = chosen(logs, experiment)[1]
+    tempered = read(logs, f"base-0.5b-rtn-{TWO.seeds[0]}").ended
+    jobs = [
+        Job("main", arm, lr if arm != "7" or tempered else None, seed) for arm in experiment.arms
+    ]
+    for base in dict.fromkeys(arm.base for arm in experiment.arms.values()):
+        # but for gauss, which draws another error for each seed, a base is the same for all seeds
+        at = seed if base == "gauss" else experiment.seeds[0]
+        jobs.append(Job("base", f"{experiment.size}-{base}", 0.0, at))
+    return jobs
+
+
+def plan(logs):
+    """Every Job in order: the rates, whole seeds of all arms, the tests before training."""
+    rates, main, bases = [], [], []
+    for experiment in EXPERIMENTS:
+        rates += rate_jobs(experiment)
+        for seed in experiment.seeds:
+            for job in jobs_of_seed(logs, experiment, seed):
+                (main if job.phase == "main" else bases).append(job)
+    return list(dict.fromkeys([*rates, *main, *bases]))
+
+
+def whole_seeds(logs, experiment):
+    """→ the seeds with which every arm and its base have ended: only these are compared."""
+    found = []
+    for seed in experiment.seeds:
+        if all(read(logs, job).ended for job in jobs_of_seed(logs, experiment, seed)):
+            found.append(seed)
+    return found

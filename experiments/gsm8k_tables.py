@@ -1,0 +1,274 @@
+"""Tables and figures of the experiments on GSM8K, from results/gsm8k/*.jsonl alone.
+
+    python -m experiments.gsm8k_tables table    both experiments, of the whole seeds
+    python -m experiments.gsm8k_tables plot     results/gsm8k-1.5b.png and gsm8k-0.5b.png
+
+A second argument names another folder of logs. The tests and the verdicts are in paired.py. Needs:
+numpy, matplotlib, scipy; runs.py.
+"""
+
+import statistics
+import sys
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments.gsm8k_plan import (
+    CLAIMS,
+    COMMON,
+    EXPERIMENTS,
+    LOGS,
+    MEASURES,
+    ONE,
+    TWO,
+    chosen,
+    read,
+    temperatures,
+    whole_seeds,
+)
+from experiments.paired import compare, holm, mean_and_sd, verdict
+
+BASE = "Qwen2.5-Coder-{}-Instruct, dequantised from a Q4_K_M GGUF (its bf16 has that rounding too)"
+
+
+# --- tables
+def markdown(head, lines):
+    text = [
+        "| " + " | ".join(map(str, line)) + " |\n" for line in (head, ["---"] * len(head), *lines)
+    ]
+    return "".join(text)
+
+
+def dashed(text):
+    return text.replace("nan", "–")
+
+
+def measured(logs, arm, measure, seeds):
+    return [read(logs, f"main-{arm}-{seed}").measure(measure) for seed in seeds]
+
+
+def claims_table(logs, seeds):
+    """Each claim with its test over seeds, its Holm-adjusted p and its verdict."""
+    found = []
+    for claim in CLAIMS:
+        a, b = (measured(logs, arm, claim.measure, seeds) for arm in (claim.a, claim.b))
+        found.append((claim, a, b, compare(a, b)))
+    lines = []
+    adjusted = holm([difference.p for *_, difference in found])
+    for (claim, a, b, difference), p in zip(found, adjusted, strict=True):
+        difference = difference._replace(p=p)
+        lines.append(
+            (
+                claim.text,
+                claim.measure,
+                f"{claim.a} {mean_and_sd(a)}",
+                f"{claim.b} {mean_and_sd(b)}",
+                len(a),
+                dashed(f"{difference.mean:+.3f} ± {difference.half:.3f}"),
+                dashed("<.001" if p < 0.001 else f"{p:.3f}"),
+                verdict(difference),
+            )
+        )
+    return markdown(("claim", "measure", "A", "B", "n", "A − B, 95 %", "p", "verdict"), lines)
+
+
+def stages_table(logs, seeds):
+    """Arm 7's temperatures, and the entropy of three samplers in training, stage by stage."""
+    lines = []
+    for stage, before in enumerate(temperatures()):
+        entropy = []
+        for arm in "672":
+            made = [read(logs, f"main-{arm}-{seed}") for seed in seeds]
+            entropy.append(mean_and_sd([log.mean("sampler_entropy", [stage]) for log in made]))
+        lines.append((stage, *before, *entropy))
+    head = (
+        "stage",
+        "σ of 6",
+        "its entropy before training",
+        "temperature of 7",
+        "its entropy before training",
+        "entropy of 6's sampler in training",
+        "of 7's",
+        "of 2's",
+    )
+    return markdown(head, lines)
+
+
+def pairs_of(logs, experiment, arm, seeds):
+    """→ for each seed, the Logs before training and after it."""
+    base, pairs = experiment.arms[arm].base, []
+    for seed in seeds:
+        at = seed if base == "gauss" else experiment.seeds[0]
+        before = read(logs, f"base-{experiment.size}-{base}-{at}")
+        pairs.append((before, read(logs, f"main-{arm}-{seed}")))
+    return pairs
+
+
+def arm_row(logs, experiment, arm, seeds):
+    """{column: cell} of an arm, means over seeds."""
+    pairs = pairs_of(logs, experiment, arm, seeds)
+    before, after = [a for a, _ in pairs], [b for _, b in pairs]
+    row = {"arm": f"{arm}: {experiment.arms[arm].what}"}
+    for measure, name in MEASURES.items():
+        if ("pass" if "@" in measure else measure) not in experiment.tests:
+            continue
+        old = np.mean([log.measure(measure) for log in before])
+        new = [log.measure(measure) for log in after]
+        row[name] = f"{old:.3f} → {mean_and_sd(new)}"
+        if measure in experiment.shown:
+            d = compare(new, measured(logs, experiment.choosers[0], measure, seeds))
+            row[f"{measure} − bf16's, 95 %"] = dashed(f"{d.mean:+.3f} ± {d.half:.3f}")
+    for key, name in (
+        ("reward", "reward"),
+        ("entropy", "entropy"),
+        ("sampler_entropy", "sampler's entropy"),
+    ):
+        row[name] = mean_and_sd([log.mean(key) for log in after])
+    row["sampler's entropy, step 0"] = mean_and_sd(
+        [log.step[0]["sampler_entropy"] for log in after]
+    )
+    row["kl_noise"] = dashed(f"{np.mean([log.mean('kl_noise') for log in after]):.1e}")
+    if experiment is ONE:
+        row |= costs(after)
+    row["failed or cut off"] = sum(max(len(log.failed), len(log.starts) - 1) for log in after)
+    return row
+
+
+def costs(logs):
+    """{column: cell}: seconds and memory of runs, of those that had their card alone if there are
+    any."""
+    alone = [log for log in logs if log.starts[-1]["at_once"] == 1] or logs
+    steps = [r for log in alone for r in log.step.values()]
+    sampling, update = (statistics.median(r[k] for r in steps) for k in ("rollout_s", "update_s"))
+    return {
+        "runs on its card": " or ".join(sorted({str(log.starts[-1]["at_once"]) for log in alone})),
+        "a step: sampling, update": f"{sampling:.1f} s, {update:.1f} s",
+        "minutes with tests": f"{np.mean([log.seconds for log in alone]) / 60:.1f}",
+        "peak GB": f"{max(r['memory_gb'] for r in steps):.1f}",
+    }
+
+
+def table(logs):
+    """Markdown of both experiments, of the seeds with which all arms have ended."""
+    found = []
+    for number, experiment in enumerate(EXPERIMENTS, 1):
+        (rates, lr), seeds = chosen(logs, experiment), whole_seeds(logs, experiment)
+        tried = ", ".join(f"{rate:g}: {mean_and_sd(v)}, n={len(v)}" for rate, v in rates.items())
+        found.append(
+            f"Experiment {number}: {BASE.format(experiment.size.upper())}. Seeds "
+            f"{', '.join(map(str, seeds))}. Learning rate {lr}; held-out accuracy: {tried}.\n"
+        )
+        if seeds and experiment is TWO:
+            found += [claims_table(logs, seeds), stages_table(logs, seeds)]
+        cells = [arm_row(logs, experiment, arm, seeds) for arm in experiment.arms if seeds]
+        if cells:
+            found.append(markdown(cells[0], [row.values() for row in cells]))
+    return "\n".join([*found, conditions(logs)])
+
+
+def conditions(logs):
+    starts = []
+    for path in sorted(logs.glob("*.jsonl")):
+        starts += read(logs, path.stem).starts
+    places = dict.fromkeys(f"{r['gpu']}, torch {r['torch']}, triton {r['triton']}" for r in starts)
+    commits, at_once = (sorted({str(r[k]) for r in starts}) for k in ("commit", "at_once"))
+    when = sorted(r["time"] for r in starts) or ["–"]
+    return (
+        f"{'; '.join(places)}, commit {' and '.join(commits)}; {' or '.join(at_once)} runs on a card at "
+        f"once; {when[0]} to {when[-1]}; logs in `results/gsm8k/`."
+    )
+
+
+# --- figures
+def smooth(values, width=9):
+    """Mean of the neighbours, fewer of them at the ends."""
+    half = width // 2
+    return [np.mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
+
+
+def draw_curve(axis, logs, **style):
+    """The training reward against the step: mean, least and most over seeds."""
+    rewards = [smooth([r["reward"] for r in log.step.values()]) for log in logs]
+    axis.plot(np.mean(rewards, 0), **style)
+    low, high = np.min(rewards, 0), np.max(rewards, 0)
+    axis.fill_between(range(len(low)), low, high, color=style["color"], alpha=0.15, linewidth=0)
+
+
+def draw_test(axis, y, pairs, measure, color):
+    """A test before training (hollow) and after it (filled, with its standard deviation; dots:
+    seeds)."""
+    old = np.mean([log.measure(measure) for log, _ in pairs])
+    new = [log.measure(measure) for _, log in pairs]
+    mean = np.mean(new)
+    axis.annotate("", (mean, y), (old, y), arrowprops=dict(arrowstyle="->", color="0.6"))
+    axis.plot(old, y, "o", color=color, markerfacecolor="white")
+    axis.plot(new, [y - 0.25] * len(new), ".", color="0.6", markersize=5)
+    axis.errorbar(mean, y, xerr=np.std(new, ddof=1), fmt="o", color=color, capsize=4)
+    axis.annotate(f"{mean:.3f}", (mean, y + 0.2), fontsize=8, ha="center")
+    return mean
+
+
+def plot(logs, experiment, path):
+    """Training reward against the step (experiment 1), and two tests before and after training."""
+    seeds = whole_seeds(logs, experiment)
+    bases = [arm.base for arm in experiment.arms.values()]
+    arms = sorted(experiment.arms, key=lambda arm: bases.index(experiment.arms[arm].base))
+    figure = Figure(figsize=(12, 3 + 0.25 * len(arms)), layout="constrained")
+    *curve, left, right = figure.subplots(1, 3 if experiment is ONE else 2)
+    tests = dict(zip((left, right), experiment.shown, strict=True))
+    for i, arm in enumerate(arms):
+        pairs, (base, own, _) = pairs_of(logs, experiment, arm, seeds), experiment.arms[arm]
+        color = f"C{i}" if curve else "C3" if "aqn" in own else "C0" if own else "0.15"
+        for axis in curve:
+            draw_curve(
+                axis,
+                [log for _, log in pairs],
+                color=color,
+                linestyle=("-", "--", ":")[i],
+                label=arm,
+            )
+        for axis, measure in tests.items():
+            mean = draw_test(axis, -i, pairs, measure, color)
+            if bases.count(base) > 1 and not own:  # what the arms below are compared with
+                axis.axvline(mean, color="0.6", linestyle="--", linewidth=1)
+    labels = [arm if curve else f"{arm}: {experiment.arms[arm].what}" for arm in arms]
+    for axis, measure in tests.items():
+        axis.set_yticks([-i for i in range(len(arms))], labels)
+        axis.set(xlabel=MEASURES[measure], ylim=(0.5 - len(arms), 0.6))
+        axis.margins(x=0.1)  # room for the numbers
+        axis.grid(alpha=0.3, axis="x")
+        axis.tick_params(labelleft=axis is left)
+        axis.ticklabel_format(axis="x", useOffset=False)
+    for axis in curve:
+        axis.set(xlabel="optimizer step", ylabel="training reward, share of answers")
+        axis.legend(fontsize=8)
+    more = (
+        "; curves: mean, least, most, moving mean of 9 steps."
+        if curve
+        else ". Red: sampled under noise; blue: at a temperature.\nDashed: where bf16 and rtn end without "
+        "noise. rtn: round to nearest; tis: truncated importance sampling."
+    )
+    figure.suptitle(
+        f"GSM8K. {BASE.format(experiment.size.upper())}.\nHollow: before training; filled: after "
+        f"{COMMON['steps']} steps, mean ± standard deviation of {len(seeds)} seeds (dots){more}",
+        fontsize=9,
+    )
+    # without date and version, the same log gives the same bytes
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def main(command, logs=LOGS):
+    logs = Path(logs)
+    if command == "table":
+        print(table(logs))
+        return
+    for experiment in EXPERIMENTS:
+        if len(whole_seeds(logs, experiment)) >= 3:
+            plot(logs, experiment, logs.parent / f"gsm8k-{experiment.size}.png")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] not in (["table"], ["plot"]):
+        sys.exit("usage: python -m experiments.gsm8k_tables table|plot [LOGS]")
+    main(*sys.argv[1:3])
