@@ -1,15 +1,9 @@
 """Philox against its authors' vectors, samples against the softmax, kernels against plain torch."""
 import pytest
 import torch
-import triton
-import triton.language as tl
-from conftest import compile_with_a_wait, on_all_cores, run_alone
+from conftest import compile_with_a_wait, each_generation
 
 import gumbel
-
-
-def words(*values):
-    return [torch.tensor(v) for v in values]
 
 
 @pytest.mark.parametrize("counter, key, expected", [
@@ -19,48 +13,32 @@ def words(*values):
      (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1))])
 def test_philox_gives_its_authors_vectors(counter, key, expected):
     """The known-answer vectors of Random123, its authors' library, for philox4x32 with 10 rounds."""
-    result = gumbel.philox(key[0] | key[1] << 32, *words(*counter))
-    assert tuple(int(w) for w in result) == expected
+    counter = (torch.tensor(word) for word in counter)
+    result = gumbel.philox(key[0] | key[1] << 32, *counter)
+    assert tuple(int(word) for word in result) == expected
 
 
-@triton.jit
-def philox_kernel(out, seed, counter):
-    i = tl.arange(0, 16)
-    other = i * 0 + tl.load(counter), i * 0 + tl.load(counter + 1), i * 0 + tl.load(counter + 2)
-    c0, c1, c2, c3 = tl.philox(seed, i, other[0], other[1], other[2])
-    tl.store(out + i, c0)
-    tl.store(out + 16 + i, c1)
-    tl.store(out + 32 + i, c2)
-    tl.store(out + 48 + i, c3)
-
-
-def check_philox():
-    for seed, counter in [(0, (0, 0, 0)), (7, (1, 2, 3)), (0x299F31D0A4093822, (0x85A308D3, 0xFFFFFFFF, 9))]:
-        out = torch.zeros(4, 16, dtype=torch.int64)
-        philox_kernel[(1,)](out, seed, torch.tensor(counter).to(torch.uint32))
-        ours = gumbel.philox(seed, torch.arange(16), *words(*counter))
-        assert torch.equal(torch.stack(ours), out & 0xFFFFFFFF), (seed, counter)
-
-
-@pytest.mark.parametrize("axis, temperature", [("sequence", 0.7), ("sequence", 1.0), ("sequence", 2.0),
-                                               ("position", 0.7), ("step", 1.0), ("seed", 2.0)])
-def test_samples_follow_the_softmax(axis, temperature):
-    """Chi-square over 7 tokens, rare ones too, while only one part of the counter or the key varies."""
-    logits = torch.tensor([[2.0, -1.0, 0.5, 0.0, -3.0, 1.5, -2.0]])
-    n = 100_000 if axis in ("sequence", "position") else 3_000
-    if axis in ("sequence", "position"):
-        where = dict(position=torch.full((n,), 2), sequence=torch.full((n,), 9)) | {axis: torch.arange(n)}
-        tokens, logprobs = gumbel.sample(logits.expand(n, 7), temperature, seed=5, step=1, **where)
-    else:
-        where = dict(seed=5, step=1, position=torch.tensor([2]), sequence=torch.tensor([9]))
-        draws = [gumbel.sample(logits, temperature, **(where | {axis: i})) for i in range(n)]
-        tokens, logprobs = (torch.cat(x) for x in zip(*draws, strict=True))
+@pytest.mark.parametrize("axis, temperature, top_p, limit", [
+    ("sequence", 0.7, 1, 40), ("sequence", 2.0, 1, 40), ("position", 0.7, 1, 40),
+    ("step", 1.0, 1, 40), ("seed", 2.0, 1, 40), ("sequence", 0.8, 0.95, 33)])
+def test_samples_follow_the_softmax(axis, temperature, top_p, limit):
+    """Chi-square over 7 tokens, rare ones too, while only one part of the counter or the key varies. Of the
+    nucleus, the 4 tokens that reach .95, the renormalised softmax; the other 3 are never drawn."""
+    logits, n = torch.tensor([[2.0, -1.0, 0.5, 0.0, -3.0, 1.5, -2.0]]), 100_000
+    if top_p < 1:
+        logits = gumbel.nucleus(logits, temperature, top_p)
+    kept = logits[0].isfinite()
+    assert kept.nonzero()[:, 0].tolist() == ([0, 2, 3, 5] if top_p < 1 else list(range(7)))
+    where = dict(seed=5, step=1, position=torch.full((n,), 2), sequence=torch.full((n,), 9))
+    # the plain lines also take a column of seeds or of steps, one for each row
+    where[axis] = torch.arange(n) if axis in ("position", "sequence") else torch.arange(n)[:, None]
+    tokens, logprobs = gumbel.sample(logits.expand(n, 7), temperature, **where)
     log_p = (logits[0].double() / temperature).log_softmax(0)
     expected = n * log_p.exp()
-    chi2 = ((torch.bincount(tokens, minlength=7) - expected) ** 2 / expected).sum()
-    # 6 degrees of freedom: P(chi2 > 40) = e⁻²⁰ (1 + 20 + 200) = 5e-7
-    assert chi2 < 40
-    assert (logprobs - log_p[tokens]).abs().max() < 1e-6          # |logits / T| < 5: a few fp32 roundings
+    chi2 = ((torch.bincount(tokens, minlength=7) - expected) ** 2 / expected)[kept].sum()
+    # 6 degrees of freedom: P(chi2 > 40) = e⁻²⁰ (1 + 20 + 200) = 5e-7; 3: P(chi2 > 33) = 3e-7
+    assert kept[tokens].all() and chi2 < limit
+    assert (logprobs - log_p[tokens]).abs().max() < 1e-6    # |logits / T| < 5: a few fp32 roundings
 
 
 def test_no_random_word_decides_alone(monkeypatch):
@@ -84,18 +62,10 @@ def test_a_draw_is_its_own():
     assert len({x.item() for x in torch.cat([noise, *others]).flatten()}) == 5 * 4 * 11
 
 
-def test_temperature_0_takes_the_largest_logit():
-    """sample also returns that token's log-probability at temperature 1."""
-    logits = torch.randn(5, 97) * 4
-    token, logprob = gumbel.sample(logits, 0.0, 0, 0, torch.arange(5), torch.arange(5))
-    assert torch.equal(token, logits.argmax(1))
-    torch.testing.assert_close(logprob, logits.log_softmax(1).amax(1), atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 2.0])
-@pytest.mark.parametrize("top_p", [0.01, 0.3, 0.95, 0.999])
+@pytest.mark.parametrize("temperature, top_p", [(0.6, 0.01), (1.0, 0.3), (2.0, 0.95), (0.6, 0.999)])
 def test_the_nucleus_is_that_of_transformers(temperature, top_p):
     """nucleus keeps the logits of the same tokens; in fp64, so that rounding decides about no token."""
+    # not above: the process that interprets kernels imports this file too
     from transformers import TopPLogitsWarper
     logits = (torch.randn(50, 1000) * 3).double()
     cut = gumbel.nucleus(logits, temperature, top_p)
@@ -104,21 +74,18 @@ def test_the_nucleus_is_that_of_transformers(temperature, top_p):
     assert 50 <= theirs.sum() < 50_000
 
 
-def test_the_nucleus_by_hand():
-    """Probabilities .5, .25, .125, .125: the token that reaches top_p is kept, less probable ones are not."""
-    logits = torch.tensor([0.125, 0.5, 0.25, 0.125]).log()[None]
-    for top_p, kept in ((1e-9, [1]), (0.5, [1]), (0.51, [1, 2]), (0.75, [1, 2]), (0.99, [0, 1, 2, 3])):
-        assert gumbel.nucleus(logits, 1.0, top_p).isfinite().nonzero()[:, 1].tolist() == kept
-    assert gumbel.nucleus(logits, 0.0, 0.75).isfinite().sum() == 2            # 0 counts as temperature 1
-    assert gumbel.nucleus(logits, 1.0, 0.8).isfinite().all()                  # the last two tie
-
-
-def test_a_nucleus_has_a_largest_size(monkeypatch):
-    """Of the most probable tokens; their probabilities are those among all tokens."""
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_the_nucleus_by_hand(monkeypatch, temperature):
+    """The token that reaches top_p is kept, less probable ones are not. At most NUCLEUS of the most probable
+    are kept, and all that tie with the last. Temperature 0 counts as 1."""
     monkeypatch.setattr(gumbel, "NUCLEUS", 3)
-    logits = torch.tensor([0.1, 0.3, 0.2, 0.15, 0.25]).log()[None]
-    for top_p, kept in ((0.3, [1]), (0.5, [1, 4]), (0.7, [1, 2, 4]), (0.9, [1, 2, 4])):
-        assert gumbel.nucleus(logits, 1.0, top_p).isfinite().nonzero()[:, 1].tolist() == kept
+    tied, other = [0.125, 0.5, 0.25, 0.125], [0.1, 0.3, 0.2, 0.15, 0.25]
+    for p, top_p, kept in (
+            (tied, 1e-9, [1]), (tied, 0.5, [1]), (tied, 0.51, [1, 2]), (tied, 0.75, [1, 2]),
+            (tied, 0.8, [0, 1, 2, 3]), (other, 0.3, [1]), (other, 0.5, [1, 4]),
+            (other, 0.7, [1, 2, 4]), (other, 0.9, [1, 2, 4])):
+        cut = gumbel.nucleus(torch.tensor([p]).log(), temperature, top_p)
+        assert cut.isfinite().nonzero()[:, 1].tolist() == kept, (p, top_p)
 
 
 def test_a_row_of_nan_has_no_nucleus_and_disturbs_no_other():
@@ -129,22 +96,6 @@ def test_a_row_of_nan_has_no_nucleus_and_disturbs_no_other():
     assert torch.equal(cut[::2], alone[::2]) and cut[1].isnan().all()
     token, _ = gumbel.sample(cut, 0.6, 5, 3, torch.arange(3), torch.arange(3))
     assert ((0 <= token) & (token < 500)).all()
-
-
-def test_samples_of_the_nucleus_follow_its_renormalised_softmax():
-    """Chi-square over the 4 of 7 tokens that reach .95 at temperature .8; the other 3 are never drawn."""
-    logits, n = torch.tensor([[2.0, -1.0, 0.5, 0.0, -3.0, 1.5, -2.0]]), 100_000
-    cut = gumbel.nucleus(logits, 0.8, 0.95)
-    kept = cut[0].isfinite()
-    assert kept.nonzero()[:, 0].tolist() == [0, 2, 3, 5]
-    tokens, logprobs = gumbel.sample(cut.expand(n, 7), 0.8, 5, 1, torch.arange(n), torch.full((n,), 2))
-    assert kept[tokens].all()
-    log_p = (logits[0].double() / 0.8).masked_fill(~kept, -torch.inf).log_softmax(0)
-    expected = n * log_p.exp()[kept]
-    chi2 = ((torch.bincount(tokens, minlength=7)[kept] - expected) ** 2 / expected).sum()
-    # 3 degrees of freedom: P(chi2 > 33) = 3e-7
-    assert chi2 < 33
-    assert (logprobs - log_p[tokens]).abs().max() < 1e-6
 
 
 def test_append_ends_rows_at_stops_and_at_the_limit():
@@ -166,74 +117,67 @@ def check_append(append, device):
     assert rollout.lengths.tolist() == [0, 3, 4, 5, 0, 3]
     assert rollout.finished.tolist() == [False] * 5 + [True]
     for field, values in ((rollout.tokens, [8, 7, 77]), (rollout.logprobs, [-3, -4, -1])):
-        assert field.nonzero().tolist() == [[2, 8], [3, 9], [5, 5]] and field[field != 0].tolist() == values
+        assert field.nonzero().tolist() == [[2, 8], [3, 9], [5, 5]]
+        assert field[field != 0].tolist() == values
 
 
 # --- Triton kernels without a GPU
 
+def same_draws(logits, temperature, seed, step, sequence, position, atol):
+    """The kernels draw what the plain lines draw."""
+    token, logprob = gumbel._sample(logits, temperature, seed, step, sequence, position)
+    plain = gumbel.sample(logits, temperature, seed, step, sequence, position)
+    assert torch.equal(token, plain[0]) and plain[1].isfinite().all()
+    torch.testing.assert_close(logprob, plain[1], atol=atol, rtol=0)
+
+
 def interpreted():
-    """Each kernel against its plain torch lines, on sizes that no tile divides, and tl.philox."""
-    check_philox()
-    torch.manual_seed(0)
-    logits, sequence, position = torch.randn(4, 9001) * 3, torch.arange(4) + 9, torch.tensor([3, 0, 7, 2**20])
-    for temperature in (0.7, 1.0, 0.0):
-        for seed, step in ((0, 0), (2**40 + 7, -1), (-5, 1)):
-            ours = gumbel._sample(logits, temperature, seed, step, sequence, position)
-            plain = gumbel.sample(logits, temperature, seed, step, sequence, position)
-            assert torch.equal(ours[0], plain[0])
-            # fp32 sums of 9001 exponentials
-            torch.testing.assert_close(ours[1], plain[1], atol=1e-5, rtol=0)
-        far = [draw(logits - 200, temperature, 0, 0, sequence, position)
-               for draw in (gumbel._sample, gumbel.sample)]
-        assert torch.equal(far[0][0], far[1][0])                     # the padding of the last tile never wins
-        torch.testing.assert_close(far[0][1], far[1][1], atol=5e-5, rtol=0)              # 200 · 2⁻²⁴ = 1e-5
-    one = logits[:1].expand(4, -1)                                   # all rows share memory
-    ours, plain = (draw(one, 0.7, 5, 1, sequence, position) for draw in (gumbel._sample, gumbel.sample))
-    assert torch.equal(ours[0], plain[0])
-    # whole tiles of −inf: one in the middle, all but the last, all but the first two
-    for low, high in ((4096, 8192), (0, 8192), (4096, 9001)):
+    """Each kernel against its plain torch lines, on sizes that no tile divides."""
+    rows = torch.arange(2) + 9, torch.tensor([3, 2**20])
+    logits = torch.randn(2, 5001) * 3                       # three tiles; fp32 sums of 5001 exponentials
+    for temperature, seed, step in ((0.7, 2**40 + 7, -1), (1.0, -5, 1), (0.0, 0, 0)):
+        same_draws(logits, temperature, seed, step, *rows, 1e-5)
+        # the padding of the last tile never wins; 200 · 2⁻²⁴ = 1e-5
+        same_draws(logits - 200, temperature, 0, 0, *rows, 5e-5)
+    same_draws(logits[:1].expand(2, -1), 0.7, 5, 1, *rows, 1e-5)                 # all rows share memory
+    # whole tiles of −inf: the one in the middle, all but the last, all but the first
+    for low, high, temperature in ((2048, 4096, 0.0), (0, 4096, 0.7), (2048, 5001, 0.7)):
         cut = logits.clone()
         cut[:, low:high] = -torch.inf
-        for temperature in (0.7, 0.0):
-            ours = gumbel._sample(cut, temperature, 3, 1, sequence, position)
-            plain = gumbel.sample(cut, temperature, 3, 1, sequence, position)
-            assert torch.equal(ours[0], plain[0]) and plain[1].isfinite().all()
-            torch.testing.assert_close(ours[1], plain[1], atol=1e-5, rtol=0)
-    gumbel._fused = lambda x: True
-    check_append(gumbel.append, "cpu")
+        same_draws(cut, temperature, 3, 1, *rows, 1e-5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gumbel, "_fused", lambda x: True)
+        check_append(gumbel.append, "cpu")
 
 
-def test_kernels_in_the_interpreter():
-    run_alone(interpreted, interpret=True)
+def test_kernels_in_the_interpreter(interpret):
+    interpret(interpreted)
 
 
-def compiled_for(cc):
+@each_generation
+def test_kernels_compile(cc, everything):
     compile_with_a_wait(
-        cc, [(gumbel._tile_kernel, dict(GREEDY=False, TILE=gumbel.VOCAB_TILE), 4, 128, 1),
-             (gumbel._merge_kernel, dict(TILES=64), 1, 64, 1), (gumbel._append_kernel, {}, 1, 64, 1)],
+        cc, [(gumbel._tile_kernel, dict(GREEDY=False, TILE=gumbel.VOCAB_TILE), 4, 128),
+             (gumbel._merge_kernel, dict(TILES=64), 1, 64), (gumbel._append_kernel, {}, 1, 64)],
         {"*i1": "finished", "*fp32": "logits found logprob logprobs", "fp32": "temperature",
          "*i64": "positions sequence position winner token rows stops last tokens lengths"}, ("V",))
-
-
-def compiled():
-    on_all_cores(compiled_for)
-
-
-def test_kernels_compile_for_four_generations():
-    run_alone(compiled, interpret=False)
 
 
 # --- on a GPU
 
 @pytest.mark.gpu
-def test_gpu_samples_and_append():
-    """The GPU's kernels draw the CPU's tokens bit for bit."""
-    logits, number = torch.randn(64, 152064, device="cuda") * 3, torch.arange(64, device="cuda")
-    with torch.no_grad():
-        token, logprob = gumbel.sample(logits, 0.8, 5, 3, number, number * 7)
-    on_cpu = gumbel.sample(logits.cpu(), 0.8, 5, 3, number.cpu(), number.cpu() * 7)
-    assert torch.equal(token.cpu(), on_cpu[0])
-    torch.testing.assert_close(logprob.cpu(), on_cpu[1], atol=1e-4, rtol=0)
+@pytest.mark.parametrize("V", [1000, 49152, 152064])
+@torch.no_grad()
+def test_gpu_samples_and_append(V):
+    """The GPU's kernels draw the CPU's tokens bit for bit. A finished row may be NaN, which compares with
+    nothing; its token must still be in the vocabulary."""
+    logits, number = torch.randn(64, V, device="cuda") * 3, torch.arange(64, device="cuda")
+    logits[63] = torch.nan
+    for temperature in (0, 0.8):
+        token, logprob = gumbel.sample(logits, temperature, 5, 3, number, number * 7)
+        on_cpu = gumbel.sample(logits.cpu(), temperature, 5, 3, number.cpu(), number.cpu() * 7)
+        assert torch.equal(token.cpu()[:63], on_cpu[0][:63]) and 0 <= token[63] < V
+        torch.testing.assert_close(logprob.cpu()[:63], on_cpu[1][:63], atol=1e-4, rtol=0)
     check_append(gumbel.append, "cuda")
 
 
@@ -250,38 +194,5 @@ def test_gpu_nucleus(B):
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     others = torch.cuda.memory_allocated() - 4 * logits.numel()
-    cut = gumbel.nucleus(logits, 0.6, 0.95)
+    gumbel.nucleus(logits, 0.6, 0.95)
     assert torch.cuda.max_memory_allocated() - others <= 20 * logits.numel() + 2**25
-    with torch.no_grad():
-        token, logprob = gumbel.sample(cut, 0.6, 5, 3, *torch.arange(2 * B, device="cuda").view(2, B))
-    scaled = cut.double() / 0.6
-    theirs = scaled.log_softmax(1).gather(1, token[:, None])[:, 0]
-    torch.testing.assert_close(logprob.double(), theirs, atol=1e-4, rtol=0)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("V", [1000, 49152, 152064])
-def test_gpu_a_row_that_is_not_a_number_draws_a_token_all_the_same(V):
-    """A finished row may be NaN, which compares with nothing; its token must still be in the vocabulary."""
-    logits, number = torch.randn(3, V, device="cuda"), torch.arange(3, device="cuda")
-    logits[1:] = float("nan")
-    for temperature in (0, 1.0):
-        token, _ = gumbel.sample(logits, temperature, 5, 3, number, number)
-        assert ((0 <= token) & (token < V)).all()
-
-
-@pytest.mark.gpu
-def test_gpu_a_million_tokens_follow_the_softmax():
-    """Chi-square over a vocabulary of 1000 whose rarest tokens are expected at least 5 times."""
-    logits = (torch.randn(1000, device="cuda") * 1.5).clamp(-4, 4)
-    counts = torch.zeros(1000, dtype=torch.long, device="cuda")
-    with torch.no_grad():
-        for step in range(20):
-            number = torch.arange(50_000, device="cuda")
-            rows = logits.expand(50_000, -1).contiguous()
-            token, _ = gumbel.sample(rows, 1.0, 5, step, number, number % 300)
-            counts += torch.bincount(token, minlength=1000)
-    expected = counts.sum() * logits.double().softmax(0)
-    chi2 = ((counts - expected) ** 2 / expected).sum()
-    # 999 degrees of freedom: mean 999, plus five standard deviations of √1998 = 44.7
-    assert counts.sum() == 1_000_000 and expected.min() > 5 and chi2 < 999 + 5 * 44.7
