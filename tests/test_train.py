@@ -1,4 +1,5 @@
 """python -m pytest tests/test_train.py"""
+import inspect
 import itertools
 import math
 from collections import Counter
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from command import forks, main
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import aqn
 import checkpoint
@@ -20,14 +22,18 @@ from rollout import Rollout, Sampler
 from tasks import Task
 
 G = 4
-CASES = [(loss, correction) for loss in grpo.CLIP for correction in ("bypass", "none", "tis")
-         if (loss, correction) != ("gspo", "bypass")]
-ADVANTAGES = torch.tensor([1.5, -.5, -.5, -.5] + [0.0] * 4 + [.9, -.9, .9, -.9] + [-1.5, .5, 0, 1])
+STOPS = [2, 5, 9, 13]
+ADVANTAGES = torch.tensor(
+    [1.5, -.5, -.5, -.5] + [0.0] * 4 + [.9, -.9, .9, -.9] + [-1.5, .5, 0, 1])
+ALL = torch.arange(16)
+# each correction, each loss with a KL
+CASES = [("dapo", "bypass", 0), ("dapo", "none", 0), ("dapo", "tis", 0)]
+CASES += [(loss, "tis", .1) for loss in grpo.CLIP]
 
 
 def config(**flags):
-    return train.Config(**(dict(prompts=4, group_size=G, max_new_tokens=8, temperature=.7, rank=4, alpha=8)
-                           | flags))
+    common = dict(prompts=4, group_size=G, max_new_tokens=8, temperature=.7, max_grad_norm=1e9)
+    return train.Config(**common | flags)
 
 
 def actor(folder):
@@ -39,32 +45,90 @@ def actor(folder):
     return model
 
 
-def rollout(model, sigma=.2, step=1, stop_ids=(2, 5, 9, 13)):
-    """16 answers of unequal lengths to 4 prompts of unequal lengths; noise makes the ratio differ from 1."""
-    with aqn.noisy_norms(model, sigma, 0, step):
-        prompts = [[1, 7, 8], [1, 3, 4, 5, 6, 17], [1, 20], [1, 9, 9, 9]]
-        return Sampler(model).generate(prompts, G, 8, .7, list(stop_ids), seed=3, step=step)
+def rollout(model, sigma):
+    """16 answers of unequal lengths to 4 prompts. Under noise the ratios differ from 1."""
+    prompts = [[1, 7, 8], [1, 3, 4, 5, 6, 17], [1, 20], [1, 9, 9, 9]]
+    with aqn.noisy_norms(model, sigma, seed=0, step=1):
+        return Sampler(model).generate(prompts, G, 8, .7, STOPS, seed=3, step=1)
 
 
-def gradient(model, flags, sampled, adv, old, first=True):
-    stats = train.backward(flags, model, sampled, adv, old.clone(), first)
-    return torch.cat([p.grad.flatten() for p in model.parameters()]), stats
+@pytest.fixture(scope="module")
+def noisy(tiny_chat):
+    return rollout(actor(tiny_chat), sigma=.5)
 
 
-def all_at_once(model, flags, sampled, adv, old, first):
-    """The same gradient from all rows in a single call of the loss: none skipped, no micro-batches."""
-    where = (sampled.tokens, sampled.prompt_lengths, sampled.lengths, flags.temperature)
-    new, reference = model.logprobs(*where)[0], None
-    before = new.detach() if first and flags.correction != "bypass" else old
-    weights = (before - sampled.logprobs).exp().clamp(max=2) if flags.correction == "tis" else None
-    if flags.beta:
-        with lora.disabled(model), torch.no_grad():
-            reference = model.logprobs(*where)[0]
-    rows, tokens = len(adv), int(sampled.lengths.sum())
-    normalizer = dict(dapo=tokens, cispo=tokens, grpo=rows, gspo=rows, dr_grpo=rows * 8)[flags.loss]
-    loss, _ = grpo.policy_loss(new, before, adv, decoder.answer_mask(*where[:3]), normalizer, flags.loss,
-                               weights, ref_logprobs=reference, beta=flags.beta)
-    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+def watch(monkeypatch, owner, name, note=dict):
+    """Keep note(arguments by name, and "return") of each call of owner.name. → list, filled by calls."""
+    real, seen = getattr(owner, name), []
+    signature = inspect.signature(real)
+
+    def spy(*args, **more):
+        given = signature.bind(*args, **more)
+        given.apply_defaults()
+        result = real(*args, **more)
+        seen.append(note(given.arguments | {"return": result}))
+        return result
+
+    monkeypatch.setattr(owner, name, spy)
+    return seen
+
+
+# --- the update
+
+class Walk:
+    """Stands for an optimizer: keeps each gradient, and moves the weights by the same noise always."""
+
+    def __init__(self, model):
+        self.weights, self.gradients = list(model.parameters()), []
+        self.random = torch.Generator().manual_seed(0)
+
+    def step(self):
+        self.gradients.append(torch.cat([p.grad.flatten() for p in self.weights]))
+        for p in self.weights:
+            p.data += .03 * torch.randn(p.shape, generator=self.random)
+            p.grad = None
+
+    def zero_grad(self):
+        pass
+
+
+def updated(model, flags, sampled, adv, update=train.update):
+    """→ the measurements, and the gradient of each update. The weights are restored."""
+    weights, walk = parameters_to_vector(model.parameters()).detach(), Walk(model)
+    stats = update(flags, model, walk, sampled, adv)
+    vector_to_parameters(weights, model.parameters())
+    lora.refresh(model)
+    return stats, walk.gradients
+
+
+def by_definition(flags, model, optimizer, sampled, adv):
+    """train.update with all rows in one call of the loss, none skipped → the measurements."""
+    where = sampled.tokens, sampled.prompt_lengths, sampled.lengths, flags.temperature
+    mask, rows = decoder.answer_mask(*where[:3]), len(adv)
+    ran = (adv != 0) | (flags.beta > 0)
+    measured = mask & ran[:, None]
+    per_row = dict(grpo=rows, gspo=rows, dr_grpo=rows * flags.max_new_tokens)
+    normalizer = per_row.get(flags.loss, mask.sum())
+    with lora.disabled(model), torch.no_grad():
+        reference = model.logprobs(*where)[0]
+    for number in range(flags.updates_per_rollout):
+        new, entropy = model.logprobs(*where)
+        if number == 0:
+            old = sampled.logprobs if flags.correction == "bypass" else new.detach()
+            drift = (new.detach() - sampled.logprobs)[measured]
+            kl = (new - reference)[measured].mean() * (flags.beta > 0)
+            found = dict(rows=ran.sum(), entropy=entropy[measured].mean(), kl_reference=kl,
+                         kl_noise=(drift.exp() - 1 - drift).mean())
+        weights = (old - sampled.logprobs).exp().clamp(max=2) if flags.correction == "tis" else None
+        given = normalizer, flags.loss, weights
+        more = dict(ref_logprobs=reference, beta=flags.beta)
+        grpo.policy_loss(new, old, adv, mask, *given, **more)[0].backward()
+        _, clipped = grpo.policy_loss(new, old, adv, measured, *given, **more)
+        optimizer.step()
+        lora.refresh(model)
+    found |= dict(clip_fraction=clipped / measured.sum(), grad_norm=optimizer.gradients[-1].norm(),
+                  tokens=(where[1] + where[2])[ran].sum() * flags.updates_per_rollout)
+    return {name: value.item() for name, value in found.items()}
 
 
 def assert_same(got, want):
@@ -72,494 +136,342 @@ def assert_same(got, want):
     assert want.abs().max() > 1e-4 and (got - want).abs().max() <= 1e-5 * want.abs().max()
 
 
-@pytest.mark.parametrize("loss, correction", CASES)
-@pytest.mark.parametrize("beta", [0.0, .1])
-def test_the_gradient_does_not_depend_on_cut_or_order_or_skipped_rows(tiny_chat, loss, correction, beta):
-    """Micro-batches of one row, of some (recomputed), of all rows, shuffled: always the same gradient."""
-    model, order = actor(tiny_chat), torch.randperm(16)
-    sampled = rollout(model)
-    assert 1 < len(sampled.lengths.unique()) and 0 < sampled.finished.sum() < 16
-    moved = sampled.logprobs + .3 * torch.randn(sampled.logprobs.shape)
-    for first, old in ((True, sampled.logprobs), (False, moved)):
-        flags = config(loss=loss, correction=correction, beta=beta)
-        want = all_at_once(model, flags, sampled, ADVANTAGES, old, first)
-        for micro in (1, 40, 10**6):
-            flags.micro_tokens, model.gradient_checkpointing = micro, micro == 40
-            assert_same(gradient(model, flags, sampled, ADVANTAGES, old, first)[0], want)
-            shuffled = (sampled.rows(order), ADVANTAGES[order], old[order], first)
-            assert_same(gradient(model, flags, *shuffled)[0], want)
+@pytest.mark.parametrize("loss, correction, beta", CASES)
+def test_updates_follow_their_definition_for_any_cut_and_order(
+        tiny_chat, noisy, loss, correction, beta):
+    """Rows in any order, in small and large micro-batches, recomputed or not, give one gradient.
+
+    "old" is the recorded policy (bypass), or the trainer's before the first update. The weights of tis are
+    min(old / recorded, 2). --overlong mask gives the gradient of the finished answers alone.
+    """
+    model, ended, order = actor(tiny_chat), noisy.finished.nonzero()[:, 0], torch.randperm(16)
+    flags = config(loss=loss, correction=correction, beta=beta,
+                   updates_per_rollout=3 if loss == "dapo" else 2)
+    for overlong, counted, cuts in (("none", ALL, ((20, ALL), (60, order))),
+                                    ("mask", ended, ((10**6, order),))):
+        alone = noisy.rows(counted), ADVANTAGES[counted]
+        measured, want = updated(model, flags, *alone, by_definition)
+        flags.overlong = overlong
+        for flags.micro_tokens, rows in cuts:
+            model.gradient_checkpointing = flags.micro_tokens == 60
+            stats, got = updated(model, flags, noisy.rows(rows), ADVANTAGES[rows])
+            stats["tokens"] = stats["update_tok_s"] * stats["update_s"]
+            assert {name: stats[name] for name in measured} == pytest.approx(
+                measured, rel=1e-4, abs=1e-6)
+            for one, other in zip(got, want, strict=True):
+                assert_same(one, other)
 
 
-def ranks_gradients(rank, folder, shared):
-    """The gradients of one of two ranks. Rank 0 has rows 0-7, then all rows with an advantage."""
+def ranks_updates(rank, folder, shared):
+    """Updates of one of two ranks, or (None) of all rows. Rank 0 has rows 0-7, then 0-11."""
     if rank is not None:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", f"file://{shared}/meet", rank=rank, world_size=2)
-    model = actor(folder)
-    sampled, grads = rollout(model), []
-    for last in (8, 12):                              # with 12, rank 1 has no row to run: its adv are 0
-        adv = ADVANTAGES * (torch.arange(16) < last + 4 * (last == 8))
-        mine = {None: torch.arange(16), 0: torch.arange(last), 1: torch.arange(last, 16)}[rank]
-        for loss, correction in CASES:
-            flags = config(loss=loss, correction=correction, micro_tokens=40)
-            grad, stats = gradient(model, flags, sampled.rows(mine), adv[mine], sampled.logprobs[mine])
-            grads.append(torch.cat((grad, torch.tensor([stats[k] for k in ("rows", "entropy", "kl_noise")]))))
+    model, found = actor(folder), []
+    sampled = rollout(model, sigma=.5)
+    for last, loss in itertools.product((8, 12), grpo.CLIP):
+        # with 12, rank 1 has no row to run
+        adv = ADVANTAGES if last == 8 else ADVANTAGES * (ALL < last)
+        mine = {None: ALL, 0: ALL[:last], 1: ALL[last:]}[rank]
+        flags = config(loss=loss, correction="tis", micro_tokens=60)
+        stats, gradients = updated(model, flags, sampled.rows(mine), adv[mine])
+        found.append((gradients[0], [stats[name] for name in (
+            "rows", "entropy", "kl_noise", "clip_fraction", "grad_norm")]))
     if rank is None:
-        return grads
-    torch.save(grads, f"{shared}/{rank}")
+        return found
+    torch.save(found, f"{shared}/{rank}")
     dist.destroy_process_group()
 
 
 def test_two_ranks_get_the_gradient_of_one_process(tiny_chat, tmp_path):
     """Over gloo, for every loss, also when the second rank has no row to run and adds zeros."""
-    torch.multiprocessing.start_processes(ranks_gradients, (str(tiny_chat), str(tmp_path)), nprocs=2,
+    torch.multiprocessing.start_processes(ranks_updates, (str(tiny_chat), str(tmp_path)), nprocs=2,
                                           start_method=forks().get_start_method())
-    alone = ranks_gradients(None, str(tiny_chat), "")
-    first, second = (torch.load(tmp_path / rank) for rank in "01")
-    assert len(alone) == 2 * len(CASES)
-    for one, a, b in zip(alone, first, second, strict=True):
-        assert torch.equal(a, b)
-        assert_same(a[:-3], one[:-3])
-        assert a[-3:].tolist() == pytest.approx(one[-3:].tolist(), rel=1e-5)
+    alone = ranks_updates(None, str(tiny_chat), "")
+    ranks = (torch.load(tmp_path / rank) for rank in "01")
+    for (want, measured), (a, stats_a), (b, stats_b) in zip(alone, *ranks, strict=True):
+        assert torch.equal(a, b) and stats_a == stats_b == pytest.approx(measured, rel=1e-5)
+        assert_same(a, want)
 
 
-def test_only_rows_with_an_advantage_run_and_they_are_the_sampled_tokens(tiny_chat, monkeypatch):
-    """Only rows with an advantage run, with beta all rows; their tokens are the sampled ones."""
-    model, seen = actor(tiny_chat), []
-    sampled, logprobs = rollout(model), model.logprobs
-
-    def ids(tokens, prompts, lengths):
-        return [tuple(row[:n]) for row, n in zip(tokens.tolist(), (prompts + lengths).tolist(), strict=True)]
-    monkeypatch.setattr(model, "logprobs", lambda *where: seen.extend(ids(*where[:3])) or logprobs(*where))
-    rows = ids(sampled.tokens, sampled.prompt_lengths, sampled.lengths)
-    stats = gradient(model, config(), sampled, ADVANTAGES, sampled.logprobs)[1]
-    assert Counter(seen) == Counter(r for r, a in zip(rows, ADVANTAGES.tolist(), strict=True) if a)
-    assert stats["rows"] == 11 and stats["seen"] == sum(map(len, seen))
-    seen.clear()
-    assert gradient(model, config(beta=.1), sampled, ADVANTAGES, sampled.logprobs)[1]["rows"] == 16
-    assert Counter(seen) == Counter(rows + rows)                      # policy and reference
-
-
-@pytest.mark.parametrize("loss, correction", CASES)
-def test_a_masked_truncated_answer_is_in_neither_numerator_nor_denominator(tiny_chat, loss, correction):
-    """--overlong mask: the gradient is that of the finished answers alone."""
+def test_without_any_advantage_or_any_trained_answer_nothing_moves(tiny_chat, noisy):
+    """The adapter keeps its bytes although AdamW has momentum from an earlier step. No NaN."""
     model = actor(tiny_chat)
-    sampled = rollout(model)
-    ended = sampled.finished.nonzero()[:, 0]
-    flags = config(loss=loss, correction=correction, overlong="mask")
-    got, stats = gradient(model, flags, sampled, ADVANTAGES, sampled.logprobs)
-    flags.overlong = "none"
-    alone = sampled.rows(ended)
-    assert_same(got, gradient(model, flags, alone, ADVANTAGES[ended], alone.logprobs)[0])
-    assert stats["rows"] == (ADVANTAGES[ended] != 0).sum() < (ADVANTAGES != 0).sum()
-
-
-@pytest.mark.parametrize("loss", grpo.CLIP)
-def test_without_any_advantage_or_any_trained_answer_nothing_moves(tiny_chat, loss):
-    """No step and no NaN: the adapter keeps its bytes although AdamW has momentum from an earlier step."""
-    model = actor(tiny_chat)
-    sampled = rollout(model)
-    flags = config(loss=loss, correction="none", overlong="mask", updates_per_rollout=2, steps=2)
+    flags = config(overlong="mask", updates_per_rollout=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=.1)
-    assert train.update(flags, model, optimizer, sampled, ADVANTAGES)["grad_norm"] > 0
-    before = [p.detach().clone() for p in model.parameters()]
-    cut = sampled._replace(finished=torch.zeros(16, dtype=torch.bool))
-    for batch, adv in ((sampled, torch.zeros(16)), (cut, ADVANTAGES)):
+    assert train.update(flags, model, optimizer, noisy, ADVANTAGES)["grad_norm"] > 0
+    before = parameters_to_vector(model.parameters())
+    cut = noisy._replace(finished=torch.zeros(16, dtype=torch.bool))
+    for batch, adv in ((noisy, torch.zeros(16)), (cut, ADVANTAGES)):
         stats = train.update(flags, model, optimizer, batch, adv)
-        assert all(map(torch.equal, before, model.parameters()))
+        assert torch.equal(before, parameters_to_vector(model.parameters()))
         assert stats["rows"] == 0 and stats["grad_norm"] is None and stats["entropy"] is None
 
 
-def test_the_first_step_reads_a_loss_of_zero_and_moves_every_lora_b(tiny_chat, monkeypatch):
-    """On-policy, Σ A of a group is 0 and so is grpo's loss (16 fp32 terms of order 1: 1e-6); the step is not.
+def test_the_first_steps_from_the_base(tiny_chat):
+    """Before the first step the policy is the base; then every lora_B moves.
 
-    And the sampler follows: its log-probabilities are then the trainer's (1e-4, issue 2), not the base's.
+    A clean sampler and the trainer agree but for rounding, k3(1e-5) = 5e-11, at a temperature of .7.
     """
-    model, losses, loss_of = decoder.load(str(tiny_chat), "bf16", rank=4, alpha=8), [], grpo.policy_loss
-    sampled = rollout(model, sigma=0)
-
-    def spy(*args, **more):
-        losses.append(loss_of(*args, **more))
-        return losses[-1]
-    monkeypatch.setattr(grpo, "policy_loss", spy)
-    adv = grpo.advantages(torch.rand(4, G), "none").flatten()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=.02)
-    flags = config(loss="grpo", correction="none", micro_tokens=10**6)
-    stats = train.update(flags, model, optimizer, sampled, adv)
-    assert abs(losses[0][0].item()) < 1e-6 and stats["grad_norm"] > 1e-3 and stats["clip_fraction"] == 0
-    assert all((p != 0).any() for name, p in model.named_parameters() if name.endswith("lora_B"))
-    again = rollout(model, sigma=0)
-    where = (again.tokens, again.prompt_lengths, again.lengths, .7)
-    with torch.no_grad():
-        now = model.logprobs(*where)[0]
-        with lora.disabled(model):
-            base = model.logprobs(*where)[0]
-    assert (now - again.logprobs).abs().max() < 1e-4 < .01 < (base - again.logprobs).abs().max()
-
-
-def test_the_ratio_carries_the_noise_with_bypass_and_nothing_without(tiny_chat):
-    """Clean sampler: kl_noise is 0 but for rounding, k3(1e-5) = 5e-11; noisy: it is not, and the clip works.
-
-    With another temperature in the trainer than in the sampler the first would fail. By hand it is the mean
-    of r − 1 − ln r, r = trainer / sampler, over the tokens of rows with an advantage.
-    """
-    model = actor(tiny_chat)
-    for sigma, correction in itertools.product((0, .3), ("bypass", "none")):
-        sampled = rollout(model, sigma)
-        stats = gradient(model, config(correction=correction), sampled, ADVANTAGES, sampled.logprobs)[1]
-        assert stats["kl_noise"] > 1e-2 if sigma else 0 <= stats["kl_noise"] < 1e-9
-        where = sampled.tokens, sampled.prompt_lengths, sampled.lengths
-        mask = decoder.answer_mask(*where) & (ADVANTAGES != 0)[:, None]
-        log_r = (model.logprobs(*where, .7)[0] - sampled.logprobs)[mask].detach()
-        assert stats["kl_noise"] == pytest.approx((log_r.expm1() - log_r).mean().item(), rel=1e-3, abs=1e-9)
-        assert (stats["clip_fraction"] > 0) == (sigma > 0 and correction == "bypass")
-
-
-@pytest.mark.parametrize("correction", ["bypass", "none", "tis"])
-def test_what_old_is_over_four_updates(tiny_chat, monkeypatch, correction):
-    """bypass: the recorded ones; none, tis: the trainer's before the first update, ratio exactly 1 there; tis
-    weights min(exp(old − recorded), 2). The policy then moves away from old. Measured is the first update; of
-    the last the clips, which the first cannot have."""
-    model, calls, loss_of, measured, backward = actor(tiny_chat), [], grpo.policy_loss, [], train.backward
-    sampled = rollout(model, sigma=.5)
-
-    def spy(logprobs, old, adv, mask, normalizer, loss, weights, *rest, **more):
-        calls.append((logprobs.detach(), old.clone(), weights, mask))
-        return loss_of(logprobs, old, adv, mask, normalizer, loss, weights, *rest, **more)
-    monkeypatch.setattr(grpo, "policy_loss", spy)
-    flags = config(correction=correction, updates_per_rollout=4, steps=4, micro_tokens=10**6)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    monkeypatch.setattr(train, "backward",
-                        lambda *a, **more: measured.append(backward(*a, **more)) or dict(measured[-1]))
-    stats = train.update(flags, model, optimizer, sampled, ADVANTAGES)
-    assert stats["kl_noise"] == measured[0]["kl_noise"] != measured[3]["kl_noise"]
-    assert stats["clip_fraction"] == measured[3]["clip_fraction"] != measured[0]["clip_fraction"]
-    recorded = sampled.logprobs[sampled.micro_batches(ADVANTAGES.nonzero()[:, 0], 10**6)[0]]
-    first, mask = calls[0][0], calls[0][3]
-    recorded = recorded[:, :mask.shape[1]]
-    assert len(calls) == 4 and (first - recorded)[mask].abs().max() > .1
-    for _, old, weights, _ in calls:
-        assert torch.equal(old[mask], (recorded if correction == "bypass" else first)[mask])
-        if correction == "tis":
-            want = (first - recorded).exp().clamp(max=2)[mask]
-            assert torch.equal(weights[mask], want) and want.max() == 2 and want.min() < 1
-        else:
-            assert weights is None
-    assert (calls[3][0] - first)[mask].abs().max() > .01
-
-
-def test_kl_to_the_base_is_zero_before_the_first_step_and_its_reference_never_moves(tiny_chat):
-    """The reference is the model without adapter: with lora_B = 0 the policy itself, later the same bits. The
-    KL by hand: the mean of ln(policy / reference) over the policy's own tokens."""
     model = decoder.load(str(tiny_chat), "bf16", rank=4, alpha=8)
-    sampled, flags = rollout(model, 0), config(beta=.1)
-    where, bases = (sampled.tokens, sampled.prompt_lengths, sampled.lengths, .7), []
+    sampled, flags = rollout(model, sigma=0), config(beta=.1, correction="bypass")
     optimizer = torch.optim.AdamW(model.parameters(), lr=.02)
-    mask = decoder.answer_mask(*where[:3])
-    for _ in range(2):
-        with torch.no_grad():
-            now = model.logprobs(*where)[0]
-        stats = train.update(flags, model, optimizer, sampled, ADVANTAGES)
-        with lora.disabled(model), torch.no_grad():
-            bases.append((stats["kl_reference"], model.logprobs(*where)[0]))
-        by_hand = (now - bases[-1][1])[mask].mean().item()
-        assert stats["kl_reference"] == pytest.approx(by_hand, rel=1e-3, abs=1e-5)
+    first, second = (train.update(flags, model, optimizer, sampled, ADVANTAGES) for _ in range(2))
+    assert first["clip_fraction"] == 0 <= first["kl_noise"] < 1e-9
     # [x, xa] @ [W, 0].T and x @ W.T may differ in the order of their fp32 sums
-    assert abs(bases[0][0]) < 1e-5 < abs(bases[1][0]) and torch.equal(bases[0][1], bases[1][1])
+    assert abs(first["kl_reference"]) < 1e-5 < abs(second["kl_reference"])
+    for p in model.parameters():
+        assert (p != 0).any()
 
 
-class Script:
-    """A sampler whose answers are given by a function (prompt, temperature) → text, finished."""
+def test_adamw_gets_the_clipped_gradient_and_its_flags(tiny_chat, noisy):
+    """One update: the moments are (1 − .9) g and (1 − .99) g² = m², |g| = --max-grad-norm.
 
-    def __init__(self, model, tokenizer, answers):
-        self.model, self.tokenizer, self.answers, self.calls = model, tokenizer, answers, []
+    A weight loses lr · --weight-decay of itself, and lr by the sign of g.
+    """
+    model, flags = actor(tiny_chat), config(max_grad_norm=.5, weight_decay=.5, lr=.1)
+    before = parameters_to_vector(model.parameters()).detach()
+    optimizer = train.adamw(flags, model)
+    assert train.update(flags, model, optimizer, noisy, ADVANTAGES)["grad_norm"] > .6
+    m, v = (torch.cat([optimizer.state[p][name].flatten() for p in model.parameters()])
+            for name in ("exp_avg", "exp_avg_sq"))
+    assert m.norm() == pytest.approx(.05, rel=1e-4)
+    # each side is a few products in fp32, 6e-8 each; a moment of less than 1e-6, squared, counts as 0
+    torch.testing.assert_close(v, m * m, atol=1e-12, rtol=1e-5)
+    after = parameters_to_vector(model.parameters()).detach()
+    want = .95 * before - m / (10 * m.abs() + 1e-8)
+    torch.testing.assert_close(after, want, atol=1e-6, rtol=1e-5)
 
-    def generate(self, prompts, group_size, max_new, temperature, stop_ids, seed, step, first=0, progress="",
-                 top_p=1.0):
-        self.calls.append((prompts, group_size, temperature, seed, step, first))
-        rows = []
-        for prompt, (text, finished) in ((p, self.answers(self.tokenizer.decode(p), temperature))
-                                         for p in prompts for _ in range(group_size)):
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] + [2] * finished
-            numbers = (torch.tensor([n]) for n in (len(ids), finished, len(prompt)))
-            rows.append(Rollout(torch.tensor([prompt + ids]), torch.zeros(1, len(prompt + ids)), *numbers))
-        return Rollout.join(rows)
 
+# --- collecting answers
 
 def world(folder):
     source = checkpoint.open(str(folder))
-    return actor(folder), source.tokenizer(), source.stop_ids()
+    return actor(folder), source.tokenizer()
 
 
-def test_evaluate_counts_strict_loose_and_sampled(tiny_chat):
-    """40 problems: greedy 10 right and ended, 10 right and cut off, 20 wrong and ended; sampled right only
-    with their special token."""
-    def answers(prompt, temperature):
-        i = int(prompt.rstrip("=").split(">")[1])
-        return ("<s>?", True) if temperature else (f"{'a' if i < 20 else 'i'} {i}", i % 2 == 0 or i >= 20)
-    model, tokenizer, stop_ids = world(tiny_chat)
-    judged = []
+def collected(folder, rewards, sampler=Sampler, **flags):
+    """train.collect on problems 0-39 with rewards(problem, number in the group)."""
+    model, tokenizer = world(folder)
+    judged = itertools.count()
+    task = Task([{"i": i} for i in range(40)], [], lambda problem: f"{problem['i']}*",
+                lambda problem, text, end: rewards(problem["i"], next(judged) % G))
+    sampled, got, texts, stats = train.collect(
+        config(**flags), sampler(model), task, tokenizer, STOPS, 0)
+    answers = map(tokenizer.decode, sampled.answers())
+    for row, n, text, (prompt, answer) in zip(
+            sampled.tokens, sampled.prompt_lengths, answers, texts, strict=True):
+        assert tokenizer.decode(row[:n]) == f"<s>{prompt}=" and text == answer
+    asked = [int(prompt[:-1]) for prompt, _ in texts]
+    return asked, got.tolist(), stats, sampled
+
+
+def drawn(attempt=0, **flags):
+    """→ the numbers of the problems of collected()."""
+    return train.batch(range(40), config(**flags), 0, attempt)
+
+
+def test_a_reward_belongs_to_the_prompt_and_the_sample_that_earned_it(tiny_chat):
+    """A reward that echoes its problem's number and the sample's. Log-probabilities that are recorded half
+    a nat too high give a "mismatch" of e^½, not of e^-½."""
+    class High(Sampler):
+        def generate(self, *given, **more):
+            r = super().generate(*given, **more)
+            return r._replace(logprobs=r.logprobs + .5 * (r.logprobs != 0))
+
+    asked, rewards, stats, sampled = collected(tiny_chat, lambda i, g: i + g / 8, High)
+    assert asked[::G] == drawn()
+    assert rewards == [i + b % G / 8 for b, i in enumerate(asked)]
+    assert stats["reward"] == pytest.approx(sum(rewards) / 16) and stats["signal"] == 1
+    assert stats["mismatch"] == pytest.approx(math.exp(.5), rel=1e-4) and stats["resampled"] == 0
+    assert stats["length"] == sampled.lengths.double().mean()
+
+
+@pytest.mark.parametrize("resample, attempts", [(0, 1), (1, 2), (9, 4)])
+def test_resampling_replaces_groups_without_signal(tiny_chat, monkeypatch, resample, attempts):
+    """One problem in three has unequal rewards. Others are drawn until 4 have, or no draw is left."""
+    calls = watch(monkeypatch, Sampler, "generate")
+    asked, rewards, stats, sampled = collected(
+        tiny_chat, lambda i, g: float(i % 3 == 0 and g == 1), resample=resample)
+    live = []
+    for attempt in range(attempts):
+        live += [i for i in drawn(attempt, resample=resample) if i % 3 == 0]
+    live = live[:4]
+    assert asked[::G][:len(live)] == live and all(i % 3 for i in asked[::G][len(live):])
+    assert rewards == [float(i % 3 == 0 and b % G == 1) for b, i in enumerate(asked)]
+    assert stats["signal"] == len(live) / 4 and stats["resampled"] == 4 * (attempts - 1)
+    # each draw has numbers, so random bits, of its own
+    assert [call["first"] for call in calls] == [4 * G * attempt for attempt in range(attempts)]
+    tokens = sum(int(call["return"].lengths.sum()) for call in calls)
+    assert stats["rollout_tok_s"] * stats["rollout_s"] == pytest.approx(tokens)
+
+
+@pytest.mark.parametrize("limit, cache", [(12, 3), (3, 1)])
+def test_a_long_answer_pays_the_overlong_penalty(tiny_chat, limit, cache):
+    """The last quarter of the tokens costs up to 1. Rewards are float64 that differ by 1e-9 at least."""
+    plain, paid = (
+        collected(tiny_chat, lambda i, g: i + g / 8, max_new_tokens=limit, overlong=overlong)
+        for overlong in ("none", "penalty"))
+    lengths = paid[-1].lengths.tolist()
+    due = [min(1, max(0, n - limit + cache) / cache) for n in lengths]
+    assert paid[1] == [round(r - d, 9) for r, d in zip(plain[1], due, strict=True)]
+    assert len(set(due)) > min(cache, 2)
+
+
+def test_a_rank_has_its_own_problems_and_numbers(tiny_chat, monkeypatch):
+    """In each attempt, the second of two ranks has half of the problems, and numbers of its own."""
+    calls = watch(monkeypatch, Sampler, "generate")
+    monkeypatch.setattr(train, "rank_and_count", lambda: (1, 2))
+    asked, *_ = collected(tiny_chat, lambda i, g: 0., resample=1)
+    assert [(len(call["prompts"]), call["first"]) for call in calls] == [(2, 2 * G), (2, 6 * G)]
+    assert asked[::G] == drawn(resample=1)[2:]
+
+
+@pytest.mark.parametrize("updates, resample", [(1, 0), (4, 0), (2, 2)])
+def test_batch_follows_seed_and_step_and_each_epoch_covers_every_problem(updates, resample):
+    """20 problems, 8 per rollout: five rollouts are two epochs of different orders."""
+    flags, line = config(prompts=8, updates_per_rollout=updates, resample=resample), []
+    for where in itertools.product(range(0, 40, updates), range(1 + resample)):
+        line += train.batch(range(20), flags, *where)
+    epochs = [tuple(line[i:i + 20]) for i in range(0, len(line) - 19, 20)]
+    assert all(sorted(epoch) == [*range(20)] for epoch in epochs)
+    assert len(set(epochs)) == len(epochs) >= 2
+    assert train.batch(range(20), flags, 0) == line[:8]
+    flags.seed = 1
+    assert train.batch(range(20), flags, 0) != line[:8]
+
+
+# --- evaluation
+
+class Script:
+    """A sampler whose answers are given: (prompt, temperature) → text, finished."""
+
+    def __init__(self, model, tokenizer, answer):
+        self.model, self.tokenizer, self.answer = model, tokenizer, answer
+
+    def generate(self, prompts, group_size, max_new_tokens, temperature, stop_ids, seed, step,
+                 first, **more):
+        rows = []
+        for prompt in prompts:
+            text, finished = self.answer(self.tokenizer.decode(prompt), temperature)
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] + [2] * finished
+            tokens = torch.tensor([prompt + ids])
+            rows += [Rollout(tokens=tokens, logprobs=torch.zeros(tokens.shape),
+                             lengths=torch.tensor([len(ids)]), finished=torch.tensor([finished]),
+                             prompt_lengths=torch.tensor([len(prompt)]))] * group_size
+        return Rollout.join(rows)
+
+
+def test_evaluate_counts_strict_loose_and_sampled(tiny_chat, monkeypatch):
+    """40 problems. Greedy: 10 right and ended, 10 right and cut off, 20 wrong and ended.
+
+    Sampled: 30 are right, with their special token. Every evaluation draws the same bits, and step -1
+    is none of training's. Under noise there is none.
+    """
+    def answer(prompt, temperature):
+        i = int(prompt[3:-1])                                        # "<s>12="
+        if temperature:
+            return f"<s>{i if i < 30 else 0}", True
+        return f"{'a' if i < 20 else 'i'} {i}", i % 2 == 0 or i >= 20
 
     def reward(problem, text, finished):
-        judged.append(text)
-        return float(finished and text in (f"a {problem['i']}", "<s>?"))
+        return float(finished and text in (f"a {problem['i']}", f"<s>{problem['i']}"))
+
     task = Task([], [{"i": i} for i in range(40)], lambda p: str(p["i"]), reward)
-    sampler, flags = Script(model, tokenizer, answers), config(eval_samples=3, seed=7)
-    twice = [train.evaluate(flags, sampler, task, tokenizer, stop_ids) for _ in range(2)]
-    for got in twice:
-        shares = [got[k] for k in ("eval_greedy", "eval_greedy_loose", "eval_sampled")]
-        assert shares == pytest.approx([.25, .5, 1], abs=1e-6) and got["problems"] == 40     # thirds in fp32
-    assert sum("?" in text for text in judged) == 2 * 40 * 3          # a sampled answer is judged once
-    half = len(sampler.calls) // 2
-    assert sampler.calls[:half] == sampler.calls[half:]               # the same bits at every evaluation
-    assert {(seed, step) for *_, seed, step, _ in sampler.calls} == {(7, -1)}      # and none of training's
-    assert half == 2                                                  # one call for all problems
-    drawn = [range(call[5], call[5] + len(call[0]) * call[1]) for call in sampler.calls[:half] if call[2]]
-    assert sorted(i for r in drawn for i in r) == list(range(120))    # no number, so no bits, twice
-
-
-def test_evaluation_is_repeatable_and_refuses_noise(tiny_chat):
-    model, tokenizer, stop_ids = world(tiny_chat)
-    task = Task([], [{"i": i} for i in range(20)], lambda p: str(p["i"]), lambda p, text, end: len(text) % 2)
-    flags = config(temperature=1.0)
-    one, two = (train.evaluate(flags, Sampler(model), task, tokenizer, stop_ids) for _ in range(2))
-    assert one | {"rollout_s": 0} == two | {"rollout_s": 0} and 0 < one["eval_sampled"] < 1
+    model, tokenizer = world(tiny_chat)
+    calls = watch(monkeypatch, Script, "generate")
+    sampler, flags = Script(model, tokenizer, answer), config(eval_samples=3, seed=7)
+    got = train.evaluate(flags, sampler, task, tokenizer, STOPS)
+    shares = [got[name] for name in ("eval_greedy", "eval_greedy_loose", "eval_sampled")]
+    assert shares == pytest.approx([.25, .5, .75])
+    drawn = [[call[name] for name in ("group_size", "temperature", "seed", "step", "first")]
+             for call in calls]
+    assert drawn == [[1, 0.0, 7, -1, 0], [3, .7, 7, -1, 0]]
     with aqn.noisy_norms(model, .1, 0, 1), pytest.raises(AssertionError, match="noise"):
-        train.evaluate(flags, Sampler(model), task, tokenizer, stop_ids)
+        train.evaluate(flags, sampler, task, tokenizer, STOPS)
 
 
-def test_only_the_sampled_answers_of_an_evaluation_are_cut(tiny_chat, tmp_path, monkeypatch):
-    """A step with resampling and mismatch between two evaluations: training never passes top_p."""
-    generate, calls = Sampler.generate, []
+# --- whole runs
 
-    def spy(self, prompts, group_size, new, temperature, stop_ids, seed, step, *rest, **more):
-        calls.append((step, temperature, more.get("top_p")))
-        return generate(self, prompts, group_size, new, temperature, stop_ids, seed, step, *rest, **more)
-    monkeypatch.setattr(Sampler, "generate", spy)
-    main(*f"--model {tiny_chat} --task addition --steps 1 --prompts 2 --max-new-tokens 4 --rank 4 "
-         f"--resample 1 --device cpu --temperature .7 --eval-top-p .5 --out {tmp_path}".split())
-    assert set(calls) == {(0, .7, None), (-1, 0.0, 1.0), (-1, .7, .5)}
-    assert Counter(step for step, *_ in calls) == {0: 2, -1: 4}       # greedy and sampled, before and after
+def test_flags_reach_what_they_name(tiny_chat, tmp_path, monkeypatch):
+    """A run passes its flags to the schedule of σ, advantages, loss, model and sampler.
 
+    It evaluates on all of --test; only the sampled answers of an evaluation are cut by --eval-top-p.
+    --steps 0 reads only --test. Training takes the problems of --data that are not in --test.
+    """
+    for name, numbers in dict(test=range(37), data=range(30, 50)).items():
+        lines = [f'{{"question": "Is it {n}?", "answer": "#### {n}"}}\n' for n in numbers]
+        (tmp_path / name).with_suffix(".jsonl").write_text("".join(lines))
 
-def test_the_whole_test_file_is_evaluated_on(tiny_chat, tmp_path, capsys):
-    """--steps 0 reads only --test. Training takes the problems of --data that are not in --test."""
-    def file(name, numbers):
-        path = tmp_path / f"{name}.jsonl"
-        path.write_text("".join(f'{{"question": "Is it {n}?", "answer": "#### {n}"}}\n' for n in numbers))
-        return path
-    flags = (f"--model {tiny_chat} --task gsm8k --test {file('test', range(37))} --prompts 2 --rank 4 "
-             f"--max-new-tokens 2 --device cpu --out").split()
-    main(*flags, tmp_path / "alone", "--steps", 0)
-    assert "gsm8k: 0 problems to train on, 37 held out; 2 prompts" in capsys.readouterr().out
-    main(*flags, tmp_path / "both", "--steps", 1, "--data", file("data", range(30, 50)))
-    assert "gsm8k: 13 problems to train on, 37 held out; 2 prompts" in capsys.readouterr().out
+    def seen(owner, name, *arguments):
+        return watch(monkeypatch, owner, name, lambda given: tuple(given[key] for key in arguments))
+
+    sigmas = seen(aqn, "sigma", "start", "end", "stages", "schedule")
+    scales = seen(grpo, "advantages", "scale")
+    losses = seen(grpo, "policy_loss", "loss_type", "clip_low", "clip_high", "beta")
+    samples = seen(Sampler, "generate", "step", "temperature", "top_p")
+    models = seen(train, "update", "model")
+    problems = seen(train, "batch", "problems")
+    flags = (f"--model {tiny_chat} --task gsm8k --test {tmp_path}/test.jsonl --prompts 2 --rank 4 "
+             f"--max-new-tokens 2 --temperature .7 --eval-top-p .5 --device cpu").split()
+    main(*flags, "--out", tmp_path / "alone", "--steps", 0)
+    assert not problems
+    main(*flags, "--out", tmp_path / "both", "--steps", 1, "--data", tmp_path / "data.jsonl",
+         *"--loss dr_grpo --clip-low .1 --clip-high .3 --beta .1 --sigma-start .5 --sigma-end .25 "
+          "--sigma-stages 5 --sigma-schedule linear --gradient-checkpointing --resample 1".split())
+    assert {len(given) for given, in problems} == {13}
+    assert scales == [("none",)] and set(losses) == {("dr_grpo", .1, .3, .1)}
+    assert sigmas == [(.5, .25, 5, "linear")]
+    assert [model.gradient_checkpointing for model, in models] == [True]
+    # three evaluations, a step and its resampling
+    assert Counter(samples) == {(-1, 0.0, 1.0): 3, (-1, .7, .5): 3, (0, .7, 1.0): 2}
     for name, evaluations in (("alone", 1), ("both", 2)):
         records = runs.read(tmp_path / name).values()
         assert [r["problems"] for r in records if r["kind"] == "eval"] == [37] * evaluations
 
 
-@pytest.mark.parametrize("updates, resample", [(1, 0), (4, 0), (2, 2)])
-def test_batch_is_a_function_of_seed_and_step_and_each_epoch_covers_every_problem(updates, resample):
-    """20 problems, 8 per rollout: five rollouts are two epochs of different orders."""
-    problems = list(range(20))
-    flags = config(prompts=8, updates_per_rollout=updates, steps=40, resample=resample)
-    where = [(step, attempt) for step in range(0, 40, updates) for attempt in range(1 + resample)]
-    chosen = {at: train.batch(problems, flags, *at) for at in reversed(where)}
-    line = [i for at in where for i in chosen[at]]
-    epochs = [line[i:i + 20] for i in range(0, len(line) - 19, 20)]
-    assert all(sorted(e) == problems for e in epochs) and len(set(map(tuple, epochs))) == len(epochs) >= 2
-    assert all(train.batch(problems, flags, *at) == chosen[at] for at in where)
-    flags.seed = 1
-    assert train.batch(problems, flags, 0) != chosen[0, 0]
-
-
-def collected(folder, rewards, **flags):
-    """collect() on problems 0-39 with reward(problem, how many answers of this problem came before)."""
-    model, tokenizer, stop_ids = world(folder)
-    count = Counter()
-
-    def reward(problem, text, finished):
-        count[problem["i"]] += 1
-        return rewards(problem["i"], count[problem["i"]] - 1)
-    task = Task([{"i": i} for i in range(40)], [], lambda p: f"{p['i']}*", reward)
-    sampled, got, texts, stats = train.collect(config(**flags), Sampler(model), task, tokenizer, stop_ids, 0)
-    asked = [int(tokenizer.decode(row[1:n - 2]))                      # of "<s>12*=…", n = 5
-             for row, n in zip(sampled.tokens.tolist(), sampled.prompt_lengths.tolist(), strict=True)]
-    assert [f"{i}*" for i in asked] == [prompt for prompt, _ in texts]
-    assert [tokenizer.decode(a) for a in sampled.answers()] == [a for _, a in texts]
-    return asked, got.tolist(), stats, task
-
-
-def test_a_reward_belongs_to_the_prompt_and_the_sample_that_earned_it(tiny_chat):
-    """A reward that echoes its problem's number and the sample's: tokens, texts and rewards say the same."""
-    asked, rewards, stats, task = collected(tiny_chat, lambda i, g: i + g / 8)
-    drawn = [problem["i"] for problem in train.batch(task.train, config(), 0)]
-    assert asked == [i for i in drawn for _ in range(G)] and len(set(drawn)) == 4
-    assert rewards == [i + g / 8 for i in drawn for g in range(G)]
-    assert stats["reward"] == pytest.approx(sum(rewards) / 16) and stats["signal"] == 1
-    assert stats["mismatch"] == pytest.approx(1, abs=1e-4) and stats["resampled"] == 0
-
-
-@pytest.mark.parametrize("resample", [0, 1, 9])
-def test_resampling_replaces_groups_without_signal_and_counts_them(tiny_chat, monkeypatch, resample):
-    """One problem in three tells its answers apart: others are drawn until 4 do, or no draw is left, with
-    other random bits."""
-    generate, numbers, tokens = Sampler.generate, [], []
-
-    def spy(self, prompts, *rest, **more):
-        numbers.extend(range(rest[-1], rest[-1] + len(prompts) * G))
-        tokens.append(int((sampled := generate(self, prompts, *rest, **more)).lengths.sum()))
-        return sampled
-
-    monkeypatch.setattr(Sampler, "generate", spy)
-    reward = lambda i, g: float(i % 3 == 0 and g == 1)                # noqa: E731
-    asked, rewards, stats, task = collected(tiny_chat, reward, resample=resample)
-    flags, live, used = config(resample=resample), [], 0
-    for attempt in range(1 + resample):
-        live += [p["i"] for p in train.batch(task.train, flags, 0, attempt) if p["i"] % 3 == 0]
-        used = attempt
-        if len(live) >= 4:
-            break
-    live = live[:4]
-    assert asked[::G][:len(live)] == live and all(i % 3 for i in asked[::G][len(live):])
-    assert rewards == [float(i % 3 == 0 and b % G == 1) for b, i in enumerate(asked)]
-    assert stats["signal"] == len(live) / 4 and stats["resampled"] == 4 * used
-    assert numbers == [*range(4 * G * (used + 1))]
-    assert stats["rollout_tok_s"] * stats["rollout_s"] == pytest.approx(sum(tokens))
-    assert {0: len(live) < 4, 9: len(live) == 4 and used > 1}.get(resample, True)
-
-
-@pytest.mark.parametrize("limit, cache", [(8, 2), (3, 1)])
-def test_a_long_answer_pays_the_overlong_penalty(tiny_chat, monkeypatch, limit, cache):
-    """The penalty is added to the reward, in the last quarter of the tokens before the limit."""
-    generate, lengths = Sampler.generate, torch.arange(16) % limit + 1
-    monkeypatch.setattr(Sampler, "generate", lambda *a, **b: generate(*a, **b)._replace(lengths=lengths))
-    plain, paid = (collected(tiny_chat, lambda i, g: i + g / 8, **flags)[1]
-                   for flags in ({}, dict(overlong="penalty", max_new_tokens=limit)))
-    want = grpo.overlong_penalty(lengths, limit, cache).tolist()
-    assert paid == [round(r + w, 9) for r, w in zip(plain, want, strict=True)]
-    assert [w < 0 for w in want[:limit]] == [n > limit - cache for n in range(1, limit + 1)]
-    assert min(want) == -1
-    # rewards of .6 and .4 less these are equal, 0: in fp32 they would be 6e-9 and 2e-8 off, a signal
-    paid = grpo.overlong_penalty(torch.tensor([13, 14]), 16, 5).tolist()
-    assert {round(r + q, 9) for r, q in zip((.4, .6), paid, strict=True)} == {0}
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_has_its_own_problems_and_numbers(tiny_chat, monkeypatch, rank):
-    """In each attempt, each of two ranks gets half of the problems, and numbers that no other answer has."""
-    generate, seen = Sampler.generate, []
-
-    def spy(self, prompts, *rest, **more):
-        seen.append((len(prompts), rest[-1]))
-        return generate(self, prompts, *rest, **more)
-    monkeypatch.setattr(Sampler, "generate", spy)
-    monkeypatch.setattr(train, "rank_and_count", lambda: (rank, 2))
-    asked, *_, task = collected(tiny_chat, lambda i, g: 0., resample=1)
-    assert seen == [(2, (2 * attempt + rank) * 2 * G) for attempt in range(2)]
-    mine = train.batch(task.train, config(resample=1), 0)[2 * rank:2 * rank + 2]
-    assert asked == [problem["i"] for problem in mine for _ in range(G)]
-
-
-def test_rewards_that_differ_by_a_rounding_are_equal(tiny_chat):
-    asked, rewards, stats, _ = collected(tiny_chat, lambda i, g: .3 if g else .1 + .2)
-    assert set(rewards) == {.3} and stats["signal"] == 0
-
-
-def test_mismatch_is_the_factor_by_which_they_differ(tiny_chat):
-    """Log-probabilities recorded half a nat too high, or too low, give a factor of e^½."""
-    class High(Sampler):
-        def generate(self, *given, **more):
-            r = super().generate(*given, **more)
-            return r._replace(logprobs=r.logprobs + .5 * (r.logprobs != 0))
-    model, tokenizer, stop_ids = world(tiny_chat)
-    task = Task([{"i": i} for i in range(40)], [], lambda p: f"{p['i']}*", lambda *_: 0.)
-    stats = train.collect(config(), High(model), task, tokenizer, stop_ids, 0)[3]
-    assert stats["mismatch"] == pytest.approx(math.exp(.5), rel=1e-4)
-
-
-def test_adamw_gets_the_clipped_gradient_and_its_flags(tiny_chat):
-    """One update: the moments are (1 − .9) g and (1 − .99) g² = m², |g| = --max-grad-norm; a weight loses
-    lr · --weight-decay of itself, and lr by the sign of g."""
-    model, flags = actor(tiny_chat), config(max_grad_norm=.5, weight_decay=.5, lr=.1)
-    before, optimizer = [p.detach().clone() for p in model.parameters()], train.adamw(flags, model)
-    assert train.update(flags, model, optimizer, rollout(model), ADVANTAGES)["grad_norm"] > .6
-    m, v = ([optimizer.state[p][k] for p in model.parameters()] for k in ("exp_avg", "exp_avg_sq"))
-    assert torch.cat([x.flatten() for x in m]).norm() == pytest.approx(.05, rel=1e-4)
-    # each side is a few products in fp32, 6e-8 each; a moment of less than 1e-6, squared, counts as 0
-    for p, old, a, b in zip(model.parameters(), before, m, v, strict=True):
-        torch.testing.assert_close(b, a * a, atol=1e-12, rtol=1e-5)
-        torch.testing.assert_close(p.data, .95 * old - a / (10 * a.abs() + 1e-8), atol=1e-6, rtol=1e-5)
-
-
-def test_flags_reach_what_they_name(tiny_chat, tmp_path, monkeypatch):
-    """A run passes its flags to the schedule of σ, the advantages, the loss and the model."""
-    seen = {}
-
-    def spy(of, name):
-        real = getattr(of, name)
-        monkeypatch.setattr(of, name,
-                            lambda *a, **more: seen.setdefault(name, (a, more)) and real(*a, **more))
-    for of, name in ((aqn, "sigma"), (grpo, "advantages"), (grpo, "policy_loss"), (train, "backward")):
-        spy(of, name)
-    both = (f"--model {tiny_chat} --task addition --steps 1 --prompts 2 --max-new-tokens 4 --device cpu "
-            f"--rank 4 --beta .1 --sigma-stages 5 --sigma-schedule linear --gradient-checkpointing "
-            f"--out {tmp_path}/")
-    main(*(both + "a --loss dr_grpo").split())
-    assert seen["advantages"][0][1] == "none" and seen["policy_loss"][0][5:] == ("dr_grpo", None, None, None)
-    assert seen["sigma"][0][4:] == (5, "linear") and seen["backward"][0][1].gradient_checkpointing
-    assert seen["policy_loss"][1]["beta"] == .1
-    seen.clear()
-    main(*(both + "b --clip-low .1 --clip-high .3").split())
-    assert seen["advantages"][0][1] == "group" and seen["policy_loss"][0][5:] == ("dapo", None, .1, .3)
+def test_noise_is_on_while_sampling_and_off_in_update_and_evaluation_and_the_toy_is_learnt(
+        tiny_chat, tmp_path, monkeypatch):
+    """15 steps of "begin with one of the digits 0-4": the share rises from under .4 to over .8."""
+    problems = [{"i": i} for i in range(40)]
+    toy = Task(problems[:30], problems[30:], lambda p: f"{p['i']} * 7",
+               lambda p, text, finished: float(text[:1] in set("01234")))
+    monkeypatch.setitem(launch.TASKS, "toy", lambda data, operands: toy)
+    sampled = watch(monkeypatch, Sampler, "generate",
+                    lambda given: (given["step"], aqn.is_noisy(given["self"].model)))
+    scales = watch(monkeypatch, grpo, "advantages", lambda given: given["scale"])
+    updates = watch(monkeypatch, train, "update", lambda given: (
+        aqn.is_noisy(given["model"]), given["optimizer"].param_groups[0]["lr"]))
+    main(*f"--model {tiny_chat} --task toy --steps 15 --prompts 8 --max-new-tokens 4 --rank 4 "
+         f"--lr 4e-3 --device cpu --sigma-start .05 --eval-every 5 --out {tmp_path}/toy".split())
+    records = runs.read(tmp_path / "toy")
+    steps = [r for (kind, _), r in records.items() if kind == "step"]
+    assert [step for kind, step in records if kind == "eval"] == [0, 5, 10, 15]
+    # 15 steps in 10 stages: the first stage, of two steps, has no noise; evaluations are step −1
+    assert Counter(sampled) == {(-1, False): 8} | {(step, step > 1): 1 for step in range(15)}
+    assert [r["sigma"] for r in steps] == pytest.approx(
+        [aqn.sigma(step, 15, .05, 1e-4) for step in range(15)], rel=1e-5)
+    noises, rates = zip(*updates, strict=True)
+    assert not any(noises) and set(scales) == {"group"}
+    assert rates == pytest.approx([4e-3 * (1 - step / 15) for step in range(15)])
+    rewards = [r["reward"] for r in steps]
+    assert rewards[0] + rewards[1] < .8 and min(rewards[-3:]) > .8
 
 
 def test_the_learning_rate_by_hand():
     """Linear and cosine fall to half in the middle; two steps of warm-up give 1/3, 2/3, 1."""
     flags = dict(steps=8, lr=3.0)
-    for schedule, want in dict(linear=[3, 2.25, 1.5], constant=[3, 3, 3], cosine=[3, 2.56066, 1.5]).items():
-        assert [train.learning_rate(config(schedule=schedule, **flags), s) for s in (0, 2, 4)] == \
-            pytest.approx(want, abs=1e-5)
+    for schedule, want in dict(linear=[3, 2.25, 1.5], cosine=[3, 2.56066, 1.5]).items():
+        given = config(schedule=schedule, **flags)
+        rates = [train.learning_rate(given, step) for step in (0, 2, 4)]
+        assert rates == pytest.approx(want, abs=1e-5)
     warm = config(schedule="constant", warmup=2, **flags)
-    assert [train.learning_rate(warm, s) for s in range(4)] == pytest.approx([1, 2, 3, 3])
+    assert [train.learning_rate(warm, step) for step in range(4)] == pytest.approx([1, 2, 3, 3])
 
 
-def test_what_is_due_every_so_many_steps_is_due_once_for_each_multiple_that_rollouts_of_four_pass():
+def test_what_is_due_is_due_once_for_each_multiple_that_a_rollout_passes():
     """One step per rollout: at the multiples. Four: at the first rollout at or after each multiple."""
-    for every in (1, 2, 3, 5, 7):
-        assert [s for s in range(24) if train.due(config(), every, s)] == list(range(0, 24, every))
-        four = config(updates_per_rollout=4, steps=24)
-        assert [s for s in range(0, 24, 4) if train.due(four, every, s)] == sorted(
-            {-(-multiple // 4) * 4 for multiple in range(0, 21, every)})
-
-
-def test_noise_is_on_while_sampling_and_off_in_update_and_evaluation_and_the_toy_is_learnt(
-        tiny_chat, tmp_path, monkeypatch):
-    """15 steps of "begin with one of the digits 0-4": the share rises from under .4 to over .8."""
-    toy = Task([{"i": i} for i in range(30)], [{"i": i} for i in range(30, 40)], lambda p: f"{p['i']} * 7",
-               lambda p, text, finished: float(text[:1] in set("01234")))
-    monkeypatch.setitem(launch.TASKS, "toy", lambda data, operands: toy)
-    noisy, seen = [], []
-
-    def spy(name):
-        real = getattr(train, name)
-        monkeypatch.setattr(train, name, lambda flags, first, *rest: noisy.append(
-            (name, aqn.is_noisy(getattr(first, "model", first)))) or real(flags, first, *rest))
-    for name in ("collect", "update", "evaluate"):
-        spy(name)
-    batch = train.batch
-    monkeypatch.setattr(train, "batch", lambda *args: seen.append(batch(*args)) or seen[-1])
-    main(*f"--model {tiny_chat} --task toy --steps 15 --prompts 8 --max-new-tokens 4 --rank 4 --lr 4e-3 "
-         f"--device cpu --sigma-start .05 --eval-every 5 --out {tmp_path}/toy".split())
-    records = runs.read(tmp_path / "toy")
-    steps = [r for (kind, _), r in records.items() if kind == "step"]
-    rewards, sigmas = [r["reward"] for r in steps], [r["sigma"] for r in steps]
-    assert [step for kind, step in records if kind == "eval"] == [0, 5, 10, 15]
-    assert Counter(noisy) == {("collect", False): 2, ("collect", True): 13, ("update", False): 15,
-                              ("evaluate", False): 4}                # 15 steps in 10 stages: two in the first
-    assert sigmas == pytest.approx([aqn.sigma(s, 15, .05, 1e-4) for s in range(15)], rel=1e-5)
-    assert not {p["i"] for problems in seen for p in problems} & {p["i"] for p in toy.held_out}
-    assert sum(rewards[:2]) / 2 < .4 and sum(rewards[-3:]) / 3 > .8
-    assert records["eval", 0]["eval_sampled"] < .6 < .8 <= records["eval", 15]["eval_sampled"]
-    assert all(r["rows"] == round(r["signal"] * 64) for r in steps)   # rows trained + rows skipped = P · G
+    assert [s for s in range(24) if train.due(config(), 5, s)] == [0, 5, 10, 15, 20]
+    four = config(updates_per_rollout=4)
+    for every, want in {3: [0, 4, 8, 12, 16, 20], 5: [0, 8, 12, 16, 20]}.items():
+        assert [s for s in range(0, 24, 4) if train.due(four, every, s)] == want
