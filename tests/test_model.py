@@ -1,6 +1,4 @@
-"""python -m pytest tests/test_model.py -q"""
-import math
-import re
+"""The decoder against transformers, and its log-probabilities and gradients against their definitions."""
 import sys
 
 import pytest
@@ -17,50 +15,39 @@ import model
 import nvfp4
 from rollout import Sampler
 
-FAMILY = {"llama": ("llama", {}), "llama, biases": ("llama", {"attention_bias": True}),
-          "qwen2": ("qwen2", {}),
-          "qwen2.5, tied": ("qwen2", {"tie_word_embeddings": True}), "qwen3": ("qwen3", {"head_dim": 24}),
-          "qwen3, biases": ("qwen3", {"head_dim": 24, "attention_bias": True})}
 SHORT = {"original_max_position_embeddings": 32}
 ROPE = {"default": {}, "linear": {"factor": 2.0}, "yarn": {"factor": 4.0} | SHORT,
         "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | SHORT}
-END = 2                                                  # the tiny models' end token, and their padding
+END = 2                                      # the tiny models' end token, and their padding
 
 
-def load(folder, quant="bf16", learned=True):
+def load(folder, quant="bf16", device="cpu", learned=True):
     """A Decoder; `learned` moves lora_B away from 0, so that the adapter changes the result."""
-    m = model.load(str(folder), quant=quant, rank=4, alpha=8)
+    m = model.load(str(folder), quant, rank=4, alpha=8, device=device)
     if learned:
         for layer in lora.lora_layers(m).values():
-            layer.lora_B.data.normal_(0, 0.05)
+            layer.lora_B.data.copy_(torch.randn(layer.lora_B.shape) * 0.05)
         lora.refresh(m)
     return m
 
 
-def test_a_terminal_sees_which_layer_is_loaded(tmp_path, monkeypatch, capsys):
-    """On stderr, erased afterwards; a file or a pipe gets nothing."""
-    tiny_checkpoint(tmp_path)
-    for terminal in (False, True):
-        capsys.readouterr()
-        monkeypatch.setattr(sys.stderr, "isatty", lambda shown=terminal: shown)
-        load(tmp_path, "bf16")
-        out, err = capsys.readouterr()
-        assert not out and (re.search(r"load: +0%.* 0/3 .*\r +\r$", err) if terminal else not err)
-
-
 @torch.no_grad()
-def check_against(oracle, m, ids, new=50):
-    """Logits and `new` greedy tokens. fp32 sums in another order differ by 1e-5, a wrong RoPE pair by 0.1."""
-    ours = m.logits(m(ids, torch.arange(ids.shape[1]).expand_as(ids)).flatten(0, 1)).view(*ids.shape, -1)
-    assert (ours - oracle(ids).logits).abs().max() < 1e-4
+def check_against(oracle, m, ids, new):
+    """Logits and `new` greedy tokens; returns these. fp32 sums in another order differ by 1e-5, a wrong
+    RoPE pair by 0.1."""
+    ours = m.logits(m(ids, torch.arange(ids.shape[1]).expand_as(ids)).flatten(0, 1))
+    assert (ours.view(*ids.shape, -1) - oracle(ids).logits).abs().max() < 1e-4
     oracle.generation_config.eos_token_id = None
-    theirs = oracle.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
-    assert Sampler(m).generate(ids.tolist(), 1, new, 0.0, [], 0, 0).tokens.tolist() == theirs.tolist()
+    mask = torch.ones_like(ids)
+    theirs = oracle.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False)
+    ours = Sampler(m).generate(ids.tolist(), 1, new, 0.0, [], 0, 0).tokens
+    assert ours.tolist() == theirs.tolist()
     return theirs[:, ids.shape[1]:]
 
 
 def answers(m):
-    """Rows whose prompt or answer has an end token, a row without an answer; the padding is random."""
+    """Rows whose prompt or answer has an end token, one that is only an end token, one without an answer;
+    the padding is random."""
     prompts, lengths = torch.tensor([5, 1, 9, 3, 7]), torch.tensor([11, 1, 6, 0, 4])
     tokens = torch.randint(3, m.config.vocab_size, (5, 19))
     tokens[0, 2] = tokens[2, 4] = tokens[1, 1] = tokens[2, 14] = END
@@ -68,124 +55,119 @@ def answers(m):
 
 
 def alone(m, tokens, prompts, lengths, temperature):
-    """(logprobs, entropy) by definition: one row at a time, without padding, from whole logits in float64."""
+    """(logprobs, entropy) by definition: one row at a time, without padding, whole logits in float64."""
     result = torch.zeros(2, *tokens.shape, dtype=torch.float64)
     for b, (p, n) in enumerate(zip(prompts.tolist(), lengths.tolist(), strict=True)):
         ids = tokens[b:b + 1, :p + n]
-        log_p = (m.logits(m(ids, torch.arange(p + n)[None])[0]).double() / temperature).log_softmax(-1)
+        logits = m.logits(m(ids, torch.arange(p + n)[None])[0])
+        log_p = (logits.double() / temperature).log_softmax(-1)
         for t in range(p, p + n):
             result[0, b, t] = log_p[t - 1, ids[0, t]]
             result[1, b, t] = -(log_p[t - 1].exp() * log_p[t - 1]).sum()
     return result
 
 
-@pytest.mark.parametrize("rope", ROPE)
-@pytest.mark.parametrize("family", FAMILY)
-def test_logits_and_50_greedy_tokens_equal_transformers(tmp_path, family, rope):
-    """Every family, with every RoPE scaling."""
-    name, changes = FAMILY[family]
-    changes = changes | {"rope_parameters": {"rope_type": rope, "rope_theta": 10000.0} | ROPE[rope]}
-    oracle = tiny_checkpoint(tmp_path, name, **changes)
-    check_against(oracle, load(tmp_path, learned=False), torch.randint(97, (2, 61)))
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_terminal_sees_which_layer_is_loaded(tiny, monkeypatch, capsys, terminal):
+    """On stderr, erased afterwards; a file or a pipe gets nothing."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    load(tiny)
+    out, err = capsys.readouterr()
+    assert not out and ("0/3" in err and err.endswith(" \r") if terminal else not err)
 
 
+@pytest.mark.parametrize("family, rope, changes", [
+    ("llama", "llama3", {}),
+    ("llama", "default", {"attention_bias": True}),
+    ("qwen2", "yarn", {}),
+    ("qwen2", "linear", {"tie_word_embeddings": True}),
+    ("qwen3", "default", {"head_dim": 24}),
+    ("qwen3", "yarn", {"head_dim": 24, "attention_bias": True})])
+def test_logits_and_greedy_tokens_equal_transformers(tmp_path, family, rope, changes):
+    """Every family and every RoPE scaling; the prompt is longer than the scaled kinds' original context."""
+    parameters = {"rope_type": rope, "rope_theta": 10000.0} | ROPE[rope]
+    oracle = tiny_checkpoint(tmp_path, family, rope_parameters=parameters, **changes)
+    check_against(oracle, load(tmp_path, learned=False), torch.randint(97, (2, 61)), new=12)
+
+
+@pytest.mark.slow
 def test_smollm2_equals_transformers(smollm2):
     """The default model, also after its end token. A wrong order of GGUF's q and k rows fails here."""
     source, tokenizer = smollm2
     with source.parsed():
         oracle = AutoModelForCausalLM.from_pretrained(source.folder, gguf_file=source.path.name,
                                                       dtype=torch.float32)
-    prompts = [checkpoint.encode(tokenizer, text) for text in ("What is 7 * 8?", "Name a colour, in a word!")]
+    texts = "What is 7 * 8?", "Name a colour, in a word!"
+    prompts = [checkpoint.encode(tokenizer, text) for text in texts]
     n = min(map(len, prompts))
     m = model.load(source, quant="bf16", rank=2)
-    answers = check_against(oracle, m, torch.tensor([p[-n:] for p in prompts]), new=16)
-    assert source.stop_ids()[0] in answers[:, :-1]
+    drawn = check_against(oracle, m, torch.tensor([p[-n:] for p in prompts]), new=16)
+    assert source.stop_ids()[0] in drawn[:, :-1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shard", ["30KB", "5GB"])
+@pytest.mark.parametrize("shard, dtype", [("30KB", torch.bfloat16), ("5GB", torch.float16)])
 def test_sharded_and_half_precision_checkpoints_load(tmp_path, shard, dtype):
     """One file or many, in any floating dtype; the model computes in fp32 from the stored values."""
     whole = tiny_checkpoint(tmp_path / "whole", "qwen3", head_dim=24)
     whole.to(dtype).save_pretrained(tmp_path, max_shard_size=shard)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 5) == (shard == "30KB")
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    check_against(oracle, load(tmp_path, learned=False), torch.randint(97, (1, 21)))
+    check_against(oracle, load(tmp_path, learned=False), torch.randint(97, (1, 21)), new=4)
 
 
 @pytest.mark.parametrize("quant", ["nvfp4", "rtn"])
 def test_a_quantised_model_is_the_model_with_rounded_weights(tmp_path, quant):
     """Only the seven projections are rounded; q, k, v share a global scale, and so do gate and up."""
     oracle = tiny_checkpoint(tmp_path, "qwen2", tie_word_embeddings=True)
-    for layer in oracle.model.layers:                                  # the largest is in a later part
+    for layer in oracle.model.layers:                         # the largest is in a later part
         layer.self_attn.v_proj.weight.data *= 4
         layer.mlp.up_proj.weight.data *= 4
     oracle.save_pretrained(tmp_path)
     for layer in oracle.model.layers:
         a, f = layer.self_attn, layer.mlp
-        for group in ((a.q_proj, a.k_proj, a.v_proj), (a.o_proj,), (f.gate_proj, f.up_proj), (f.down_proj,)):
+        fused = (a.q_proj, a.k_proj, a.v_proj), (f.gate_proj, f.up_proj)
+        for group in (*fused, (a.o_proj,), (f.down_proj,)):
             shared = nvfp4.shared_global_scale(*(linear.weight for linear in group))
             for linear in group:
                 q = nvfp4.quantize(linear.weight.data, model.QUANT[quant], shared)
                 linear.weight.data = nvfp4.dequantize(q, torch.float32)
-    check_against(oracle, load(tmp_path, quant, learned=False), torch.randint(97, (2, 33)))
+    m = load(tmp_path, quant, learned=False)
+    assert m.lm_head.data_ptr() == m.embed_tokens.data_ptr()
+    check_against(oracle, m, torch.randint(97, (2, 33)), new=4)
 
 
-def test_tied_embeddings_are_one_tensor(tmp_path):
-    """lm_head shares embed_tokens' storage, neither is quantised or adapted; untied ones are two tensors."""
-    oracle = tiny_checkpoint(tmp_path / "tied", "qwen2", tie_word_embeddings=True)
-    m = load(tmp_path / "tied", "nvfp4")
-    assert m.lm_head.data_ptr() == m.embed_tokens.data_ptr() and torch.equal(m.lm_head, oracle.lm_head.weight)
-    assert len(lora.lora_layers(m)) == 4 * len(m.layers)
-    tiny_checkpoint(tmp_path / "untied")
-    m = load(tmp_path / "untied")
-    assert not torch.equal(m.lm_head, m.embed_tokens)
-
-
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_logprobs_and_entropy_are_those_of_each_row_alone(tiny, monkeypatch, temperature):
-    """log_softmax(logits / T) at the answer's tokens and end token, 0 elsewhere, for any size of chunk."""
+def test_logprobs_and_entropy_are_those_of_each_row_alone(tiny, monkeypatch):
+    """log_softmax(logits / T) at the answer's tokens and end token, 0 elsewhere, in chunks of any size.
+    Other padding changes no bit."""
     m = load(tiny)
     tokens, prompts, lengths = answers(m)
-    with torch.no_grad():
-        ref = alone(m, tokens, prompts, lengths, temperature)
-        for at_once in (logprobs.LOGITS_AT_ONCE, 5 * 97):
-            monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", at_once)
-            result = torch.stack(m.logprobs(tokens, prompts, lengths, temperature))
-            # A row alone sums a logit's 64 products in another order, which depends on the CPU. Each of both
-            # sums is off by about √64 · 2⁻²⁴ · Σ|h·w| / T, and Σ|h·w| / T < 18: together 1.7e-5
-            assert (result - ref).abs().max() < 1.7e-5
     mask = model.answer_mask(tokens, prompts, lengths)
     assert mask.sum(1).tolist() == lengths.tolist() and mask[1, 1] and mask[2, 14]
-    assert (result[:, ~mask] == 0).all() and (result[0, mask] < 0).all()
-
-
-def test_neither_padding_nor_other_rows_matter(tiny):
-    """Other padding changes no bit. More rows, more columns or a batch of 1: 1e-5 at most."""
-    m = load(tiny)
-    tokens, prompts, lengths = answers(m)
-    t = torch.arange(19)
-    junk = torch.where(t >= (prompts + lengths)[:, None], torch.randint(97, (5, 19)), tokens)
-    wide = torch.cat([torch.nn.functional.pad(tokens, (0, 40)), torch.randint(97, (3, 59))])
+    padding = torch.arange(19) >= (prompts + lengths)[:, None]
+    junk = torch.where(padding, torch.randint(97, (5, 19)), tokens)
     with torch.no_grad():
-        base = m.logprobs(tokens, prompts, lengths, 1.0)[0]
-        assert torch.equal(base, m.logprobs(junk, prompts, lengths, 1.0)[0]) and not torch.equal(junk, tokens)
-        eight = m.logprobs(wide, torch.cat([prompts, torch.tensor([3, 1, 50])]),
-                           torch.cat([lengths, torch.tensor([56, 2, 9])]), 1.0)[0]
-        one = torch.cat([m.logprobs(tokens[[b]], prompts[[b]], lengths[[b]], 1.0)[0] for b in range(5)])
-    assert (eight[:5, :19] - base).abs().max() < 1e-5 and (one - base).abs().max() < 1e-5
-    assert (eight[:5, 19:] == 0).all()
+        ref = alone(m, tokens, prompts, lengths, 0.7)
+        for at_once in (logprobs.LOGITS_AT_ONCE, 5 * 97):
+            monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", at_once)
+            result = torch.stack(m.logprobs(tokens, prompts, lengths, 0.7))
+            # A row alone sums a logit's 64 products in another order, which depends on the CPU. Each of
+            # both sums is off by about √64 · 2⁻²⁴ · Σ|h·w| / T, and Σ|h·w| / T < 18: together 1.7e-5
+            assert (result - ref).abs().max() < 1.7e-5
+            assert (result[:, ~mask] == 0).all() and (result[0, mask] < 0).all()
+        other = torch.stack(m.logprobs(junk, prompts, lengths, 0.7))
+    assert torch.equal(other, result) and not torch.equal(junk, tokens)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients_equal_the_plain_computation(tiny, monkeypatch, checkpointing):
+@pytest.mark.parametrize("quant, checkpointing", [("bf16", False), ("bf16", True), ("rtn", True)])
+def test_gradients_equal_the_plain_computation(tiny, monkeypatch, quant, checkpointing):
     """The chunked backward, with and without gradient checkpointing, equals autograd over whole logits."""
-    m = load(tiny)
+    m = load(tiny, quant)
     tokens, prompts, lengths = answers(m)
     weight = torch.randn(tokens.shape)
     parameters = [p for p in m.parameters() if p.requires_grad]
     assert len(parameters) == 2 * 4 * 3
-    ref = torch.autograd.grad((alone(m, tokens, prompts, lengths, 0.7)[0] * weight).sum(), parameters)
+    plain = alone(m, tokens, prompts, lengths, 0.7)[0]
+    ref = torch.autograd.grad((plain * weight).sum(), parameters)
     monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", 5 * 97)
     m.gradient_checkpointing = checkpointing
     saved = []
@@ -195,14 +177,6 @@ def test_gradients_equal_the_plain_computation(tiny, monkeypatch, checkpointing)
     (result * weight).sum().backward()
     for p, b in zip(parameters, ref, strict=True):
         assert (p.grad - b).norm() / b.norm() < 1e-5       # fp32 sums of 22 terms
-
-
-def test_the_end_token_is_trained(tiny):
-    """An answer that is only the end token gives every lora_B a gradient."""
-    m = load(tiny)
-    tokens = torch.tensor([[5, END, 7, END]])
-    m.logprobs(tokens, torch.tensor([3]), torch.tensor([1]), 1.0)[0].sum().backward()
-    assert all(layer.lora_B.grad.norm() > 1e-3 for layer in lora.lora_layers(m).values())
 
 
 def test_logits_of_all_tokens_never_exist(tmp_path, monkeypatch):
@@ -235,35 +209,20 @@ def test_a_three_word_language_gives_its_own_table(tmp_path):
     m.norm.weight.fill_(1)                                 # it scales one-hot 1 to √D = 8
     m.lm_head.zero_()[:, :3] = table.log().T / 8
     tokens = torch.tensor([[0, 1, 2, 0, 1]])
-    logprobs, _ = m.logprobs(tokens, torch.tensor([2]), torch.tensor([3]), 1.0)
+    found, _ = m.logprobs(tokens, torch.tensor([2]), torch.tensor([3]), 1.0)
     # the norm's eps of 1e-6 beside a mean square of 1/64 changes the logits, 0.2 to 2.3, by 3e-5 of them
-    torch.testing.assert_close(logprobs.exp(), torch.tensor([[1, 1, .7, .6, .25]]), atol=1e-4, rtol=0)
-    m.lm_head.zero_()
-    logprobs, entropy = m.logprobs(tokens, torch.tensor([1]), torch.tensor([4]), 0.7)
-    assert logprobs.requires_grad and not entropy.requires_grad
-    assert (entropy[0, 1:] - math.log(3)).abs().max() < 1e-6 and entropy[0, 0] == 0
+    torch.testing.assert_close(found.exp(), torch.tensor([[1, 1, .7, .6, .25]]), atol=1e-4, rtol=0)
 
 
 def gradients(folder, quant, device, copies, checkpointing):
     """→ one vector, the gradients of all adapters; the batch is `answers` repeated `copies` times."""
     torch.manual_seed(0)
-    m = model.load(str(folder), quant, rank=4, alpha=8, device=device)
-    for layer in lora.lora_layers(m).values():
-        layer.lora_B.data.copy_(torch.randn(layer.lora_B.shape) * 0.05)
-    lora.refresh(m)
+    m = load(folder, quant, device)
     m.gradient_checkpointing = checkpointing
-    where = [t.repeat(copies, *[1] * (t.dim() - 1)) for t in answers(m)]
-    weight = torch.randn(where[0].shape)
-    logprobs = m.logprobs(*(t.to(device) for t in where), 0.7)[0]
-    (logprobs * weight.to(device)).sum().backward()
+    where = [t.repeat(copies, *[1] * (t.dim() - 1)).to(device) for t in answers(m)]
+    weight = torch.randn(where[0].shape).to(device)
+    (m.logprobs(*where, 0.7)[0] * weight).sum().backward()
     return torch.cat([p.grad.flatten().cpu() for p in m.parameters()])
-
-
-def test_gradients_do_not_depend_on_how_they_are_asked(tiny):
-    """Checks gradients() on a CPU: recomputation gives equal gradients, another batch gives others."""
-    plain = gradients(tiny, "rtn", "cpu", 2, False)
-    assert plain.norm() > 1 and (gradients(tiny, "rtn", "cpu", 2, True) - plain).norm() < 1e-5 * plain.norm()
-    assert (gradients(tiny, "rtn", "cpu", 1, False) - plain).norm() > 0.1 * plain.norm()
 
 
 @pytest.mark.gpu
