@@ -331,7 +331,7 @@ def test_a_smaller_graph_is_captured_when_it_is_wanted_twice():
     batch = SimpleNamespace(graphs={}, requested=None)
     for wanted, chosen in (((256, 1), (256, 1)), ((64, 1), (256, 1)), ((32, 1), (256, 1)),
                            ((32, 1), (32, 1)), ((32, 2), (32, 2)), ((16, 1), (32, 1)),
-                           ((16, 2), (32, 2)), ((16, 2), (16, 2))):
+                           ((16, 2), (32, 2)), ((16, 2), (16, 2)), ((16, 1), (16, 2))):
         assert rollout._Batch.choose(batch, *wanted) == chosen
         batch.graphs[chosen] = None
 
