@@ -14,7 +14,7 @@ FORMULAS = [    # text, reward: make 9 from 1, 2, 3
     ("<answer>1 / (2 - 2) * 3</answer>", 0), ("it is (1 + 2) * 3", 0), ("<answer>٣*(٢+١)</answer>", 0),
     ("<answer>__import__('os')</answer>", 0), ("<answer>9**9**9**9</answer>", 0), ("-" * 199 + "1", 0),
     ("<answer>" + "(" * 98 + "1" + ")" * 98 + "</answer>", 0), ("<answer>(*1)</answer>", 0),
-    ("<answer>(1 + 2) * 03</answer>", 0), ("<answer></answer>", 0), ("</answer>(1 + 2) * 3", 0)]
+    ("<answer>(1 + 2) * 03</answer>", 0), ("</answer>(1 + 2) * 3", 0)]
 
 
 @pytest.mark.parametrize("text, expected", FORMULAS)
