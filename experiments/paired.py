@@ -33,8 +33,10 @@ def compare(a, b):
         return Difference(d.mean() if len(d) else math.nan, math.nan, math.nan)
     if np.all(d == d[0]):
         return Difference(d[0], 0.0, float(d[0] == 0))
-    from scipy import stats
-
+    try:
+        from scipy import stats
+    except ImportError:
+        raise SystemExit("a paired t test needs scipy: pip install scipy") from None
     result = stats.ttest_1samp(d, 0.0)
     low, high = result.confidence_interval(1 - LEVEL)
     return Difference(d.mean(), (high - low) / 2, result.pvalue)
