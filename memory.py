@@ -103,7 +103,7 @@ def plan(c, quant="nvfp4", rank=32, slots=64, length=1152, micro_tokens=4096, ch
 
 
 def plan_of(config, c, slots, length, prefill=PREFILL_TOKENS, longest=0):
-    """The plan of a run. config: a train.Config; longest: tokens of the longest row, if it is known."""
+    """The plan of a run. config: a flags.Config; longest: tokens of the longest row, if it is known."""
     return plan(c, config.quant, config.rank, slots, length, max(config.micro_tokens, longest or length),
                 config.gradient_checkpointing, prefill)
 

@@ -242,19 +242,6 @@ class Run:
         self.say(results)
 
 
-def stored(Config, folder):
-    """→ the flags of a run. ValueError: its config.json is missing, damaged, or of another version."""
-    path, default = Path(folder) / "config.json", vars(Config())
-    try:
-        flags = vars(Config(**json.loads(path.read_text())))            # TypeError: a flag that is gone since
-        if odd := {k: v for k, v in flags.items() if v != default[k] and Config.__annotations__[k](v) != v}:
-            raise ValueError(odd)
-    except (OSError, TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{path} has no flags of this version ({error}): name the folder of a run, or copy "
-                         "its adapter elsewhere and begin another run with --adapter COPY") from error
-    return flags
-
-
 def diagnose(records, needed=5, seen="five steps"):
     """Records of steps, the oldest first → (name, sentence) of each problem in the last `needed` of them."""
     last, recent = records[-1], records[-needed:]

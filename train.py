@@ -7,7 +7,7 @@
         A        ← (reward − mean of its group) / std           grpo.advantages
         LoRA     ← AdamW step on policy_loss(…, A)              the NVFP4 base never changes
 
-Needs: aqn.py, grpo.py, lora.py, model.py, rollout.py; launch.py to start, runs.py to log, save and resume.
+Needs: aqn.py, grpo.py, lora.py, model.py, rollout.py; launch.py to start, runs.py to log, save, resume.
 """
 import dataclasses
 import math
@@ -25,60 +25,6 @@ import runs
 from launch import all_sum, rank_and_count
 from model import answer_mask
 from rollout import Rollout, Sampler
-
-
-@dataclasses.dataclass
-class Config:                           # --- model
-    model: str = "smollm2"              # "smollm2" (from its wheel), a folder, a .gguf file or a hub id
-    quant: str = "nvfp4"                # nvfp4 (scale sweep), rtn (the paper's rounding); bf16: where it fits
-    rank: int = 32                      # LoRA r
-    alpha: int = 32                     # LoRA α; the adapter is scaled by α/r
-    adapter: str = ""                   # a PEFT adapter to start from, or a run with its model, task, …
-    # --- task
-    task: str = "multiplication"        # addition, gsm8k, math, or the PATH.py of your own
-    data: str = ""                      # problems: FILE.jsonl, or owner/name[/config][:split] on the hub
-    test: str = ""                      # as --data: evaluate on all of these problems, train on none of them
-    operands: str = ""                  # LOW-HIGH, ends included, of arithmetic tasks; empty: the task's own
-    # --- sampling
-    prompts: int = 8                    # P, prompts a step over all ranks
-    group_size: int = 8                 # G, answers to each prompt (paper: 8 for GSM8K, 16 for BigMath)
-    max_new_tokens: int = 16            # longest answer
-    temperature: float = 1.0            # divides the logits, in the sampler and in the trainer
-    overlong: str = "none"              # truncated answers: none, mask (QeRL: not trained), penalty (DAPO)
-    resample: int = 0                   # dynamic sampling: most extra rollouts to replace equal rewards
-    # --- objective
-    loss: str = "dapo"                  # dapo, grpo, dr_grpo, gspo, cispo: see grpo.py
-    correction: str = "none"            # "old" is the trainer's (none; tis: weighted) or sampler's (bypass)
-    updates_per_rollout: int = 1        # optimizer steps on each batch of answers
-    clip_low: float = None              # ε_low; left out: the loss's own (0.2; gspo 3e-4)
-    clip_high: float = None             # ε_high; left out: the loss's own (dapo 0.28, grpo 0.2, gspo 4e-4)
-    beta: float = 0.0                   # weight of the KL to the model without its adapter (paper: no KL)
-    # --- noise
-    aqn: bool = True                    # add noise to the RMSNorm weights while sampling
-    sigma_start: float = 1e-2           # σ of the second stage; the first stage has no noise
-    sigma_end: float = 1e-4             # σ of the last stage (paper: 5e-4 in Table 4, 1e-4 in its scripts)
-    sigma_stages: int = 10              # number of stages of σ (the paper's K)
-    sigma_schedule: str = "exponential"  # exponential, linear, cosine, logarithmic
-    # --- schedule
-    steps: int = 16                     # optimizer steps; 0 evaluates only
-    lr: float = 5e-4                    # AdamW; 1e-4 for 0.5B, 1.5B; 1e-5 … 3e-5 for 3B to 32B (paper: 1e-5)
-    schedule: str = "linear"            # learning rate: linear (to 0), constant, cosine (released scripts)
-    warmup: int = 0                     # steps in which the learning rate rises from 0
-    weight_decay: float = 0.0           # AdamW's (released scripts: 0.1)
-    max_grad_norm: float = 1.0          # longer gradients are scaled down to it (released scripts: 0.2)
-    # --- run
-    eval_every: int = 4                 # steps between evaluations (also after the last), and printed samples
-    eval_problems: int = None           # most held-out problems to evaluate on; 0: none; left out: all
-    eval_samples: int = 1               # sampled answers to each held-out problem
-    eval_top_p: float = 1.0             # nucleus of evaluation's sampled answers (paper: 0.95)
-    save_every: int = 5                 # steps between checkpoints; also at the end and on Ctrl-C
-    micro_tokens: int = 1024            # tokens of a micro-batch in the trainer, padding included
-    gradient_checkpointing: bool = False  # keep one activation per layer, recompute the others
-    seed: int = 0                       # of all random numbers
-    device: str = ""                    # cuda or cpu; empty: cuda where there is one
-    out: str = ""                       # this run's folder; empty: runs/TASK-MMDD-HHMMSS
-    resume: str = ""                    # folder of a run to continue with its flags; those given here win
-    preflight: bool = False             # sample 32 prompts, give advice, update nothing; exit 3: pointless
 
 
 def train(config, model, task, tokenizer, stop_ids, run):
@@ -310,4 +256,4 @@ def due(config, every, step):
 
 
 if __name__ == "__main__":
-    launch.main(Config, train, preflight)
+    launch.main(train, preflight)

@@ -16,6 +16,7 @@ import runs
 import train
 from bench import common
 from rollout import Sampler
+from tools.flags import Config
 
 
 def parse(arguments=None):
@@ -82,7 +83,7 @@ def measure(args, quant, records):
 
 def updater(args, quant, model):
     """→ train.py's Config, and a function that updates the model on a rollout → seconds."""
-    config = train.Config(
+    config = Config(
         quant=quant,
         rank=args.rank,
         prompts=args.prompts,

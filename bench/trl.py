@@ -31,6 +31,7 @@ import runs
 import tasks
 import train
 from bench import common
+from tools.flags import Config
 
 
 class Meter(transformers.TrainerCallback):
@@ -130,7 +131,7 @@ def main(arguments=None):
 
 def problems(args, task):
     """The rows of TRL's data set: the problems that train.py draws for each step, in its order."""
-    ours = train.Config(prompts=args.prompts)
+    ours = Config(prompts=args.prompts)
     rows = []
     for step in range(args.steps):
         for problem in train.batch(task.train, ours, step):

@@ -38,7 +38,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch  # noqa: E402
 
 import checkpoint  # noqa: E402
-import launch  # noqa: E402
 import nvfp4  # noqa: E402
 import runs  # noqa: E402
 import train  # noqa: E402
@@ -47,6 +46,7 @@ from experiments import gsm8k_plan as rules  # noqa: E402
 from model import load  # noqa: E402
 from rollout import Sampler  # noqa: E402
 from tasks import TASKS  # noqa: E402
+from tools.flags import Config, check, parse
 
 ROOT = Path(__file__).parent.parent
 HUB = "Qwen/Qwen2.5-Coder-{}-Instruct-GGUF/qwen2.5-coder-{}-instruct-q4_k_m.gguf"
@@ -171,7 +171,7 @@ class Logged(runs.Run):
 
 
 def configured(job, flags):
-    """→ the checked train.Config of a job. flags: the command line's, which win."""
+    """→ the checked Config of a job. flags: the command line's, which win."""
     size = job.experiment.size
     own = dict(
         model=HUB.format(size.upper(), size),
@@ -181,7 +181,7 @@ def configured(job, flags):
     )
     if job.phase == "rate":
         own |= dict(steps=rules.RATE_STEPS, eval_every=rules.RATE_STEPS)
-    return launch.check(train.Config(**rules.COMMON | own | job.flags | flags))
+    return check(Config(**rules.COMMON | own | job.flags | flags))
 
 
 def folder_of(out, job):
@@ -311,7 +311,7 @@ def run(name, logs, out, flags, problems, at_once):
         )
     log = rules.read(logs, job)
     if log.ended and out != logs:  # the one setting that depends on the card and on who shares it
-        logged = log.starts[-1]["flags"].get("micro_tokens", train.Config.micro_tokens)
+        logged = log.starts[-1]["flags"].get("micro_tokens", Config.micro_tokens)
         flags = {"micro_tokens": logged} | flags
     make(job, out, flags, problems, at_once)
     print(name, said(rules.read(out, job)))
@@ -338,7 +338,7 @@ def main(arguments):
         show_list(a.logs)
         return
     named = {word.partition("=")[0].replace("--no-", "--") for word in more}
-    parsed = vars(launch.parse(train.Config, more))
+    parsed = vars(parse(more))
     flags = {k: v for k, v in parsed.items() if f"--{k.replace('_', '-')}" in named}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # on SystemExit a run saves itself
     if torch.cuda.is_available():

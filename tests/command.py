@@ -14,6 +14,7 @@ import pytest
 import launch
 import runs
 import train
+from tools.flags import parse
 
 ROOT = Path(train.__file__).parent
 # keys in which the record of a replayed step may differ
@@ -66,7 +67,7 @@ class Command:
 def main(*flags):
     """python train.py in this process → the exit code. Collects garbage, which releases the run's lock."""
     try:
-        config = launch.parse(train.Config, list(map(str, flags)))
+        config = parse(list(map(str, flags)))
         return launch.start(config, train.train, train.preflight) or 0
     except SystemExit as stop:
         return stop.code

@@ -11,12 +11,12 @@ import pytest
 import torch
 from command import ROOT, TIMINGS
 
-import launch
 import nvfp4
 import train
 from experiments import gsm8k, gsm8k_tables
 from experiments.gsm8k_plan import ONE, TWO, Job, Log, read
 from experiments.paired import Difference, compare, holm, verdict
+from tools.flags import parse
 
 SHORT = dict(steps=4, prompts=2, group_size=2, max_new_tokens=4, rank=4, alpha=4, save_every=2)
 
@@ -141,7 +141,7 @@ def test_a_recipe_is_two_commands_with_the_papers_batch_and_evaluation(name, tmp
     subprocess.run(["bash", ROOT / "experiments/recipes.sh", name, "--seed", "7"], env=env, check=True)
     lines = (tmp_path / "commands").read_text().splitlines()
     assert len(lines) == 2 and all(line.startswith("train.py ") for line in lines)
-    trained, evaluated = (launch.parse(train.Config, line.split()[1:]) for line in lines)
+    trained, evaluated = (parse(line.split()[1:]) for line in lines)
     assert trained.prompts * trained.group_size == 128 and trained.warmup * 10 == trained.steps
     assert trained.seed == 7 and trained.model == evaluated.model
     assert evaluated.steps == 0 and evaluated.adapter == f"{trained.out}/adapter" and evaluated.test

@@ -21,6 +21,7 @@ import runs
 import train
 from rollout import Sampler
 from tasks import Task
+from tools.flags import Config, check, parse
 
 # what the run of an adapter was trained with; each differs from its default
 SCORED = dict(model="/there/model", quant="bf16", rank=4, alpha=8, task="gsm8k",
@@ -37,7 +38,7 @@ def ended(tmp_path):
         (folder / "adapter").mkdir(parents=True)
         (folder / "metrics.jsonl").touch()
         (folder / "checkpoint.safetensors").touch()
-        (folder / "config.json").write_text(json.dumps(vars(train.Config()) | flags))
+        (folder / "config.json").write_text(json.dumps(vars(Config()) | flags))
         return str(folder)
     return make
 
@@ -51,7 +52,7 @@ def command(tiny_chat, tmp_path, monkeypatch, capsys):
         arguments = ["train.py", "--model", str(tiny_chat), *FLAGS, *flags]
         monkeypatch.setattr(sys, "argv", arguments)
         with pytest.raises(SystemExit) as stop:
-            launch.main(train.Config, train.train, train.preflight)
+            launch.main(train.train, train.preflight)
         return stop.value.code, capsys.readouterr().err
     return run
 
@@ -65,9 +66,9 @@ def flag(name):
 def test_every_field_is_a_flag_with_its_default_and_a_help(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "999")
     with pytest.raises(SystemExit, match="0"):
-        launch.parse(train.Config, ["--help"])
+        parse(["--help"])
     said = capsys.readouterr().out
-    for name, default in vars(train.Config()).items():
+    for name, default in vars(Config()).items():
         entry = rf"^ +{flag(name)}(, --no-\S+| [A-Z_]+)\s+[^(\s].* \(default: {default}\)$"
         assert re.search(entry, said, re.M), name
 
@@ -75,23 +76,23 @@ def test_every_field_is_a_flag_with_its_default_and_a_help(monkeypatch, capsys):
 def test_every_flag_of_a_number_or_a_switch_sets_its_field():
     """In the field's type. Without flags, parse gives the defaults."""
     values, given = {}, []
-    for f in dataclasses.fields(train.Config):
+    for f in dataclasses.fields(Config):
         if f.type is bool:
             values[f.name] = not f.default
             given.append(f"--no-{f.name}" if f.default else flag(f.name))
         elif f.type is not str:
             values[f.name] = 3 if f.type is int else .5
             given.append(f"{flag(f.name)}={values[f.name]}")
-    want = train.Config(**values)
-    assert repr(launch.parse(train.Config, given)) == repr(want)          # 3 is not 3.0
-    assert launch.parse(train.Config, []) == train.Config()
+    want = Config(**values)
+    assert repr(parse(given)) == repr(want)          # 3 is not 3.0
+    assert parse([]) == Config()
 
 
 @pytest.mark.parametrize("flags", ["--steps x", "--steps .5", "--aqn=no", "--lr"])
 def test_a_wrong_type_stops_with_2(flags, capsys):
     """In two lines, without the list of all flags."""
     with pytest.raises(SystemExit, match="2"):
-        launch.parse(train.Config, flags.split())
+        parse(flags.split())
     _, error = capsys.readouterr().err.splitlines()
     assert flags[:4] in error
 
@@ -105,7 +106,7 @@ def test_an_unknown_flag_names_those_nearest_to_it(case):
     """A prefix of a flag, or an underscore in it, counts as unknown."""
     flags, near = case.split(" | ")
     with pytest.raises(ValueError, match=f"^there is no {near}"):
-        launch.parse(train.Config, flags.split())
+        parse(flags.split())
 
 
 @pytest.mark.parametrize("names, least, most, below", [
@@ -120,10 +121,10 @@ def test_a_number_outside_its_range_is_refused_by_name_and_value(names, least, m
     """The largest --clip-high and --max-grad-norm are as good as none."""
     for name in names.split():
         for value in (least, most):
-            assert launch.check(train.Config(**{"steps": 0, name: value}))
+            assert check(Config(**{"steps": 0, name: value}))
         for value in (below, math.nan, math.inf):
             with pytest.raises(ValueError, match=f"^{flag(name)} {value} .* {least} to {most}$"):
-                launch.check(train.Config(**{name: value}))
+                check(Config(**{name: value}))
 
 
 @pytest.mark.parametrize("case", [
@@ -139,7 +140,7 @@ def test_a_value_that_cannot_work_is_refused_by_name_with_what_can(monkeypatch, 
     flags, remedy = case.split(" | ")
     shared = ["--prompts", "9", *flags.split()]
     with pytest.raises(ValueError, match="^" + " ".join(shared[2:4])) as refused:
-        launch.parse(train.Config, shared)
+        parse(shared)
     assert remedy in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -147,7 +148,7 @@ def test_paths_are_stored_absolute(tmp_path, monkeypatch):
     (tmp_path / "mine.py").touch()
     monkeypatch.chdir(tmp_path)
     names = "model", "data", "test", "adapter"
-    config = launch.parse(train.Config, ["--task=gsm8k", *(f"--{n}=mine.py" for n in names)])
+    config = parse(["--task=gsm8k", *(f"--{n}=mine.py" for n in names)])
     assert {getattr(config, name) for name in names} == {str(tmp_path / "mine.py")}
 
 
@@ -162,9 +163,9 @@ def test_an_adapter_of_a_run_is_used_as_it_was_trained(ended, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     given = dict(quant="nvfp4", seed=0, steps=0)
     flags = f"--adapter {name} --quant nvfp4 --seed=0 --steps 0"
-    config = launch.parse(train.Config, flags.split())
+    config = parse(flags.split())
     adapter = f"{tmp_path}/{name}" if "best" in name else f"{folder}/adapter"
-    assert config == train.Config(**SCORED | given, adapter=adapter)
+    assert config == Config(**SCORED | given, adapter=adapter)
     said = capsys.readouterr().out
     assert said.startswith(f"from {folder}/config.json: ") and said.count("\n") == 1
     for key, value in SCORED.items():
@@ -176,8 +177,8 @@ def test_an_adapter_from_elsewhere_brings_no_flags(tmp_path, capsys):
     adapter = tmp_path / "peft"
     adapter.mkdir()
     (tmp_path / "config.json").write_text('{"model_type": "llama", "temperature": 0.5}')
-    config = launch.parse(train.Config, ["--adapter", str(adapter)])
-    assert config == train.Config(adapter=str(adapter)) and not capsys.readouterr().out
+    config = parse(["--adapter", str(adapter)])
+    assert config == Config(adapter=str(adapter)) and not capsys.readouterr().out
 
 
 @pytest.mark.parametrize("given", [
@@ -189,7 +190,7 @@ def test_a_resume_keeps_what_its_checkpoint_was_trained_on(ended, given):
     so far cannot be compared with."""
     folder = ended(**SCORED)
     with pytest.raises(ValueError, match=f"^{given} beside --resume {folder}: "):
-        launch.parse(train.Config, ["--resume", folder, *given.split()])
+        parse(["--resume", folder, *given.split()])
 
 
 def test_a_resume_takes_the_runs_own_flags_and_those_given_beside_it_win(
@@ -201,11 +202,11 @@ def test_a_resume_takes_the_runs_own_flags_and_those_given_beside_it_win(
     own = SCORED | dict(data=str(data), overlong="penalty", beta=1, clip_low=.1)
     folder = ended(**own)
     monkeypatch.chdir(folder)
-    want = train.Config(**own | dict(lr=1., seed=2), resume=folder, out=folder)
+    want = Config(**own | dict(lr=1., seed=2), resume=folder, out=folder)
     given = ["--resume", folder, "--lr", "1", "--seed=2"]
-    assert launch.parse(train.Config, given) == want
+    assert parse(given) == want
     again = ["--data", "../data.jsonl", "--rank", "4", "--model", own["model"], "--out", folder]
-    assert launch.parse(train.Config, given + again) == want
+    assert parse(given + again) == want
 
 
 @pytest.mark.parametrize("text, words", [
@@ -220,7 +221,7 @@ def test_a_config_that_is_damaged_or_of_another_version_is_named_with_the_way_on
     config.write_text(text) if text else config.unlink()
     for name in ("--resume", "--adapter"):
         with pytest.raises(ValueError, match=f"^{config} .*{words}.*: .* another run with --ad"):
-            launch.parse(train.Config, [name, folder])
+            parse([name, folder])
 
 
 def test_a_run_of_ones_own_task_goes_on_and_is_scored_from_anywhere(
@@ -305,7 +306,7 @@ def test_a_prompt_that_the_model_cannot_take_is_named_by_its_text(tiny_chat):
 
     def encoded(*prompts):
         problems = [{"prompt": prompt} for prompt in prompts]
-        config = train.Config(max_new_tokens=8)
+        config = Config(max_new_tokens=8)
         return launch.encoded(config, source.config, task, tokenizer, problems)
 
     longest = "1" * 120

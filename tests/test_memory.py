@@ -14,8 +14,8 @@ from conftest import tiny_checkpoint
 import lora
 import memory
 import model
-import train
 from bench import step
+from tools.flags import Config
 
 # commits in the log whose embeddings, if not tied to lm_head, were in the GPU's memory
 EARLY = {"1eb07c3", "5fae82c", "dc3b966", "f0c3297", "ab4a418", "7098454-dirty"}
@@ -92,7 +92,7 @@ def test_a_runs_plan_has_the_positions_that_were_allocated_and_the_tokens_that_c
     """Answers may end long before the limit: slots are allocated for it, the update sees the
     answers, in micro-batches that hold at least the longest."""
     c = memory.config("7b")
-    config = train.Config(quant="bf16", rank=8, micro_tokens=512, gradient_checkpointing=True)
+    config = Config(quant="bf16", rank=8, micro_tokens=512, gradient_checkpointing=True)
     for longest, micro_tokens in ((300, 512), (700, 700), (0, 4096)):
         plan = memory.plan_of(config, c, 8, 4096, 100, longest)
         assert plan == memory.plan(c, "bf16", 8, 8, 4096, micro_tokens, prefill=100)

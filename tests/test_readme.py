@@ -13,10 +13,9 @@ import torch
 from command import main
 
 import export
-import launch
 import runs
 import tasks
-import train
+from tools.flags import Config, parse
 
 ROOT = Path(__file__).parent.parent
 README, LOG = ((ROOT / path).read_text() for path in ("README.md", "results/LOG.md"))
@@ -53,7 +52,7 @@ def flags_of(script):
         keywords = {f"--{name.replace('_', '-')}" for name in re.findall(r"\b(\w+)=", source)}
         return keywords | {"--out"} | set(re.findall(r'"(--[a-z0-9-]+)"', source))
     found = {"--help"}
-    for field in dataclasses.fields(train.Config):
+    for field in dataclasses.fields(Config):
         flag = field.name.replace("_", "-")
         found |= {f"--{flag}", f"--no-{flag}"} if field.type is bool else {f"--{flag}"}
     return found
@@ -161,7 +160,7 @@ def test_the_line_of_ones_own_word_problems_is_one_that_gsm8k_reads(tmp_path, mo
     (command,) = re.findall(r"`python train.py (--task gsm8k --data mine.jsonl)`", README)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.jsonl").write_text("".join(line.replace("Ann", name) + "\n" for name in "ABCDEFGH"))
-    config = launch.parse(train.Config, command.split())
+    config = parse(command.split())
     task = tasks.TASKS[config.task](config.data)
     assert len(task.train) == 6 and len(task.held_out) == 2
     assert [task.reward(task.train[0], text, True) for text in ("#### 5", "#### 6")] == [1, 0]

@@ -26,6 +26,7 @@ import lora
 import model as decoder
 import runs
 import train
+from tools.flags import Config, flags_of_run
 
 GOOD = dict(signal=.5, finished=.9, mismatch=1.01)
 # for runs of which only the last checkpoint matters: nothing is saved on the way, little evaluated
@@ -84,8 +85,8 @@ def ended(whole, tmp_path):
 
 def resumed(folder, **flags):
     """→ the run in a folder before it loads its checkpoint, a new model, its optimizer."""
-    flags = runs.stored(train.Config, folder) | dict(resume=str(folder)) | flags
-    config = train.Config(**flags)
+    flags = flags_of_run(folder) | dict(resume=str(folder)) | flags
+    config = Config(**flags)
     model = decoder.load(config.model, config.quant, config.rank, config.alpha)
     return runs.Run(config), model, train.adamw(config, model)
 
@@ -111,7 +112,7 @@ def test_samples_hold_the_best_and_the_worst_answer(whole, tmp_path):
     within a character, and the next record has a line of its own."""
     assert [(s["step"], s["which"]) for s in runs.jsonl(whole / "samples.jsonl")] == [
         (0, "worst"), (0, "best"), (3, "worst"), (3, "best")]
-    run = runs.Run(train.Config(out=str(tmp_path)))
+    run = runs.Run(Config(out=str(tmp_path)))
     (tmp_path / "samples.jsonl").write_bytes('{"step": 6, "answer": "é'.encode()[:-1])
     texts = [(f"p{b}", f"a{b}\u2028b\x85") for b in range(4)]        # two line ends of Unicode's
     run.sample(7, texts, [.5, 1.0, -2.0, 0.0], [.1, .9, -1.5, -.2])
@@ -125,7 +126,7 @@ def test_an_evaluation_is_named_by_its_task_and_logged_in_six_digits(
     """The reward of one's own task need not be an accuracy. JSON has no NaN. A folder that is not
     given is named after the task."""
     monkeypatch.chdir(tmp_path)
-    run = runs.Run(train.Config(task="my.py"))
+    run = runs.Run(Config(task="my.py"))
     changes = dict(rollout_s=200 / 3, eval_sampled=math.nan)
     run.log("eval", 0, runs.read(whole)["eval", 0] | changes)
     assert " mean reward, " in capsys.readouterr().out
@@ -165,7 +166,7 @@ def test_the_last_record_of_a_step_holds_and_they_come_in_order(tmp_path):
 def test_the_best_adapter_is_kept_over_a_resume_and_the_first_of_equals(tmp_path, monkeypatch):
     """Before a step there is no adapter of the run's. The adapter is saved before the record of
     its evaluation, so that a crash in between costs nothing. A quiet rank keeps none."""
-    kept, config = [], train.Config(out=str(tmp_path / "run"))
+    kept, config = [], Config(out=str(tmp_path / "run"))
     monkeypatch.setattr(lora, "save_adapter",
                         lambda model, folder, base: kept.append(len(lines(folder.parent))))
 
@@ -428,7 +429,7 @@ def test_kills_at_random_moments_change_nothing(whole, tiny_chat, tmp_path):
 
 def test_a_folder_holds_one_run_and_one_writer(ended):
     """A second run in that folder is refused, and so is a second process; neither writes a byte."""
-    before, again = contents(ended), train.Config(out=str(ended))
+    before, again = contents(ended), Config(out=str(ended))
     with pytest.raises(ValueError, match="run holds a run already: go on with --resume, or take"):
         runs.Run(again)
     config = dataclasses.replace(again, resume=str(ended))
@@ -448,7 +449,7 @@ def test_a_resume_to_fewer_steps_than_were_made_is_refused_and_spoils_nothing(en
     before = contents(ended)
     with pytest.raises(ValueError, match="^--steps 5: .*run has made 6 .* --steps 0 --adapter"):
         main("--resume", ended, "--steps", 5)
-    config = train.Config(resume=str(ended), steps=12, updates_per_rollout=2)
+    config = Config(resume=str(ended), steps=12, updates_per_rollout=2)
     assert runs.Run(config).segment == 1
     with pytest.raises(ValueError, match="^--steps 10: .* made 12 steps"):
         runs.Run(dataclasses.replace(config, steps=10))
@@ -504,7 +505,7 @@ def test_a_step_without_a_finite_gradient_is_skipped_and_counted(
 @pytest.fixture
 def judged(tmp_path, monkeypatch):
     """A run of rollouts that serve two steps each, whose records are judged and not logged."""
-    run = runs.Run(train.Config(out=str(tmp_path / "x"), updates_per_rollout=2))
+    run = runs.Run(Config(out=str(tmp_path / "x"), updates_per_rollout=2))
     monkeypatch.setattr(run, "log", lambda *_: None)
     return run
 
@@ -569,7 +570,7 @@ def test_preflight_changes_nothing_and_says_whether_training_would_work(
     (dict(signal=.2), 0, 0, "no signal     80.0%   groups of equal rewards; --resample")])
 def test_preflight_judges_as_the_training_does(tmp_path, capsys, change, code, advice, words):
     record = GOOD | dict(solved=.4, memory_gb=1., rollout_s=6., update_s=4.) | change
-    config = train.Config(out=str(tmp_path / "x"), steps=30, preflight=True)
+    config = Config(out=str(tmp_path / "x"), steps=30, preflight=True)
     assert runs.Run(config).preflight(record) == code
     said = capsys.readouterr().out
     assert words in said and said.count("change: ") == advice

@@ -20,6 +20,7 @@ import runs
 import train
 from rollout import Rollout, Sampler
 from tasks import Task
+from tools.flags import Config
 
 G = 4
 STOPS = [2, 5, 9, 13]
@@ -33,7 +34,7 @@ CASES += [(loss, "tis", .1) for loss in grpo.CLIP]
 
 def config(**flags):
     common = dict(prompts=4, group_size=G, max_new_tokens=8, temperature=.7, max_grad_norm=1e9)
-    return train.Config(**common | flags)
+    return Config(**common | flags)
 
 
 def actor(folder):

@@ -1,0 +1,308 @@
+"""Every flag of train.py once: its default, help, choices and range; a command line → a checked
+Config.
+
+Needs: aqn.py, grpo.py, model.py, tasks.py, for the names that a flag may take.
+"""
+
+import dataclasses
+import json
+import os
+from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction
+from difflib import get_close_matches
+from pathlib import Path
+
+import torch
+
+from aqn import SCHEDULES
+from grpo import CLIP
+from model import QUANT
+from tasks import TASKS
+
+MANY = 10**9  # no flag sensibly exceeds this
+LITTLE = 1e-9  # above 0
+
+
+def flag(default, help, *, group="", choices=(), low=None, high=MANY, fixed=False, scored=False):
+    """A field of Config.
+
+    group: begins a group of --help. choices: the values it may take. low, high: the range of a
+    number. fixed: a resumed run keeps its own value. scored: `--adapter RUN` takes RUN's value, so
+    that the adapter is evaluated as it was trained.
+    """
+    about = dict(
+        help=help,
+        group=group,
+        choices=choices,
+        low=low,
+        high=high,
+        fixed=fixed,
+        scored=scored or fixed,
+    )
+    return dataclasses.field(default=default, metadata=about)
+
+
+@dataclasses.dataclass
+class Config:
+    model: str = flag(
+        "smollm2",
+        '"smollm2" (from its wheel), a folder, a .gguf file or a hub id',
+        group="model",
+        fixed=True,
+    )
+    quant: str = flag(
+        "nvfp4",
+        "nvfp4 (scale sweep), rtn (the paper's rounding); bf16: where it fits",
+        choices=QUANT,
+        fixed=True,
+    )
+    # 512: the kernel keeps lora_B in shared memory
+    rank: int = flag(32, "LoRA r", low=1, high=512, fixed=True)
+    alpha: int = flag(32, "LoRA α; the adapter is scaled by α/r", low=1, fixed=True)
+    adapter: str = flag("", "a PEFT adapter to start from, or a run with its model, task, …")
+
+    task: str = flag(
+        "multiplication",
+        "addition, gsm8k, math, or the PATH.py of your own",
+        group="task",
+        choices=TASKS,
+        fixed=True,
+    )
+    data: str = flag(
+        "", "problems: FILE.jsonl, or owner/name[/config][:split] on the hub", fixed=True
+    )
+    test: str = flag(
+        "", "as --data: evaluate on all of these problems, train on none of them", fixed=True
+    )
+    operands: str = flag(
+        "", "LOW-HIGH, ends included, of arithmetic tasks; empty: the task's own", fixed=True
+    )
+
+    prompts: int = flag(8, "P, prompts a step over all ranks", group="sampling", low=1)
+    group_size: int = flag(
+        8, "G, answers to each prompt (paper: 8 for GSM8K, 16 for BigMath)", low=2
+    )
+    max_new_tokens: int = flag(16, "longest answer", low=1, scored=True)
+    temperature: float = flag(
+        1.0, "divides the logits, in the sampler and in the trainer", low=LITTLE, scored=True
+    )
+    overlong: str = flag(
+        "none",
+        "truncated answers: none, mask (QeRL: not trained), penalty (DAPO)",
+        choices=("none", "mask", "penalty"),
+    )
+    resample: int = flag(0, "dynamic sampling: most extra rollouts to replace equal rewards", low=0)
+
+    loss: str = flag(
+        "dapo",
+        "dapo, grpo, dr_grpo, gspo, cispo: see grpo.py",
+        group="objective",
+        choices=CLIP,
+    )
+    correction: str = flag(
+        "none",
+        "\"old\" is the trainer's (none; tis: weighted) or sampler's (bypass)",
+        choices=("none", "bypass", "tis"),
+    )
+    updates_per_rollout: int = flag(1, "optimizer steps on each batch of answers", low=1)
+    clip_low: float = flag(None, "ε_low; left out: the loss's own (0.2; gspo 3e-4)", low=0)
+    clip_high: float = flag(
+        None, "ε_high; left out: the loss's own (dapo 0.28, grpo 0.2, gspo 4e-4)", low=0
+    )
+    beta: float = flag(
+        0.0, "weight of the KL to the model without its adapter (paper: no KL)", low=0
+    )
+
+    aqn: bool = flag(True, "add noise to the RMSNorm weights while sampling", group="noise")
+    sigma_start: float = flag(
+        1e-2, "σ of the second stage; the first stage has no noise", low=LITTLE
+    )
+    sigma_end: float = flag(
+        1e-4, "σ of the last stage (paper: 5e-4 in Table 4, 1e-4 in its scripts)", low=LITTLE
+    )
+    sigma_stages: int = flag(10, "number of stages of σ (the paper's K)", low=3)
+    sigma_schedule: str = flag(
+        "exponential", "exponential, linear, cosine, logarithmic", choices=SCHEDULES
+    )
+
+    steps: int = flag(16, "optimizer steps; 0 evaluates only", group="schedule", low=0)
+    lr: float = flag(
+        5e-4, "AdamW; 1e-4 for 0.5B, 1.5B; 1e-5 … 3e-5 for 3B to 32B (paper: 1e-5)", low=0
+    )
+    schedule: str = flag(
+        "linear",
+        "learning rate: linear (to 0), constant, cosine (released scripts)",
+        choices=("constant", "linear", "cosine"),
+    )
+    warmup: int = flag(0, "steps in which the learning rate rises from 0", low=0)
+    weight_decay: float = flag(0.0, "AdamW's (released scripts: 0.1)", low=0)
+    max_grad_norm: float = flag(
+        1.0, "longer gradients are scaled down to it (released scripts: 0.2)", low=LITTLE
+    )
+
+    eval_every: int = flag(
+        4,
+        "steps between evaluations (also after the last), and printed samples",
+        group="run",
+        low=1,
+    )
+    eval_problems: int = flag(
+        None,
+        "most held-out problems to evaluate on; 0: none; left out: all",
+        low=0,
+        scored=True,
+    )
+    eval_samples: int = flag(1, "sampled answers to each held-out problem", low=1, scored=True)
+    eval_top_p: float = flag(
+        1.0,
+        "nucleus of evaluation's sampled answers (paper: 0.95)",
+        low=LITTLE,
+        high=1,
+        scored=True,
+    )
+    save_every: int = flag(5, "steps between checkpoints; also at the end and on Ctrl-C", low=1)
+    micro_tokens: int = flag(
+        1024, "tokens of a micro-batch in the trainer, padding included", low=1
+    )
+    gradient_checkpointing: bool = flag(
+        False, "keep one activation per layer, recompute the others"
+    )
+    seed: int = flag(0, "of all random numbers", low=0, high=2**32 - 1, scored=True)
+    device: str = flag("", "cuda or cpu; empty: cuda where there is one")
+    out: str = flag("", "this run's folder; empty: runs/TASK-MMDD-HHMMSS")
+    resume: str = flag("", "folder of a run to continue with its flags; those given here win")
+    preflight: bool = flag(
+        False, "sample 32 prompts, give advice, update nothing; exit 3: pointless"
+    )
+
+
+FIELDS = {field.name: field for field in dataclasses.fields(Config)}
+
+
+def spelled(name):
+    """group_size → --group-size."""
+    return f"--{name.replace('_', '-')}"
+
+
+def parse(arguments):
+    """→ a checked Config. Flags not given are those of the run in --resume, and the scored ones
+    those of --adapter's run. SystemExit, ValueError: a wrong flag."""
+    given = _given(arguments)
+    stored = {}
+    if given.get("resume"):
+        stored = _of_resumed_run(given)
+    elif given.get("adapter"):
+        stored = _of_adapters_run(given)
+    flags = vars(Config()) | stored | given
+    paths = ["model", "data", "test", "adapter"]
+    if flags["task"].endswith(".py"):
+        paths.append("task")
+    for name in paths:  # absolute, because a resume may start elsewhere
+        if os.path.exists(flags[name]) and flags[name] != "smollm2":
+            flags[name] = os.path.abspath(flags[name])
+    return check(Config(**flags))
+
+
+def _given(arguments):
+    """→ {name: value} of the flags on the command line."""
+    parser = ArgumentParser(
+        usage="train.py [--flag value]", allow_abbrev=False, argument_default=SUPPRESS
+    )
+    group = parser
+    for name, field in FIELDS.items():
+        if field.metadata["group"]:
+            group = parser.add_argument_group(field.metadata["group"])
+        kind = {"action": BooleanOptionalAction} if field.type is bool else {"type": field.type}
+        text = f"{field.metadata['help']} (default: {field.default})"
+        group.add_argument(spelled(name), help=text, **kind)
+    given, unknown = parser.parse_known_args(arguments)
+    for word in unknown:
+        near = map(spelled, get_close_matches(word.replace("-", "_"), FIELDS, cutoff=0))
+        raise ValueError(f"there is no {word}; the nearest are {', '.join(near)}; --help lists all")
+    return vars(given)
+
+
+def _of_resumed_run(given):
+    """→ the flags of the run in --resume. ValueError: a flag that it cannot change."""
+    folder = given["resume"]
+    stored = flags_of_run(folder) | {"out": folder}
+    kept = {"out", "adapter", "updates_per_rollout", "eval_problems"}
+    kept |= {name for name, field in FIELDS.items() if field.metadata["fixed"]}
+    for name in given.keys() & kept:
+        if os.path.abspath(str(given[name])) != os.path.abspath(str(stored[name])):
+            raise ValueError(
+                f"{spelled(name)} {given[name]} beside --resume {folder}: that run has its own "
+                f"({stored[name]!r}); leave it out, or begin another run"
+            )
+    return stored
+
+
+def _of_adapters_run(given):
+    """→ the scored flags of the run that --adapter names; none if the adapter is from elsewhere.
+    Changes given["adapter"] from a run's folder to its adapter's."""
+    inside = os.path.join(given["adapter"], "adapter")
+    if os.path.isdir(inside):
+        given["adapter"] = inside
+    run = os.path.dirname(os.path.abspath(given["adapter"]))
+    if not os.path.isfile(f"{run}/metrics.jsonl"):
+        return {}
+    flags, stored = flags_of_run(run), {}
+    for name, field in FIELDS.items():
+        if field.metadata["scored"] and name not in given and flags[name]:
+            stored[name] = flags[name]
+    print(
+        f"from {run}/config.json:", *(f"{spelled(name)} {value}" for name, value in stored.items())
+    )
+    return stored
+
+
+def flags_of_run(folder):
+    """→ the flags of a run. ValueError: its config.json is missing, damaged, or of another
+    version."""
+    path = Path(folder) / "config.json"
+    try:
+        flags = vars(Config(**json.loads(path.read_text())))  # TypeError: a flag that is gone since
+        for name, value in flags.items():
+            if value != FIELDS[name].default and FIELDS[name].type(value) != value:
+                raise ValueError({name: value})
+    except (OSError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"{path} has no flags of this version ({error}): name the folder of a run, or copy its "
+            "adapter elsewhere and begin another run with --adapter COPY"
+        ) from error
+    return flags
+
+
+def check(config):
+    """→ config. ValueError: the first flag that cannot work, with its value and what it must be."""
+    own_task = config.task.endswith(".py")
+    for name, field in FIELDS.items():
+        value, about = getattr(config, name), field.metadata
+        if about["choices"] and value not in about["choices"] and not (name == "task" and own_task):
+            _refuse(config, name, f"must be one of {', '.join(about['choices'])}")
+        if value is not None and about["low"] is not None:
+            if not about["low"] <= value <= about["high"]:  # also if it is NaN
+                _refuse(config, name, f"must be {about['low']} to {about['high']}")
+    if config.device not in ("", "cpu", "cuda") or (
+        config.device == "cuda" and not torch.cuda.is_available()
+    ):
+        _refuse(config, "device", "must be cpu, or cuda where torch finds a GPU")
+    if own_task and (config.data or config.test or config.operands):
+        _refuse(config, "task", "takes no --data, --test, --operands")
+    if config.steps % config.updates_per_rollout:
+        _refuse(config, "updates_per_rollout", f"must divide {config.steps} steps")
+    if config.prompts % int(os.environ.get("WORLD_SIZE", 1)):
+        _refuse(config, "prompts", "must be a multiple of the ranks")
+    if config.preflight and config.resume:
+        _refuse(config, "preflight", f"takes no --resume, but --adapter {config.resume}/adapter")
+    if (config.loss, config.correction) == ("gspo", "bypass"):
+        _refuse(
+            config,
+            "loss",
+            "needs --correction none or tis: the noise in an answer's ratio is far beyond gspo's "
+            "clip of 3e-4 and would silence nearly all answers",
+        )
+    return config
+
+
+def _refuse(config, name, why):
+    raise ValueError(f"{spelled(name)} {getattr(config, name)} {why}")
