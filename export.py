@@ -52,7 +52,8 @@ def export(source, destination, format, adapter="", quant=""):
         raise ValueError("a run of --quant bf16 has no 4 bits to write: take --format bf16, or --quant nvfp4")
     shape = _json(Path(adapter) / "adapter_config.json") if adapter else {}
     rank = r if type(r := shape.get("r")) is int else 1              # load_adapter refuses what is no int
-    alpha = a if type(a := shape.get("lora_alpha")) in (int, float) else 1        # as it does for no number
+    # as it does for no number
+    alpha = a if type(a := shape.get("lora_alpha")) in (int, float) else 1
     base_name = place if layout else source
     source, quant = checkpoint.open(source), quant or "nvfp4"
     ours = model.load(source, quant, rank, alpha)
@@ -68,7 +69,8 @@ def export(source, destination, format, adapter="", quant=""):
         new, wrong = Path(scratch) / "new", place.with_name(f"{place.name}.wrong")
         beside = adapter and {"adapter": new, "bf16": None}.get(format, new / "adapter")
         new.mkdir()
-        with checkpoint.readable(place, "cannot be written"):    # on a full disk safetensors names no file
+        # on a full disk safetensors names no file
+        with checkpoint.readable(place, "cannot be written"):
             _copy_tokenizer(source, new)
             if beside:
                 lora.save_adapter(ours, beside, base_name)

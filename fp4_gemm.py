@@ -50,7 +50,8 @@ except ImportError:      # the CPU path needs no triton
 BLOCK = 16               # weights that share a scale
 ROWS, COLS = 64, 128     # weights of a stored tile: 4 KB of words and 512 B of scales, each contiguous
 FUSED_MAX = 256          # rows of x; above, decode W once for cuBLAS, not again in each tile of x
-EXPONENT = 0x70007000    # a kernel argument: with it in a register, ptxas fuses AND and OR into one LOP3
+# a kernel argument: with it in a register, ptxas fuses AND and OR into one LOP3
+EXPONENT = 0x70007000
 
 
 class PackedNVFP4(NamedTuple):
@@ -60,7 +61,8 @@ class PackedNVFP4(NamedTuple):
     global_scales: torch.Tensor    # (N,) f32: the parts of a foreign checkpoint may differ in theirs
     sizes: tuple                   # N_i
     shape: tuple                   # (N, K)
-    counters: torch.Tensor         # int32, CTAs done per tile (first 2048: _shrink_kernel's); for one stream
+    # int32, CTAs done per tile (first 2048: _shrink_kernel's); for one stream
+    counters: torch.Tensor
     dense: torch.Tensor            # (N, K) fp32, what a CPU multiplies with; None on a GPU
 
 
@@ -127,9 +129,11 @@ def unpack(packed):
     fields = *(t >> 12 & 8 | t >> 6 & 7 for t in (a, b, c)), d & 8 | d << 1 & 6 | d >> 4 & 1
     code = torch.stack(fields, 3).transpose(1, 2).reshape(n * ROWS, k * COLS)[:N, :K]
     byte = (code[:, 0::2] | code[:, 1::2] << 4).to(torch.uint8)
-    ue5m3 = torch.stack([_rotate(packed.scales, left) for left in (28, 12, 20, 4)], 3) & 255  # (…, 64, 4, 2)
+    # (…, 64, 4, 2)
+    ue5m3 = torch.stack([_rotate(packed.scales, left) for left in (28, 12, 20, 4)], 3) & 255
     ue5m3 = ue5m3.transpose(1, 2).reshape(n * ROWS, k * COLS // BLOCK)[:N, :K // BLOCK].contiguous()
-    table = _to_ue5m3(torch.arange(1, 127, device=w.device))     # ascending; scale 0's 143 is past its end
+    # ascending; scale 0's 143 is past its end
+    table = _to_ue5m3(torch.arange(1, 127, device=w.device))
     scale = ((torch.searchsorted(table, ue5m3) + 1) % 127).to(torch.uint8).view(torch.float8_e4m3fn)
     parts = zip(*(t.split(packed.sizes) for t in (byte, scale, packed.global_scales)), strict=True)
     return [(b, s, g[0].clone()) for b, s, g in parts]
@@ -193,7 +197,8 @@ class _Linear(torch.autograd.Function):
             dx = dxa @ A
             if any(ctx.needs_input_grad[-2:]):
                 dA, dB = dxa.T @ x, dy.T @ xa
-                r = len(A) // len(ctx.splits)          # of dB (N, R) keep the diagonal blocks: the rest is 0
+                # of dB (N, R) keep the diagonal blocks: the rest is 0
+                r = len(A) // len(ctx.splits)
                 dB = torch.cat([b[:, i * r:(i + 1) * r] for i, b in enumerate(dB.split(ctx.splits))])
         if ctx.needs_input_grad[0]:
             W = dequantize(ctx.weight, dy.dtype)
@@ -277,7 +282,8 @@ def _fused(x, weight, bias, A, B, splits, scale, plan, major):
     # A dependent kernel's CTAs hold SM slots while they wait. With many rows a Dense's cuBLAS call needs all.
     pdl = major >= 9 and (M <= 16 or not plain)
     flags = {"PDL": pdl, "launch_pdl": pdl, "F32": x.dtype == torch.float32}
-    xa, rank, sums = None, 0, []           # kernels overlap: keep all sums alive, so that no two share memory
+    # kernels overlap: keep all sums alive, so that no two share memory
+    xa, rank, sums = None, 0, []
     if A is not None:
         R, rank, m = len(A), len(A) // len(splits), 8 if M <= 8 else 16
         split = 1 if K < 8 * COLS else min(28, triton.cdiv(K, 256 if plain else 512))
@@ -318,7 +324,8 @@ def _decode(words, scales, exponent, HALF: constexpr, F32: constexpr):
     if HALF == 0:
         a, b = w & 0x81C081C0, (w >> 3 | w << 29) & 0x81C081C0
     else:
-        a, b = (w >> 6 | w << 26) & 0x81C081C0, (w & 0x001B001B) * 4228 & 0x81C081C0     # 2^12 + 2^7 + 2^2
+        # 2^12 + 2^7 + 2^2
+        a, b = (w >> 6 | w << 26) & 0x81C081C0, (w & 0x001B001B) * 4228 & 0x81C081C0
         s = s >> 8 | s << 24
     scale_a, scale_b = _halves((s & 0x0FF00FF0) | exponent.to(tl.uint32), F32)
     a = tl.join(*_halves(a, F32)).reshape(N, 2, 16) * scale_a[:, :, None]
@@ -353,9 +360,11 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
     """(TILE_N, TILE_M) of y.T, y[m, n] = Σ_k x[m, k] W[n, k]. Grid: (tiles of x, tiles of W, SPLIT_K).
     TMA: x is a tensor descriptor, not a pointer."""
     pid_m, pid_n, pid_k = tl.program_id(0), tl.program_id(1) + first_tile, tl.program_id(2)
-    begin, end = pid_k * tiles_k // SPLIT_K, (pid_k + 1) * tiles_k // SPLIT_K        # steps of 128 columns
+    # steps of 128 columns
+    begin, end = pid_k * tiles_k // SPLIT_K, (pid_k + 1) * tiles_k // SPLIT_K
     first_m, row = pid_m * TILE_M, tl.arange(0, TILE_N)
-    if TMA:      # Shift back a last tile that would pass the end of x: it repeats rows of the tile before.
+    # Shift back a last tile that would pass the end of x: it repeats rows of the tile before.
+    if TMA:
         first_m = tl.maximum(tl.minimum(first_m, M - TILE_M), 0)
     offs_m, offs_n = first_m + tl.arange(0, TILE_M), pid_n * TILE_N + row
     in_m, in_n = (offs_m < M)[None, :], offs_n < N
@@ -365,7 +374,8 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
         if RANK == 0:        # Wait for the writer of x; with LoRA, _shrink_kernel has already done so.
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    stored = (row + row // 64 * (tiles_k - 1) * 64)[:, None]     # rows 64 and up lie in the next row of tiles
+    # rows 64 and up lie in the next row of tiles
+    stored = (row + row // 64 * (tiles_k - 1) * 64)[:, None]
     w_ptr = words + stored * 16 + tl.arange(0, 16)[None, :]
     s_ptr = scales + stored * 2 + tl.arange(0, 2)[None, :]
     acc = tl.zeros((TILE_N, TILE_M), tl.float32)
@@ -404,7 +414,8 @@ def _linear_kernel(x, words, scales, global_scales, bias, xa, lora_B, y, sums, c
             first_n = 0
             for part in tl.static_range(len(SPLITS)):
                 last_n = first_n + SPLITS[part]
-                if (first_n < (pid_n + 1) * TILE_N) & (last_n > pid_n * TILE_N):    # few tiles have two parts
+                # few tiles have two parts
+                if (first_n < (pid_n + 1) * TILE_N) & (last_n > pid_n * TILE_N):
                     xa_t = tl.load(xa + offs_m[None, :] * (len(SPLITS) * RANK) + part * RANK + r[:, None],
                                    mask=in_m & (r < RANK)[:, None], other=0.)
                     mine = ((offs_n >= first_n) & (offs_n < last_n))[:, None]

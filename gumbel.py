@@ -72,7 +72,8 @@ def _sample(logits, temperature, seed, step, sequence, position):
     B, V = logits.shape
     logits = logits.contiguous()
     tiles = triton.cdiv(V, VOCAB_TILE)
-    found = logits.new_empty(B, 4, tiles, dtype=torch.float32)     # max z, Σ exp(z − max), max noisy z, its z
+    # max z, Σ exp(z − max), max noisy z, its z
+    found = logits.new_empty(B, 4, tiles, dtype=torch.float32)
     winner = sequence.new_empty(B, tiles)
     token = torch.empty_like(sequence)
     logprob = logits.new_empty(B)
@@ -100,7 +101,8 @@ def _tile_kernel(logits, temperature, seed, step, sequence, position, found, win
         bits = bits.to(tl.uint32, bitcast=True) >> 9
         uniform = (bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07                # 2^-23, as in noise()
         noisy = z - tl.log(-tl.log(uniform))
-    best = tl.minimum(tl.argmax(noisy, 0), V - 1 - tile * TILE)        # NaN (a finished row) has no argmax
+    # NaN (a finished row) has no argmax
+    best = tl.minimum(tl.argmax(noisy, 0), V - 1 - tile * TILE)
     top = tl.max(z, 0)
     found += b * 4 * tl.num_programs(0) + tile
     tl.store(found, top)

@@ -9,7 +9,8 @@ import sys
 import time
 
 import torch.distributed as dist
-import torch.distributed.nn  # before a group exists: its default arguments would keep that group alive
+# before a group exists: its default arguments would keep that group alive
+import torch.distributed.nn
 
 import checkpoint
 import lora
@@ -81,7 +82,8 @@ def join_ranks(device):
     if "RANK" in os.environ:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
         if device == "cuda":
-            torch.cuda.set_device(device := f"cuda:{os.environ['LOCAL_RANK']}")     # Triton launches there
+            # Triton launches there
+            torch.cuda.set_device(device := f"cuda:{os.environ['LOCAL_RANK']}")
     return device
 
 

@@ -34,7 +34,8 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, targets, W, temperature):
         logprob, entropy = hidden.new_empty(2, len(hidden), dtype=torch.float32)
-        slope = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None         # d logprob / d hidden
+        # d logprob / d hidden
+        slope = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         size = max(1, LOGITS_AT_ONCE // len(W))
         for rows in (slice(i, i + size) for i in range(0, len(hidden), size)):
             z = logits(hidden[rows], W)
@@ -82,7 +83,8 @@ def _softmax_kernel(z, targets, scale, logprob, entropy, dz, V, TILE: constexpr)
         new = tl.maximum(top, tl.max(x, 0))
         shrink, p = tl.exp(top - new), tl.exp(x - new)
         total = total * shrink + tl.sum(p, 0)
-        dot = dot * shrink + tl.sum(tl.where(p > 0, p * x, 0.), 0)      # past the end 0 · −inf would be NaN
+        # past the end 0 · −inf would be NaN
+        dot = dot * shrink + tl.sum(tl.where(p > 0, p * x, 0.), 0)
         top = new
     log_sum = top + tl.log(total)
     tl.store(logprob + row, tl.load(z + target) * scale - log_sum)

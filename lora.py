@@ -123,7 +123,8 @@ def save_adapter(model, folder, base_name=""):
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {k: v.contiguous().cpu() for k, v in adapter_tensors(model).items()}
     layer = next(iter(lora_layers(model).values()))
-    base_name = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}.get(base_name, base_name)    # on the hub
+    # on the hub
+    base_name = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}.get(base_name, base_name)
     config = dict(peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=str(base_name),
                   r=layer.rank, lora_alpha=layer.alpha, lora_dropout=0.0, bias="none", fan_in_fan_out=False,
                   inference_mode=True, target_modules=sorted({k.split(".")[-3] for k in tensors}))

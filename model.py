@@ -184,7 +184,8 @@ class Decoder(nn.Module):
                                      norm(at, "input_layernorm", D), norm(at, "post_attention_layernorm", D)))
         self.norm = norm("model.", "norm", D)
         tied, head = config.tie_word_embeddings, self.embed_tokens
-        if not tied or "lm_head.weight" in source.unread:        # some exports store the tied matrix twice
+        # some exports store the tied matrix twice
+        if not tied or "lm_head.weight" in source.unread:
             head = source.tensor("lm_head.weight", (V, D)).to(device, self.dtype)
             if tied and not torch.equal(head, self.embed_tokens):
                 raise ValueError(f"{source.path}: lm_head.weight is not the embeddings, to which its config "

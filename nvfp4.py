@@ -80,7 +80,8 @@ def shared_global_scale(*weights):
 
     ValueError: a weight is NaN or infinite.
     """
-    amax = torch.stack([w.detach().abs().max() for w in weights]).max().item()    # torch's max keeps a NaN
+    # torch's max keeps a NaN
+    amax = torch.stack([w.detach().abs().max() for w in weights]).max().item()
     if not math.isfinite(amax):
         bad = sum(int((~w.isfinite()).sum()) for w in weights)
         raise ValueError(f"{bad} weights are NaN or infinite: the checkpoint is damaged, "
@@ -116,7 +117,8 @@ def _divisor(scale):
 
 def _nearest_e2m1(x):
     """x ≥ 0 → the nearest of 0 ½ 1 1½ 2 3 4 6. A tie takes the even code, as torch.round rounds it."""
-    power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)    # the exponent's bits alone: 2^⌊log2 x⌋
+    # the exponent's bits alone: 2^⌊log2 x⌋
+    power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
     step = power.clamp_(1, 4).mul_(0.5)                               # ½ below 2, 1 below 4, 2 from 4 on
     return x.div(step).round_().mul_(step).clamp_(max=FP4_MAX)
 

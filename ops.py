@@ -273,7 +273,8 @@ def cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
     On a GPU older keys and values are loaded before the PDL wait: do not write them in the kernel before."""
     if qkv.is_cuda:
         return _cached_attention(qkv, head_norms, cos, sin, cache, layer, positions)
-    k_cache, v_cache, slots = cache.k[layer], cache.v[layer], cache.slots           # (slots, Hkv, length, Dh)
+    # (slots, Hkv, length, Dh)
+    k_cache, v_cache, slots = cache.k[layer], cache.v[layer], cache.slots
     Hkv, _, Dh = k_cache.shape[1:]
     q, k, v = qkv.unflatten(-1, (-1, Dh)).tensor_split((-2 * Hkv, -Hkv), 1)             # (B, heads, Dh)
     if head_norms:
@@ -303,7 +304,8 @@ def _cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
     q_weight, k_weight, eps = head_norms or (None, None, 0.)
     out = qkv.new_empty(B, H * Dh)
     sums = qkv.new_empty(B, Hkv, pieces, H // Hkv, Dh, dtype=torch.float32)         # each piece's Σ p·v
-    maxima = qkv.new_empty(B, Hkv, pieces, 2, H // Hkv, dtype=torch.float32)        # its largest score, Σ p
+    # its largest score, Σ p
+    maxima = qkv.new_empty(B, Hkv, pieces, 2, H // Hkv, dtype=torch.float32)
     assert cache.counters.numel() >= B * Hkv and pieces * SPLIT < length + SPLIT
     # few rows: large tiles, so that a CTA loads its piece at once; many: small ones, so that CTAs share an SM
     few = 4 * B * Hkv <= 132                 # at 4 pieces a row, no more CTAs than an H100 has SMs

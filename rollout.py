@@ -144,7 +144,8 @@ class Sampler:
                         rollout.tokens[row, len(prompt):] = 0
                         rollout.logprobs[row] = 0
                 batch = None
-                torch.cuda.empty_cache()  # return KV memory to CUDA, or the update's tensors fragment it
+                # return KV memory to CUDA, or the update's tensors fragment it
+                torch.cuda.empty_cache()
         return rollout.rows(range(B))
 
     def _room(self, length, prefill, top_p):

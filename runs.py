@@ -88,12 +88,14 @@ class Run:
                 yield self.first
             except (KeyboardInterrupt, SystemExit, ValueError, RuntimeError) as stop:
                 if self.done > self.first:
-                    with suppress(KeyboardInterrupt, SystemExit), self.undivided():  # a second Ctrl-C waits
+                    # a second Ctrl-C waits
+                    with suppress(KeyboardInterrupt, SystemExit), self.undivided():
                         self.save(model, optimizer)
                 why = stop.args[0] if isinstance(stop, KeyboardInterrupt) and stop.args else ""
                 self.say(f"\nstopped after {self.done} steps{why}; {self.go_on}", sys.stderr)
                 raise
-        except (OSError, SafetensorError) as error:     # a full disk: no save, and the log lacks this step
+        # a full disk: no save, and the log lacks this step
+        except (OSError, SafetensorError) as error:
             holds = f"; the last checkpoint holds: {self.go_on}" if self.saved() else ""
             raise OSError(f"{self.folder}: {error}{holds}") from error
         self.finish()
@@ -305,7 +307,8 @@ def plot(folders, path=None):
             label = Path(folder).name if axis is middle else label if i == 0 else None
             axis.plot([r["step"] for r in found], [r[key] for r in found], style, color=f"C{i}",
                       label=label, markerfacecolor="none", alpha=.4 if key == "reward" else 1)
-    left.set_ylim(min(-.03, left.dataLim.y0), max(1.03, left.dataLim.y1))       # a reward may be any number
+    # a reward may be any number
+    left.set_ylim(min(-.03, left.dataLim.y0), max(1.03, left.dataLim.y1))
     right.set_yscale("symlog", linthresh=1e-4)
     titles = "Mean reward", "Entropy of the policy, nats a token", "Adaptive noise"
     for axis, title in zip((left, middle, right), titles, strict=True):
@@ -354,10 +357,12 @@ def jsonl(path):
 def append(path, record):
     """Append a record as a line, and wait until it is on the disk."""
     text = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
-    with open(path, "ab+", buffering=0) as file:    # unbuffered: closing must not write again what failed
+    # unbuffered: closing must not write again what failed
+    with open(path, "ab+", buffering=0) as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
-            text = text if file.read(1) == b"\n" else b"\n" + text      # a crash may have cut its last line
+            # a crash may have cut its last line
+            text = text if file.read(1) == b"\n" else b"\n" + text
         while text:                                 # a nearly full disk writes a part, then raises
             text = text[file.write(text):]
         os.fsync(file.fileno())

@@ -66,10 +66,12 @@ HEADING = re.compile(r"[0-9]{1,2}[.)] +[*_]*[^\W\d_]")                          
 # a number and its unit, whose exponent is dropped: 540 m^2, 540\text{ m}^2, 9.8 m/s^2, 540 cm2
 SQUARE = re.compile(r"([0-9](?:[ ~$]|\\[,; ])*(?:\\(?:text|mathrm|mbox)\{[ ~]*)?(?:[a-zA-Z]{1,20}/)?"
                     r"(?:[ms]|[a-zA-Z]{2,20}))(?:([.}$]*)\^(?:\{[23]\}|[23])|[23])(?![0-9])")
-BOXED = re.compile(r"\\boxed *\{(" + r"(?:[^{}]|\{" * 4 + "[^{}]*" + r"\})*" * 4 + r")\}")     # braces 5 deep
+# braces 5 deep
+BOXED = re.compile(r"\\boxed *\{(" + r"(?:[^{}]|\{" * 4 + "[^{}]*" + r"\})*" * 4 + r")\}")
 # \boxed 2 without braces, as in some solutions of MATH: it ends where its formula ends
 BARE = re.compile(r"\\boxed +((?:\\\$|[^ ${])(?:\\\$|[^$])*?) *(?=\$|\\[])]|\\end)")
-BINARY = re.compile(r"(?:[^\W_]|[)\]}%]|[0-9]\$|[0-9%][ \t]{1,8})\Z")        # a minus after this subtracts
+# a minus after this subtracts
+BINARY = re.compile(r"(?:[^\W_]|[)\]}%]|[0-9]\$|[0-9%][ \t]{1,8})\Z")
 POWER = re.compile(r"(?:[0-9)]\*\*|[0-9)] \*\* |\^ ?[({]?)\Z")               # a number after this is a power
 RAISED = re.compile(r"\^(?!\{?\\circ)|\*\*[0-9(]| \*\* [0-9(]")              # a power; 90^\circ is none
 HUB = re.compile(r"(?!.*\.jsonl?\Z)([\w-][\w.-]*/[\w.-]+)(?:/([\w.-]+))?(?::([\w.%:[\]-]+))?")
@@ -100,7 +102,8 @@ class Task(NamedTuple):
     train: list[dict]
     held_out: list[dict]                                # never trained on
     prompt: Callable[[dict], str | list]                # problem → the user's message, or a chat
-    reward: Callable[[dict, str, bool], float]          # problem, text, ended? → 1.0 or 0.0; own: any number
+    # problem, text, ended? → 1.0 or 0.0; own: any number
+    reward: Callable[[dict, str, bool], float]
 
 
 def _arithmetic(question, operation, default, data=None, operands=None, held_out=32):
@@ -115,7 +118,8 @@ def _arithmetic(question, operation, default, data=None, operands=None, held_out
     n = high - low + 1
     if not 2 * held_out <= n * n <= MAX_PAIRS:
         raise ValueError(f"--operands {low}-{high} makes {n * n} problems, not {2 * held_out} to {MAX_PAIRS}")
-    rng, values = random.Random(0), range(low, high + 1)    # not --seed: every run holds out the same pairs
+    # not --seed: every run holds out the same pairs
+    rng, values = random.Random(0), range(low, high + 1)
     # a * a is 1 pair in n, and so of those held out; odd or even like held_out, as other pairs come in twos
     squares = 2 * round(held_out / n / 2) + held_out % 2
     held = [(a, a) for a in rng.sample(values, squares)]
@@ -294,7 +298,8 @@ def read(source, check):
 
 def _text(record, *keys):
     for value in map(record.get, keys):
-        text = str(value).strip() if type(value) in (str, int, float) and value == value else ""    # no NaN
+        # no NaN
+        text = str(value).strip() if type(value) in (str, int, float) and value == value else ""
         text.encode()                          # raises on half an emoji, which JSON allows, no tokenizer
         if text:
             return text

@@ -30,7 +30,8 @@ from rollout import Rollout, Sampler
 def train(config, model, task, tokenizer, stop_ids, run):
     """The algorithm. Every random choice is a function of (seed, step), so a resumed run repeats it."""
     sampler, optimizer = Sampler(model), adamw(config, model)
-    with run.guarded(model, optimizer) as first:    # loads a checkpoint; saves one if the loop is stopped
+    # loads a checkpoint; saves one if the loop is stopped
+    with run.guarded(model, optimizer) as first:
         for step in range(first, config.steps, config.updates_per_rollout):
             evaluated = due(config, config.eval_every, step)
             if evaluated and task.held_out:
@@ -71,14 +72,16 @@ def collect(config, sampler, task, tokenizer, stop_ids, step):
             rows = range(p * G, (p + 1) * G)
             rewards = [task.reward(problem, answers[b], bool(sampled.finished[b])) for b in rows]
             if config.overlong == "penalty":
-                cache = max(1, config.max_new_tokens // 4)      # the last tokens, in which it falls to −1
+                # the last tokens, in which it falls to −1
+                cache = max(1, config.max_new_tokens // 4)
                 penalty = grpo.overlong_penalty(sampled.lengths[rows], config.max_new_tokens, cache).tolist()
                 rewards = [r + q for r, q in zip(rewards, penalty, strict=True)]
             # 0.1 + 0.2 ≠ 0.3 would give a tiny advantage, and Adam rescales a tiny gradient to a full step
             rewards = [round(r, 9) for r in rewards]
             drawn.append((len(set(rewards)) > 1, sampled.rows(rows), rewards,
                           [(task.prompt(problem), answers[b]) for b in rows]))
-        kept = sorted(drawn, key=lambda group: not group[0])[:P]        # a stable sort: unequal rewards first
+        # a stable sort: unequal rewards first
+        kept = sorted(drawn, key=lambda group: not group[0])[:P]
         if all(signal for signal, *_ in kept):
             break
     signal, rollouts, rewards, texts = zip(*kept, strict=True)
@@ -125,7 +128,8 @@ def backward(config, model, sampled, advantages, old, first=True):
     unless correction is bypass. Rows of advantage 0 add 0: they are counted, but run only with beta > 0."""
     for p in model.parameters():
         p.grad = torch.zeros_like(p)                                 # a rank without rows adds zeros
-    trained = sampled.lengths * sampled.finished if config.overlong == "mask" else sampled.lengths     # (B,)
+    # (B,)
+    trained = sampled.lengths * sampled.finished if config.overlong == "mask" else sampled.lengths
     normalizer = all_sum(grpo.normalizer(config.loss, trained, config.max_new_tokens).double()).item()
     rows = torch.nonzero((trained > 0) & ((advantages != 0) | (config.beta > 0)))[:, 0]
     total = torch.zeros(7, dtype=torch.float64, device=model.device)

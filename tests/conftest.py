@@ -14,7 +14,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")      # before torch: tiny models lose by threads
 import torch  # noqa: E402
 
-signal.signal(signal.SIGINT, signal.default_int_handler)      # a shell starts background jobs with it ignored
+# a shell starts background jobs with it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)                  # nohup starts its command with it ignored
 
 

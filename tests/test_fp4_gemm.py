@@ -298,7 +298,8 @@ def test_gpu_an_adapter_below_the_last_bit_is_not_lost(on_gpu, M, plain):
         return fp4_gemm.linear(x, weight, bias, (A, B, sizes, .5)).detach().double()
 
     base, adapted = result(0 * B), result(B)
-    small = B * (2**-11 * base.norm() / (adapted - base).norm()).item()       # an ulp is 2^-8 to 2^-7 of y
+    # an ulp is 2^-8 to 2^-7 of y
+    small = B * (2**-11 * base.norm() / (adapted - base).norm()).item()
     delta = reference(x, 0 * W, 0 * bias, A, small, sizes)
     assert abs(((result(small) - base) * delta).sum() / delta.square().sum() - 1) < .1
 

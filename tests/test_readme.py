@@ -144,7 +144,8 @@ def test_the_lines_for_peft_transformers_and_pandas_run_as_printed(tiny_chat, tm
     assert capsys.readouterr().out.strip() and (tmp_path / "reward.png").stat().st_size > 5000
     log, ids = runs.read("runs/NAME"), torch.arange(3, 23)[None]
     rewards = [r["reward"] for r in log.values() if r["kind"] == "step"]
-    assert list(names["log"].reward.dropna()) == pytest.approx(rewards)  # pandas rounds the last digit
+    # pandas rounds the last digit
+    assert list(names["log"].reward.dropna()) == pytest.approx(rewards)
     merged, adapted = names["merged"].model.float(), names["adapted"].float()
     with torch.no_grad():
         want = merged(ids).logits
