@@ -22,6 +22,7 @@ Use: with noisy_norms(model, sigma(step, total_steps), seed, step): sample answe
 Left out: relative noise w · (1 + z); trained norms.
 Needs: torch.
 """
+
 import math
 from contextlib import contextmanager
 
@@ -45,8 +46,10 @@ def sigma(step, total_steps, start=1e-2, end=1e-4, stages=10, schedule="exponent
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r} must be one of {', '.join(SCHEDULES)}")
     if stages < 3 or start <= 0 or end <= 0:
-        raise ValueError("AQN needs stages ≥ 3 and positive sigmas, "
-                         f"got stages={stages}, start={start}, end={end}")
+        raise ValueError(
+            "AQN needs stages ≥ 3 and positive sigmas, "
+            f"got stages={stages}, start={start}, end={end}"
+        )
     if not 0 <= step < total_steps:
         raise ValueError(f"step {step} is not one of the {total_steps} steps, counted from 0")
     stage = step * stages // total_steps
@@ -60,7 +63,9 @@ def norms(model):
     """
     found = [m for name, m in model.named_modules() if name.rpartition(".")[2] in NORMS]
     if not found:
-        raise ValueError(f"no module of this model is called {' or '.join(NORMS)}: noise would do nothing")
+        raise ValueError(
+            f"no module of this model is called {' or '.join(NORMS)}: noise would do nothing"
+        )
     return found
 
 
@@ -78,8 +83,9 @@ def noisy_norms(model, sigma, seed, step):
     """
     changed = norms(model) if sigma > 0 else []
     if is_noisy(model):
-        raise RuntimeError("the norms are noisy already: "
-                           "noise is drawn from clean weights, never added to noise")
+        raise RuntimeError(
+            "the norms are noisy already: noise is drawn from clean weights, never added to noise"
+        )
     try:
         for index, norm in enumerate(changed):
             norm.clean_weight = norm.weight.detach().clone()
@@ -99,7 +105,9 @@ def noisy_norms(model, sigma, seed, step):
 if __name__ == "__main__":
     print("σ in each tenth of the run\n" + " " * 12 + "".join(f"{stage:9d}" for stage in range(10)))
     for name in SCHEDULES:
-        print(f"{name:12}" + "".join(f"{sigma(stage, 10, schedule=name):9.1e}" for stage in range(10)))
+        print(
+            f"{name:12}" + "".join(f"{sigma(stage, 10, schedule=name):9.1e}" for stage in range(10))
+        )
 
     block = torch.nn.Module()
     block.input_layernorm = torch.nn.RMSNorm(8)

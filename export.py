@@ -9,6 +9,7 @@ sum to 4 bits, export bf16, then that folder as nvfp4: part of what the adapter 
 The folder appears at DST only after it was loaded again and its logits compared; a wrong one is DST.wrong.
 Needs: torch, transformers, safetensors, huggingface_hub, model.py, checkpoint.py, lora.py, fp4_gemm.py.
 """
+
 import argparse
 import json
 import os
@@ -39,7 +40,11 @@ def export(source, destination, format, adapter="", quant=""):
     source: a run's folder, or what checkpoint.open takes. adapter, quant: override the run's own.
     ValueError: destination is not empty, nothing to write, or the folder read back gives other logits.
     """
-    place, run, layout = Path(destination), Path(source), {"nvfp4": CT, "modelopt": MODELOPT}.get(format)
+    place, run, layout = (
+        Path(destination),
+        Path(source),
+        {"nvfp4": CT, "modelopt": MODELOPT}.get(format),
+    )
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise ValueError(f"{place} exists and is not an empty folder: name a new one")
     if (run / "config.json").is_file() and "quant" in (flags := _json(run / "config.json")):
@@ -47,11 +52,15 @@ def export(source, destination, format, adapter="", quant=""):
             raise ValueError(f"{run} has no adapter: train on with python train.py --resume {run}")
         source, adapter, quant = flags["model"], adapter or run / "adapter", quant or flags["quant"]
     if not adapter and format == "adapter":
-        raise ValueError(f"{source} has no adapter: name a run's folder, or an adapter's with --adapter")
+        raise ValueError(
+            f"{source} has no adapter: name a run's folder, or an adapter's with --adapter"
+        )
     if layout and quant == "bf16":
-        raise ValueError("a run of --quant bf16 has no 4 bits to write: take --format bf16, or --quant nvfp4")
+        raise ValueError(
+            "a run of --quant bf16 has no 4 bits to write: take --format bf16, or --quant nvfp4"
+        )
     shape = _json(Path(adapter) / "adapter_config.json") if adapter else {}
-    rank = r if type(r := shape.get("r")) is int else 1              # load_adapter refuses what is no int
+    rank = r if type(r := shape.get("r")) is int else 1  # load_adapter refuses what is no int
     # as it does for no number
     alpha = a if type(a := shape.get("lora_alpha")) in (int, float) else 1
     base_name = place if layout else source
@@ -59,7 +68,10 @@ def export(source, destination, format, adapter="", quant=""):
     ours = model.load(source, quant, rank, alpha)
     if adapter:
         lora.load_adapter(ours, adapter)
-    ids, positions = torch.arange(1, 33)[None] * 7919 % source.config.vocab_size, torch.arange(32)[None]
+    ids, positions = (
+        torch.arange(1, 33)[None] * 7919 % source.config.vocab_size,
+        torch.arange(32)[None],
+    )
     want = ours.logits(ours(ids, positions))
     if format == "bf16":
         _merge(ours)
@@ -76,20 +88,26 @@ def export(source, destination, format, adapter="", quant=""):
                 lora.save_adapter(ours, beside, base_name)
             if format != "adapter":
                 _write(ours, source, new, layout)
-        del ours                                                 # one model in memory at a time
-        again = model.load(source if format == "adapter" else str(new),
-                           "bf16" if format == "bf16" else quant, rank, alpha)
+        del ours  # one model in memory at a time
+        again = model.load(
+            source if format == "adapter" else str(new),
+            "bf16" if format == "bf16" else quant,
+            rank,
+            alpha,
+        )
         if beside:
             lora.load_adapter(again, beside)
         off = ((again.logits(again(ids, positions)) - want).norm() / want.norm()).item()
         # bf16 rounds each weight; NVFP4 is exact, but a foreign global scale is inverted, which rounds
         limit = 2**-5 if format == "bf16" else 1e-5
         if not off <= limit:
-            shutil.rmtree(wrong, ignore_errors=True)                # of an earlier try
+            shutil.rmtree(wrong, ignore_errors=True)  # of an earlier try
         os.replace(new, place if off <= limit else wrong)
     if not off <= limit:
-        raise ValueError(f"{place} was not made: the logits of what was written, now in {wrong}, are off by "
-                         f"{off:.1e} of their size, more than {limit:.1e}")
+        raise ValueError(
+            f"{place} was not made: the logits of what was written, now in {wrong}, are off by "
+            f"{off:.1e} of their size, more than {limit:.1e}"
+        )
     return off
 
 
@@ -101,9 +119,13 @@ def _json(path):
 def _merge(decoder):
     """W + (alpha/rank) B A becomes W, in bf16."""
     for layer in lora.lora_layers(decoder).values():
-        parts = zip(layer.lora_A.data.split(layer.rank), layer.lora_B.data.split(layer.splits), strict=True)
+        parts = zip(
+            layer.lora_A.data.split(layer.rank), layer.lora_B.data.split(layer.splits), strict=True
+        )
         added = torch.cat([layer.scale * b @ a for a, b in parts])
-        layer.base.W = fp4_gemm.Dense((fp4_gemm.dequantize(layer.base.W, torch.float32) + added).bfloat16())
+        layer.base.W = fp4_gemm.Dense(
+            (fp4_gemm.dequantize(layer.base.W, torch.float32) + added).bfloat16()
+        )
 
 
 def _copy_tokenizer(source, folder):
@@ -113,7 +135,9 @@ def _copy_tokenizer(source, folder):
         GenerationConfig.from_model_config(source.config).save_pretrained(folder)
         return
     for file in source.folder.iterdir():
-        if re.match("(tokenizer|vocab|merges|special_t|added_t|chat_template|generation_c)", file.name):
+        if re.match(
+            "(tokenizer|vocab|merges|special_t|added_t|chat_template|generation_c)", file.name
+        ):
             shutil.copyfile(file, folder / file.name)
 
 
@@ -124,14 +148,33 @@ def _write(decoder, source, folder, layout):
     config.__dict__.pop("quantization_config", None)
     if layout:
         kind = layout[1]
-        algo = dict(format=kind, quantization_status="compressed") if layout == CT else dict(quant_algo=kind)
-        weights = dict(num_bits=4, type="float", strategy="tensor_group", group_size=16, dynamic=False)
-        config.quantization_config = dict(quant_method=layout[0], ignore=["lm_head"], **algo, config_groups={
-            "group_0": dict(targets=["Linear"], weights=weights)})
+        algo = (
+            dict(format=kind, quantization_status="compressed")
+            if layout == CT
+            else dict(quant_algo=kind)
+        )
+        weights = dict(
+            num_bits=4, type="float", strategy="tensor_group", group_size=16, dynamic=False
+        )
+        config.quantization_config = dict(
+            quant_method=layout[0],
+            ignore=["lm_head"],
+            **algo,
+            config_groups={"group_0": dict(targets=["Linear"], weights=weights)},
+        )
     if layout == MODELOPT:
-        (folder / "hf_quant_config.json").write_text(json.dumps(dict(
-            producer=dict(name="modelopt", version="0.44.0"),            # readers check whose layout it is
-            quantization=dict(algo, kv_cache_quant_algo=None, group_size=16, exclude_modules=["lm_head"]))))
+        (folder / "hf_quant_config.json").write_text(
+            json.dumps(
+                dict(
+                    producer=dict(
+                        name="modelopt", version="0.44.0"
+                    ),  # readers check whose layout it is
+                    quantization=dict(
+                        algo, kv_cache_quant_algo=None, group_size=16, exclude_modules=["lm_head"]
+                    ),
+                )
+            )
+        )
     config.save_pretrained(folder)
     for name in checkpoint.tensor_names(config):
         if name in source.names and not name.endswith("_proj.weight"):
@@ -141,7 +184,7 @@ def _write(decoder, source, folder, layout):
         W, layer.base = layer.base.W, None
         parts = fp4_gemm.unpack(W) if layout else zip(W.weight.split(layer.splits))
         for proj, part in zip(lora.FUSED.get(own, (own,)), parts, strict=True):
-            if layout == CT:                                     # the format stores the inverse
+            if layout == CT:  # the format stores the inverse
                 part = *part[:2], 1 / part[2].view(1)
             for end, tensor in zip(ENDS.get(layout, [""]), part, strict=True):
                 tensors[f"model.{parent}.{proj}.weight{end}"] = tensor.clone()
@@ -153,12 +196,18 @@ if __name__ == "__main__":
     parser.add_argument("source", help="folder of a run, or a model as train.py's --model takes it")
     parser.add_argument("destination", help="folder to make")
     parser.add_argument("--format", required=True, choices=("adapter", "bf16", "nvfp4", "modelopt"))
-    parser.add_argument("--adapter", default="", help="folder of a PEFT adapter (default: the run's)")
-    parser.add_argument("--quant", default="", help="of the base, as in train.py (default: the run's, nvfp4)")
+    parser.add_argument(
+        "--adapter", default="", help="folder of a PEFT adapter (default: the run's)"
+    )
+    parser.add_argument(
+        "--quant", default="", help="of the base, as in train.py (default: the run's, nvfp4)"
+    )
     flags = parser.parse_args()
     try:
         off = export(**vars(flags))
     except (ValueError, OSError) as error:
         print(f"export.py: {error}", file=sys.stderr)
         sys.exit(2)
-    print(f"done: {flags.destination}, whose logits are the model's but for {off:.1e} of their size")
+    print(
+        f"done: {flags.destination}, whose logits are the model's but for {off:.1e} of their size"
+    )

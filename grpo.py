@@ -19,11 +19,17 @@ token ids: padding may have the end token's id. The sampled end token is an acti
 Left out: value networks, entropy bonuses, whole-batch reward scaling.
 Needs: torch.
 """
+
 import torch
 
 # (ε_low, ε_high) by default: DAPO's clip-higher, PPO's 0.2, GSPO §5.1; cispo ignores them for cispo_max
-CLIP = {"dapo": (0.2, 0.28), "grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2),
-        "gspo": (3e-4, 4e-4), "cispo": (0.0, 0.0)}
+CLIP = {
+    "dapo": (0.2, 0.28),
+    "grpo": (0.2, 0.2),
+    "dr_grpo": (0.2, 0.2),
+    "gspo": (3e-4, 4e-4),
+    "cispo": (0.0, 0.0),
+}
 
 
 def advantages(rewards, scale="group"):
@@ -34,13 +40,17 @@ def advantages(rewards, scale="group"):
     """
     P, G = rewards.shape
     if G < 2:
-        raise ValueError(f"a group of {G} has no mean to compare with: take at least 2 samples per prompt")
+        raise ValueError(
+            f"a group of {G} has no mean to compare with: take at least 2 samples per prompt"
+        )
     if scale not in ("group", "none"):
         raise ValueError(f"scale={scale!r} must be 'group' or 'none'")
     if not rewards.isfinite().all():
-        raise ValueError(f"{int((~rewards.isfinite()).sum())} rewards are NaN or infinite: "
-                         "see the task's reward()")
-    rewards = rewards.double()                          # float32 would round the mean of close rewards
+        raise ValueError(
+            f"{int((~rewards.isfinite()).sum())} rewards are NaN or infinite: "
+            "see the task's reward()"
+        )
+    rewards = rewards.double()  # float32 would round the mean of close rewards
     centred = rewards - rewards.mean(1, keepdim=True)
     if scale == "group":
         centred = centred / (rewards.std(1, keepdim=True) + 1e-4)
@@ -60,12 +70,29 @@ def normalizer(loss_type, lengths, max_new_tokens):
     """→ scalar, policy_loss's divisor for a whole optimizer batch: sum it over ranks. lengths (B,): trained
     tokens of each row; a row with none (a truncated answer that is masked out) is not counted."""
     rows = (lengths > 0).sum()
-    return {"dapo": lengths.sum(), "cispo": lengths.sum(), "grpo": rows, "gspo": rows,
-            "dr_grpo": rows * max_new_tokens}[loss_type]
+    return {
+        "dapo": lengths.sum(),
+        "cispo": lengths.sum(),
+        "grpo": rows,
+        "gspo": rows,
+        "dr_grpo": rows * max_new_tokens,
+    }[loss_type]
 
 
-def policy_loss(logprobs, old_logprobs, advantages, mask, normalizer, loss_type="dapo", weights=None,
-                clip_low=None, clip_high=None, cispo_max=5.0, ref_logprobs=None, beta=0.0):
+def policy_loss(
+    logprobs,
+    old_logprobs,
+    advantages,
+    mask,
+    normalizer,
+    loss_type="dapo",
+    weights=None,
+    clip_low=None,
+    clip_high=None,
+    cispo_max=5.0,
+    ref_logprobs=None,
+    beta=0.0,
+):
     """→ (loss, clipped), two scalars: this micro-batch's share of the loss, the number of clipped tokens.
 
     logprobs, old_logprobs, ref_logprobs, weights (B, T) f32, advantages (B,), mask (B, T) bool. Gradients
@@ -75,10 +102,10 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, normalizer, loss_type=
     """
     low = CLIP[loss_type][0] if clip_low is None else clip_low
     high = CLIP[loss_type][1] if clip_high is None else clip_high
-    log_ratio = torch.where(mask, logprobs - old_logprobs.detach(), 0)                    # (B, T)
+    log_ratio = torch.where(mask, logprobs - old_logprobs.detach(), 0)  # (B, T)
     weights = mask.float() if weights is None else torch.where(mask, weights.detach(), 0)  # (B, T)
-    adv = advantages[:, None]                                                             # (B, 1)
-    lengths = mask.sum(1).clamp(min=1)                                                    # (B,)
+    adv = advantages[:, None]  # (B, 1)
+    lengths = mask.sum(1).clamp(min=1)  # (B,)
     if loss_type == "gspo":
         rows, clipped = gspo(log_ratio, advantages, weights, lengths, low, high)
     elif loss_type == "cispo":
@@ -87,7 +114,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, normalizer, loss_type=
         rows, clipped = clipped_surrogate(log_ratio, adv, weights, low, high)
         rows = rows / lengths if loss_type == "grpo" else rows
     if beta:
-        kl = kl_k3(torch.where(mask, ref_logprobs.detach() - logprobs, 0)).sum(1)         # (B,)
+        kl = kl_k3(torch.where(mask, ref_logprobs.detach() - logprobs, 0)).sum(1)  # (B,)
         rows = rows + beta * (kl / lengths if loss_type in ("grpo", "gspo") else kl)
     return rows.sum() / normalizer, clipped
 
@@ -96,25 +123,25 @@ def clipped_surrogate(log_ratio, adv, weights, low, high):
     """→ −Σ_t w · min(ρA, clip(ρ, 1−ε_low, 1+ε_high)A) (B,), PPO's surrogate; number of clipped tokens ()."""
     ratio = log_ratio.exp()
     clip = ratio.clamp(1 - low, 1 + high)
-    objective = weights * torch.min(ratio * adv, clip * adv)                              # (B, T)
-    clipped = (clip * adv < ratio * adv) & (weights > 0)                                  # (B, T)
+    objective = weights * torch.min(ratio * adv, clip * adv)  # (B, T)
+    clipped = (clip * adv < ratio * adv) & (weights > 0)  # (B, T)
     return -objective.sum(1), clipped.sum()
 
 
 def gspo(log_ratio, adv, weights, lengths, low, high):
     """→ −mean(w) · min(sA, clip(s, …)A) (B,), s: geometric mean of ratios; number of clipped tokens ()."""
-    ratio = (log_ratio.sum(1) / lengths).exp()                                            # (B,)
+    ratio = (log_ratio.sum(1) / lengths).exp()  # (B,)
     clip = ratio.clamp(1 - low, 1 + high)
-    objective = weights.sum(1) / lengths * torch.min(ratio * adv, clip * adv)             # (B,)
-    clipped = (clip * adv < ratio * adv) * (weights > 0).sum(1)                           # (B,) tokens
+    objective = weights.sum(1) / lengths * torch.min(ratio * adv, clip * adv)  # (B,)
+    clipped = (clip * adv < ratio * adv) * (weights > 0).sum(1)  # (B,) tokens
     return -objective, clipped.sum()
 
 
 def cispo(log_ratio, adv, logprobs, weights, cispo_max):
     """→ −Σ_t w · stopgrad(min(ρ, ρ_max)) A ln π (B,): bounded weights; number of tokens at the bound ()."""
     ratio = log_ratio.detach().exp()
-    objective = weights * ratio.clamp(max=cispo_max) * adv * logprobs                     # (B, T)
-    clipped = (ratio > cispo_max) & (weights > 0)                                         # (B, T)
+    objective = weights * ratio.clamp(max=cispo_max) * adv * logprobs  # (B, T)
+    clipped = (ratio > cispo_max) & (weights > 0)  # (B, T)
     return -objective.sum(1), clipped.sum()
 
 
@@ -125,7 +152,7 @@ def importance_weights(old_logprobs, sampled_logprobs, cap=2.0):
 
 def kl_k3(log_ratio):
     """q − 1 − ln q with q = exp(log_ratio) = π_ref/π: ≥ 0, with mean KL(π‖π_ref) under π (Schulman's k3)."""
-    return log_ratio.expm1() - log_ratio                # expm1 keeps the digits that q − 1 loses near q = 1
+    return log_ratio.expm1() - log_ratio  # expm1 keeps the digits that q − 1 loses near q = 1
 
 
 if __name__ == "__main__":
@@ -140,5 +167,5 @@ if __name__ == "__main__":
     print("on-policy: the loss, and the gradient of the first answer, one token and two of padding")
     for kind in CLIP:
         loss, _ = policy_loss(logprobs, logprobs, adv, mask, normalizer(kind, lengths, 3), kind)
-        grad, = torch.autograd.grad(loss, logprobs)
+        (grad,) = torch.autograd.grad(loss, logprobs)
         print(f"   {kind:8} {loss:+.4f}", [round(v, 4) for v in grad[0].tolist()])

@@ -10,17 +10,19 @@ while its predecessor still runs, and waits for it before reading.
 
 Needs: torch; on a GPU also triton.
 """
+
 import torch
 
 try:
     import triton
     import triton.language as tl
+
     jit, constexpr = triton.jit, tl.constexpr
-except ImportError:      # a CPU machine may lack Triton: its kernels are then never launched
+except ImportError:  # a CPU machine may lack Triton: its kernels are then never launched
     jit, constexpr = (lambda kernel=None, **options: kernel or jit), int
 
-VOCAB_TILE = 2048        # logits that one CTA of the sampler reads
-NUCLEUS = 4096           # most tokens of a nucleus: topk finds so many sooner than sort() orders all
+VOCAB_TILE = 2048  # logits that one CTA of the sampler reads
+NUCLEUS = 4096  # most tokens of a nucleus: topk finds so many sooner than sort() orders all
 
 
 def _fused(x):
@@ -61,8 +63,8 @@ def nucleus(logits, temperature, top_p):
     scaled = logits / (temperature or 1.0)
     ordered = scaled.topk(min(NUCLEUS, logits.shape[1])).values
     p = (ordered - scaled.logsumexp(-1, keepdim=True)).exp()
-    before = p.cumsum(-1) - p                           # sum over the more probable tokens
-    least = ordered.masked_fill(before >= top_p, float("inf")).amin(-1, keepdim=True)           # (B, 1)
+    before = p.cumsum(-1) - p  # sum over the more probable tokens
+    least = ordered.masked_fill(before >= top_p, float("inf")).amin(-1, keepdim=True)  # (B, 1)
     # compare with a threshold, do not scatter: deterministic scatter cannot be captured into a CUDA graph
     return logits.masked_fill(scaled < least, float("-inf"))
 
@@ -77,16 +79,48 @@ def _sample(logits, temperature, seed, step, sequence, position):
     winner = sequence.new_empty(B, tiles)
     token = torch.empty_like(sequence)
     logprob = logits.new_empty(B)
-    _tile_kernel[tiles, B](logits, temperature or 1.0, seed, step, sequence, position,
-                           found, winner, V, GREEDY=temperature == 0, TILE=VOCAB_TILE, **_flags(logits))
-    _merge_kernel[B,](found, winner, token, logprob, tiles, TILES=triton.next_power_of_2(tiles),
-                      **_flags(logits), num_warps=1)
+    _tile_kernel[tiles, B](
+        logits,
+        temperature or 1.0,
+        seed,
+        step,
+        sequence,
+        position,
+        found,
+        winner,
+        V,
+        GREEDY=temperature == 0,
+        TILE=VOCAB_TILE,
+        **_flags(logits),
+    )
+    _merge_kernel[B,](
+        found,
+        winner,
+        token,
+        logprob,
+        tiles,
+        TILES=triton.next_power_of_2(tiles),
+        **_flags(logits),
+        num_warps=1,
+    )
     return token, logprob
 
 
 @jit(do_not_specialize=["seed", "step"])
-def _tile_kernel(logits, temperature, seed, step, sequence, position, found, winner, V, GREEDY: constexpr,
-                 TILE: constexpr, PDL: constexpr):
+def _tile_kernel(
+    logits,
+    temperature,
+    seed,
+    step,
+    sequence,
+    position,
+    found,
+    winner,
+    V,
+    GREEDY: constexpr,
+    TILE: constexpr,
+    PDL: constexpr,
+):
     tile, b = tl.program_id(0), tl.program_id(1)
     _start(PDL)
     block = tile * (TILE // 4) + tl.arange(0, TILE // 4)
@@ -94,12 +128,17 @@ def _tile_kernel(logits, temperature, seed, step, sequence, position, found, win
     z = tl.load(logits + b.to(tl.int64) * V + ids, mask=ids < V, other=float("-inf")) / temperature
     noisy = z
     if not GREEDY:
-        zero = block * 0                                             # tl.philox takes tensors of one shape
-        w0, w1, w2, w3 = tl.philox(seed, block, zero + tl.load(position + b).to(tl.int32),
-                                   zero + tl.load(sequence + b).to(tl.int32), zero + step.to(tl.int32))
-        bits = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(TILE)        # w0 w1 w2 w3 of each block
+        zero = block * 0  # tl.philox takes tensors of one shape
+        w0, w1, w2, w3 = tl.philox(
+            seed,
+            block,
+            zero + tl.load(position + b).to(tl.int32),
+            zero + tl.load(sequence + b).to(tl.int32),
+            zero + step.to(tl.int32),
+        )
+        bits = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(TILE)  # w0 w1 w2 w3 of each block
         bits = bits.to(tl.uint32, bitcast=True) >> 9
-        uniform = (bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07                # 2^-23, as in noise()
+        uniform = (bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23, as in noise()
         noisy = z - tl.log(-tl.log(uniform))
     # NaN (a finished row) has no argmax
     best = tl.minimum(tl.argmax(noisy, 0), V - 1 - tile * TILE)
@@ -109,7 +148,7 @@ def _tile_kernel(logits, temperature, seed, step, sequence, position, found, win
     # -1e30: a tile whose logits are all −inf must add exp(−inf) = 0, but −inf − −inf is NaN
     tl.store(found + tl.num_programs(0), tl.sum(tl.exp(z - tl.maximum(top, -1e30)), 0))
     tl.store(found + 2 * tl.num_programs(0), tl.max(noisy, 0))
-    tl.store(found + 3 * tl.num_programs(0), tl.sum(tl.where(ids == tile * TILE + best, z, 0.), 0))
+    tl.store(found + 3 * tl.num_programs(0), tl.sum(tl.where(ids == tile * TILE + best, z, 0.0), 0))
     tl.store(winner + b * tl.num_programs(0) + tile, tile * TILE + best)
 
 
@@ -119,21 +158,21 @@ def _merge_kernel(found, winner, token, logprob, tiles, TILES: constexpr, PDL: c
     b, i = tl.program_id(0), tl.arange(0, TILES)
     found += b * 4 * tiles + i
     top = tl.load(found, mask=i < tiles, other=float("-inf"))
-    total = tl.load(found + tiles, mask=i < tiles, other=0.)
+    total = tl.load(found + tiles, mask=i < tiles, other=0.0)
     noisy = tl.load(found + 2 * tiles, mask=i < tiles, other=float("-inf"))
     best = tl.minimum(tl.argmax(noisy, 0), tiles - 1)
     largest = tl.max(top, 0)
     lse = largest + tl.log(tl.sum(total * tl.exp(top - largest), 0))
-    z = tl.load(found + 3 * tiles, mask=i < tiles, other=0.)
-    tl.store(logprob + b, tl.sum(tl.where(i == best, z, 0.), 0) - lse)
+    z = tl.load(found + 3 * tiles, mask=i < tiles, other=0.0)
+    tl.store(logprob + b, tl.sum(tl.where(i == best, z, 0.0), 0) - lse)
     tl.store(token + b, tl.load(winner + b * tiles + best))
 
 
 def noise(V, seed, step, sequence, position):
     """→ (B, V) f32 standard Gumbel noise for sequence and position (B,) int64."""
-    block = torch.arange((V + 3) // 4, device=sequence.device)[None]                     # (1, V/4)
+    block = torch.arange((V + 3) // 4, device=sequence.device)[None]  # (1, V/4)
     words = philox(seed, block, position[:, None], sequence[:, None], step & 0xFFFFFFFF)
-    bits = torch.stack(words, -1).flatten(1)[:, :V]                                      # (B, V) 32-bit words
+    bits = torch.stack(words, -1).flatten(1)[:, :V]  # (B, V) 32-bit words
     # 23 bits + ½ are exact in fp32; 24 could round to uniform = 1, whose noise is infinite and always wins
     uniform = ((bits >> 9).float() + 0.5) * 2.0**-23
     return uniform.log_().neg_().log_().neg_()
@@ -146,7 +185,12 @@ def philox(seed, c0, c1, c2, c3):
     for _ in range(10):
         # int64 overflow may make a >> 32 negative; `& low` keeps the 32 bits that are right
         a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = ((b >> 32) & low) ^ c1 ^ key0, b & low, ((a >> 32) & low) ^ c3 ^ key1, a & low
+        c0, c1, c2, c3 = (
+            ((b >> 32) & low) ^ c1 ^ key0,
+            b & low,
+            ((a >> 32) & low) ^ c3 ^ key1,
+            a & low,
+        )
         key0, key1 = (key0 + 0x9E3779B9) & low, (key1 + 0xBB67AE85) & low
     return torch.broadcast_tensors(c0, c1, c2, c3)
 
@@ -157,8 +201,20 @@ def append(token, logprob, rows, positions, stops, limit, last, rollout):
     Changed in place: rollout, a Rollout; last (B,) int64, which takes the token; positions (B,) int64 of the
     tokens that the model just read: each grows by 1, or becomes −1 when its row ends, and is then skipped."""
     if _fused(logprob):
-        _append_kernel[len(token),](token, logprob, rows, positions, stops, len(stops), limit, last,
-                                    *rollout[:4], rollout.tokens.shape[1], **_flags(token), num_warps=1)
+        _append_kernel[len(token),](
+            token,
+            logprob,
+            rows,
+            positions,
+            stops,
+            len(stops),
+            limit,
+            last,
+            *rollout[:4],
+            rollout.tokens.shape[1],
+            **_flags(token),
+            num_warps=1,
+        )
         return
     going = (positions >= 0).nonzero()[:, 0]
     token, row, at = token[going], rows[going], positions[going] + 1
@@ -172,8 +228,22 @@ def append(token, logprob, rows, positions, stops, limit, last, rollout):
 
 
 @jit(do_not_specialize=["limit", "width"])
-def _append_kernel(token, logprob, rows, positions, stops, n_stops, limit, last, tokens, logprobs, lengths,
-                   finished, width, PDL: constexpr):
+def _append_kernel(
+    token,
+    logprob,
+    rows,
+    positions,
+    stops,
+    n_stops,
+    limit,
+    last,
+    tokens,
+    logprobs,
+    lengths,
+    finished,
+    width,
+    PDL: constexpr,
+):
     _start(PDL)
     b = tl.program_id(0)
     at = tl.load(positions + b) + 1
@@ -196,7 +266,10 @@ if __name__ == "__main__":
     token, logprob = sample(logits.expand(100_000, 4), 0.7, 5, 0, number, number * 0)
     alone = torch.cat([sample(logits, 0.7, 5, 0, n[None], n[None] * 0)[0] for n in number[:12]])
     print("softmax at temperature 0.7   ", *[f"{p:.4f}" for p in (logits[0] / 0.7).softmax(0)])
-    print("shares of 100 000 draws      ", *[f"{n / 100_000:.4f}" for n in token.bincount(minlength=4)])
+    print(
+        "shares of 100 000 draws      ",
+        *[f"{n / 100_000:.4f}" for n in token.bincount(minlength=4)],
+    )
     print("drawn for sequences 0 … 11   ", *token[:12].tolist())
     print("each drawn without the others", *alone.tolist())
     print("exp(log-probability), 5 … 8  ", *[f"{p:.4f}" for p in logprob[5:9].exp()])

@@ -10,16 +10,18 @@ GPU one kernel reads a chunk's logits twice and writes all results; the plain to
 
 Left out: gradients of W and of the entropy. Needs: torch; on a GPU also triton.
 """
+
 import torch
 
 try:
     import triton
     import triton.language as tl
+
     jit, constexpr = triton.jit, tl.constexpr
-except ImportError:      # the CPU path needs no triton
+except ImportError:  # the CPU path needs no triton
     jit, constexpr = (lambda kernel=None, **options: kernel or jit), int
 
-LOGITS_AT_ONCE = 1 << 26                       # of a chunk: 268 MB of fp32 for any vocabulary
+LOGITS_AT_ONCE = 1 << 26  # of a chunk: 268 MB of fp32 for any vocabulary
 
 
 def logits(hidden, W):
@@ -43,14 +45,14 @@ class TokenLogprobs(torch.autograd.Function):
             softmax(z, targets[rows], temperature, logprob[rows], entropy[rows], dz)
             if slope is not None:
                 torch.mm(dz, W, out=slope[rows])
-            z = dz = None                              # free these before the next chunk's are allocated
+            z = dz = None  # free these before the next chunk's are allocated
         ctx.save_for_backward(slope)
         ctx.mark_non_differentiable(entropy)
         return logprob, entropy
 
     @staticmethod
     def backward(ctx, grad, _):
-        slope, = ctx.saved_tensors
+        (slope,) = ctx.saved_tensors
         return (slope * grad[:, None]).to(slope.dtype), None, None, None
 
 
@@ -58,15 +60,18 @@ def softmax(z, targets, temperature, logprob, entropy, dz):
     """z (n, V) f32, before the temperature; a CPU overwrites it. Writes logprob, entropy (n,) f32 and, unless
     it is None, dz (n, V), the derivative of logprob."""
     if z.is_cuda:
-        _softmax_kernel[len(z),](z, targets, 1 / temperature, logprob, entropy, dz, z.shape[1], TILE=4096,
-                                 num_warps=8)
+        _softmax_kernel[len(z),](
+            z, targets, 1 / temperature, logprob, entropy, dz, z.shape[1], TILE=4096, num_warps=8
+        )
         return
     log_p = z.div_(temperature).log_softmax(-1)
     p = log_p.exp()
     logprob.copy_(log_p.gather(1, targets[:, None])[:, 0])
     entropy.copy_(-(p * log_p).sum(-1))
     if dz is not None:
-        dz.copy_(p.neg_().scatter_add_(1, targets[:, None], torch.ones_like(p[:, :1])) / temperature)
+        dz.copy_(
+            p.neg_().scatter_add_(1, targets[:, None], torch.ones_like(p[:, :1])) / temperature
+        )
 
 
 @jit(do_not_specialize=["scale"], do_not_specialize_on_alignment=["targets", "logprob", "entropy"])
@@ -77,27 +82,31 @@ def _softmax_kernel(z, targets, scale, logprob, entropy, dz, V, TILE: constexpr)
     target = tl.load(targets + row)
     # online softmax: top is the largest logit so far, total the sum of exp(logit − top), dot that of
     # exp(logit − top) · logit; when top grows, total and dot shrink
-    top, total, dot = -1e30, 0., 0.
+    top, total, dot = -1e30, 0.0, 0.0
     for start in range(0, V, TILE):
         x = tl.load(z + start + cols, mask=start + cols < V, other=float("-inf")) * scale
         new = tl.maximum(top, tl.max(x, 0))
         shrink, p = tl.exp(top - new), tl.exp(x - new)
         total = total * shrink + tl.sum(p, 0)
         # past the end 0 · −inf would be NaN
-        dot = dot * shrink + tl.sum(tl.where(p > 0, p * x, 0.), 0)
+        dot = dot * shrink + tl.sum(tl.where(p > 0, p * x, 0.0), 0)
         top = new
     log_sum = top + tl.log(total)
     tl.store(logprob + row, tl.load(z + target) * scale - log_sum)
     tl.store(entropy + row, log_sum - dot / total)
     if dz is not None:
         for start in range(0, V, TILE):
-            x = tl.load(z + start + cols, mask=start + cols < V, other=0.) * scale
-            slope = (tl.where(start + cols == target, 1., 0.) - tl.exp(x - log_sum)) * scale
-            tl.store(dz + row * V + start + cols, slope.to(dz.dtype.element_ty), mask=start + cols < V)
+            x = tl.load(z + start + cols, mask=start + cols < V, other=0.0) * scale
+            slope = (tl.where(start + cols == target, 1.0, 0.0) - tl.exp(x - log_sum)) * scale
+            tl.store(
+                dz + row * V + start + cols, slope.to(dz.dtype.element_ty), mask=start + cols < V
+            )
 
 
 if __name__ == "__main__":
     hidden, W, targets = torch.randn(3, 8), torch.randn(50, 8), torch.tensor([1, 2, 3])
-    logprob, entropy = TokenLogprobs.apply(hidden, targets, W, 1.)
+    logprob, entropy = TokenLogprobs.apply(hidden, targets, W, 1.0)
     whole = (hidden @ W.T).log_softmax(-1)[range(3), targets]
-    print("ours", logprob.tolist(), "\nfrom all logits", whole.tolist(), "\nentropy", entropy.tolist())
+    print(
+        "ours", logprob.tolist(), "\nfrom all logits", whole.tolist(), "\nentropy", entropy.tolist()
+    )

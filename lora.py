@@ -17,6 +17,7 @@ base that fuses LoRA into its GEMM reads the copies; for any other base forward(
 Adapter files are PEFT's, with fused projections split into their parts.
 Left out: dropout, bias, DoRA, rsLoRA, several adapters at once. Needs: torch, safetensors.
 """
+
 import json
 import os
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-PREFIX = "base_model.model.model."             # how every tensor name in PEFT's files begins
+PREFIX = "base_model.model.model."  # how every tensor name in PEFT's files begins
 
 
 class LoRALinear(nn.Module):
@@ -40,16 +41,22 @@ class LoRALinear(nn.Module):
     base.adapt(copy_B, splits). splits: the rows of each fused part, N in all. ValueError: rank < 1.
     """
 
-    def __init__(self, base, rank, alpha, splits=None, dtype=torch.float32, device=None, generator=None):
+    def __init__(
+        self, base, rank, alpha, splits=None, dtype=torch.float32, device=None, generator=None
+    ):
         super().__init__()
         if rank < 1:
             raise ValueError(f"LoRA rank {rank} must be at least 1")
         N, K = base.out_features, base.in_features
         self.base, self.rank, self.alpha, self.scale = base, rank, alpha, alpha / rank
         self.splits = tuple(splits or (N,))
-        assert sum(self.splits) == N, f"splits {self.splits} do not add up to the {N} rows of the base"
+        assert sum(self.splits) == N, (
+            f"splits {self.splits} do not add up to the {N} rows of the base"
+        )
         # U(−1/√K, 1/√K), as in torch's Linear and in PEFT; a draw on the CPU is the same for every device
-        lora_A = torch.empty(len(self.splits) * rank, K).uniform_(-(K**-0.5), K**-0.5, generator=generator)
+        lora_A = torch.empty(len(self.splits) * rank, K).uniform_(
+            -(K**-0.5), K**-0.5, generator=generator
+        )
         self.lora_A = nn.Parameter(lora_A.to(device))
         self.lora_B = nn.Parameter(torch.zeros(N, rank, device=device))
         for name, parameter in (("copy_A", self.lora_A), ("copy_B", self.lora_B)):
@@ -72,7 +79,7 @@ class LoRALinear(nn.Module):
         if getattr(self.base, "fuses_lora", False):
             copies = (self.copy_A, self.copy_B, self.splits, self.scale)
             return self.base(x, copies, (self.lora_A, self.lora_B), needed)
-        low = (x @ self.lora_A.to(x.dtype).T).split(self.rank, -1)                      # S times (…, r)
+        low = (x @ self.lora_A.to(x.dtype).T).split(self.rank, -1)  # S times (…, r)
         parts = zip(low, self.lora_B.to(x.dtype).split(self.splits), strict=True)
         return self.base(x) + self.scale * torch.cat([h @ B.T for h, B in parts], -1)
 
@@ -125,9 +132,18 @@ def save_adapter(model, folder, base_name=""):
     layer = next(iter(lora_layers(model).values()))
     # on the hub
     base_name = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}.get(base_name, base_name)
-    config = dict(peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=str(base_name),
-                  r=layer.rank, lora_alpha=layer.alpha, lora_dropout=0.0, bias="none", fan_in_fan_out=False,
-                  inference_mode=True, target_modules=sorted({k.split(".")[-3] for k in tensors}))
+    config = dict(
+        peft_type="LORA",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(base_name),
+        r=layer.rank,
+        lora_alpha=layer.alpha,
+        lora_dropout=0.0,
+        bias="none",
+        fan_in_fan_out=False,
+        inference_mode=True,
+        target_modules=sorted({k.split(".")[-3] for k in tensors}),
+    )
     save_file(tensors, folder / "adapter_model.safetensors.tmp", metadata={"format": "pt"})
     (folder / "adapter_config.json.tmp").write_text(json.dumps(config, indent=2) + "\n")
     for file in ("adapter_model.safetensors", "adapter_config.json"):
@@ -154,28 +170,42 @@ def load_adapter(model, folder):
         raise ValueError(f"{folder} holds a damaged adapter: {error}") from error
     layer = next(iter(lora_layers(model).values()))
     wanted = {"peft_type": "LORA", "r": layer.rank, "lora_alpha": layer.alpha}
-    refused = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save",
-               "alora_invocation_tokens")
+    refused = (
+        "use_dora",
+        "use_rslora",
+        "rank_pattern",
+        "alpha_pattern",
+        "modules_to_save",
+        "alora_invocation_tokens",
+    )
     for key, value in {**wanted, **dict.fromkeys(refused)}.items():
         if (config.get(key) or None) != value:
-            raise ValueError(f"{folder / 'adapter_config.json'} has {key}={config.get(key)!r}; "
-                             f"this model takes {value or 'none'}")
+            raise ValueError(
+                f"{folder / 'adapter_config.json'} has {key}={config.get(key)!r}; "
+                f"this model takes {value or 'none'}"
+            )
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start not in ("gaussian", "orthogonal", "eva", "mica"):
-        raise ValueError(f"{folder / 'adapter_config.json'} has init_lora_weights={start!r}, which changes "
-                         "the base too: PEFT converts most of these as it saves them, see its "
-                         "path_initial_model_for_weight_conversion")
+        raise ValueError(
+            f"{folder / 'adapter_config.json'} has init_lora_weights={start!r}, which changes "
+            "the base too: PEFT converts most of these as it saves them, see its "
+            "path_initial_model_for_weight_conversion"
+        )
     own = adapter_tensors(model)
     has = {name: tuple(t.shape) for name, t in stored.items()}
     takes = {name: tuple(t.shape) for name, t in own.items()}
     odd = sorted({name for name, _ in has.items() ^ takes.items()})
     if odd:
-        raise ValueError(f"{folder}: {len(odd)} tensors do not fit the model's layers; {odd[0]} is "
-                         f"{has.get(odd[0], 'missing')}, the model has {takes.get(odd[0], 'no such tensor')}")
+        raise ValueError(
+            f"{folder}: {len(odd)} tensors do not fit the model's layers; {odd[0]} is "
+            f"{has.get(odd[0], 'missing')}, the model has {takes.get(odd[0], 'no such tensor')}"
+        )
     for name, tensor in stored.items():
         if not tensor.isfinite().all():
-            raise ValueError(f"{folder}: {name} has NaN or infinite values: take an earlier adapter")
-    for name, tensor in stored.items():                # after all checks: a refused adapter changes nothing
+            raise ValueError(
+                f"{folder}: {name} has NaN or infinite values: take an earlier adapter"
+            )
+    for name, tensor in stored.items():  # after all checks: a refused adapter changes nothing
         own[name].copy_(tensor)
     refresh(model)
 
@@ -187,9 +217,15 @@ if __name__ == "__main__":
     x = torch.randn(5, 64, generator=generator)
     print(f"lora_B = 0: differs from the base by {(layer(x) - base(x)).abs().max():.1e}")
     layer.lora_B.data.normal_(generator=generator)
-    merged = base.weight + torch.cat([layer.scale * b @ a for a, b in zip(
-        layer.lora_A.split(4), layer.lora_B.split(layer.splits), strict=True)])
-    print(f"lora_B ≠ 0: differs from the base by {(layer(x) - base(x)).abs().max():.2f}, "
-          f"from x @ (W + scale·B·A).T by {(layer(x) - x @ merged.T).abs().max():.1e}")
+    merged = base.weight + torch.cat(
+        [
+            layer.scale * b @ a
+            for a, b in zip(layer.lora_A.split(4), layer.lora_B.split(layer.splits), strict=True)
+        ]
+    )
+    print(
+        f"lora_B ≠ 0: differs from the base by {(layer(x) - base(x)).abs().max():.2f}, "
+        f"from x @ (W + scale·B·A).T by {(layer(x) - x @ merged.T).abs().max():.1e}"
+    )
     learned = sum(p.numel() for p in layer.parameters() if p.requires_grad)
     print(f"{learned} numbers learn beside {base.weight.numel()} frozen ones")

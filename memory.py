@@ -18,6 +18,7 @@ The formulas are a GPU's: a CPU computes in fp32 and keeps each weight twice, pa
 
 Needs: transformers; checkpoint.py for configs; model, rollout, fp4_gemm, logprobs for sizes and families.
 """
+
 import argparse
 import bisect
 import sys
@@ -32,11 +33,11 @@ from model import QUANT, family, head_dim
 from rollout import PREFILL_TOKENS, SLOTS, cached_bytes, prefill_bytes
 
 CARDS = 12, 16, 24, 40, 48, 80
-BESIDE = 1.5e9             # bytes for CUDA's context, a display, and the gaps that the allocator leaves
+BESIDE = 1.5e9  # bytes for CUDA's context, a display, and the gaps that the allocator leaves
 
 # hidden, layers, query heads, key heads, width of the MLP, vocabulary, lm_head tied to the embeddings
 MODELS = {
-    "135m": (576, 30, 9, 3, 1536, 49152, True),            # SmolLM2; the others are Qwen2.5
+    "135m": (576, 30, 9, 3, 1536, 49152, True),  # SmolLM2; the others are Qwen2.5
     "0.5b": (896, 24, 14, 2, 4864, 151936, True),
     "1.5b": (1536, 28, 12, 2, 8960, 151936, True),
     "3b": (2048, 36, 16, 2, 11008, 151936, True),
@@ -52,13 +53,21 @@ def config(shape):
     D, layers, H, Hkv, F, V, tied = MODELS[shape]
     name, context = ("Llama", 8192) if shape == "135m" else ("Qwen2", 32768)
     return getattr(transformers, f"{name}Config")(
-        hidden_size=D, num_hidden_layers=layers, num_attention_heads=H, num_key_value_heads=Hkv,
-        intermediate_size=F, vocab_size=V, tie_word_embeddings=tied, max_position_embeddings=context,
-        architectures=[f"{name}ForCausalLM"])
+        hidden_size=D,
+        num_hidden_layers=layers,
+        num_attention_heads=H,
+        num_key_value_heads=Hkv,
+        intermediate_size=F,
+        vocab_size=V,
+        tie_word_embeddings=tied,
+        max_position_embeddings=context,
+        architectures=[f"{name}ForCausalLM"],
+    )
 
 
 class Plan(NamedTuple):
     """Bytes. rollout and update never run at the same time, so the peak counts the larger one."""
+
     weights: float
     adapter: float
     rollout: float
@@ -76,8 +85,16 @@ def linears(c):
     return {"qkv": ((q, kv, kv), D), "o": ((D,), q), "gate_up": ((F, F), D), "down": ((D,), F)}
 
 
-def plan(c, quant="nvfp4", rank=32, slots=64, length=1152, micro_tokens=4096, checkpointing=True,
-         prefill=PREFILL_TOKENS):
+def plan(
+    c,
+    quant="nvfp4",
+    rank=32,
+    slots=64,
+    length=1152,
+    micro_tokens=4096,
+    checkpointing=True,
+    prefill=PREFILL_TOKENS,
+):
     """→ Plan. c: a transformers config; slots: answers sampled at once; length: tokens of prompt and answer;
     prefill: prompt tokens in one forward pass."""
     D, F, V, L = c.hidden_size, c.intermediate_size, c.vocab_size, c.num_hidden_layers
@@ -96,16 +113,27 @@ def plan(c, quant="nvfp4", rank=32, slots=64, length=1152, micro_tokens=4096, ch
     # are freed, these gradients beside the decoded weight
     widest = max(micro_tokens * (8 * D + 4 * F), micro_tokens * (8 * D - 2 * F) + scratch)
     inside, stays = (kept, 4 * D * L) if checkpointing else (0, kept * L)
-    update = 4 * learned + micro_tokens * (stays + 12 * D) + max(
-        6 * LOGITS_AT_ONCE, micro_tokens * inside + widest)
+    update = (
+        4 * learned
+        + micro_tokens * (stays + 12 * D)
+        + max(6 * LOGITS_AT_ONCE, micro_tokens * inside + widest)
+    )
     rollout = slots * (length * cached_bytes(c) + 8 * V) + scratch + prefill_bytes(c, prefill)
     return Plan(weights, adapter, rollout, update)
 
 
 def plan_of(config, c, slots, length, prefill=PREFILL_TOKENS, longest=0):
     """The plan of a run. config: a flags.Config; longest: tokens of the longest row, if it is known."""
-    return plan(c, config.quant, config.rank, slots, length, max(config.micro_tokens, longest or length),
-                config.gradient_checkpointing, prefill)
+    return plan(
+        c,
+        config.quant,
+        config.rank,
+        slots,
+        length,
+        max(config.micro_tokens, longest or length),
+        config.gradient_checkpointing,
+        prefill,
+    )
 
 
 def row(c, quant, rank, prompt, new, gb):
@@ -117,34 +145,48 @@ def row(c, quant, rank, prompt, new, gb):
         return plan(c, quant, rank, slots, length, micro_tokens, prefill=prefill)
 
     one = planned(1, length)
-    return (gb, (one.peak + BESIDE) / 2**30,
-            bisect.bisect(range(1, SLOTS + 1), room, key=lambda n: planned(n, length).peak),
-            bisect.bisect(range(1, 129), room, key=lambda n: planned(1, n * length).peak) * length,
-            bisect.bisect(range(1, context + 1), room, key=lambda n: planned(8, n, n).peak),
-            *(part / 1e9 for part in one))
+    return (
+        gb,
+        (one.peak + BESIDE) / 2**30,
+        bisect.bisect(range(1, SLOTS + 1), room, key=lambda n: planned(n, length).peak),
+        bisect.bisect(range(1, 129), room, key=lambda n: planned(1, n * length).peak) * length,
+        bisect.bisect(range(1, context + 1), room, key=lambda n: planned(8, n, n).peak),
+        *(part / 1e9 for part in one),
+    )
 
 
 def main(arguments):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", nargs="+", default=MODELS, help="as for train.py; default: each of MODELS")
+    parser.add_argument(
+        "--model", nargs="+", default=MODELS, help="as for train.py; default: each of MODELS"
+    )
     parser.add_argument("--quant", default="nvfp4", choices=QUANT)
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--prompt-length", type=int, default=256)
     parser.add_argument("--max-new-tokens", type=int, default=1024)
-    parser.add_argument("--memory-gb", type=float, nargs="+", default=CARDS, help="of cards as they are sold")
+    parser.add_argument(
+        "--memory-gb", type=float, nargs="+", default=CARDS, help="of cards as they are sold"
+    )
     args = parser.parse_args(arguments)
     rank, prompt, new, cards = args.rank, args.prompt_length, args.max_new_tokens, args.memory_gb
-    print("  card  needs  answers  --micro-tokens  longest  weights  adapter  rollout  update  model")
+    print(
+        "  card  needs  answers  --micro-tokens  longest  weights  adapter  rollout  update  model"
+    )
     for name in args.model:
         c = config(name) if name in MODELS else checkpoint.config_of(name)
-        family(c)                                            # refuse an unsupported model before its flags
+        family(c)  # refuse an unsupported model before its flags
         context = c.max_position_embeddings
         if not all(n >= 1 for n in (rank, prompt, new, *cards)) or prompt + new > context:
-            raise ValueError(f"--rank {rank}, --prompt-length {prompt}, --max-new-tokens {new}, --memory-gb "
-                             f"{min(cards)}: give 1 or more, within the context of {context} tokens")
+            raise ValueError(
+                f"--rank {rank}, --prompt-length {prompt}, --max-new-tokens {new}, --memory-gb "
+                f"{min(cards)}: give 1 or more, within the context of {context} tokens"
+            )
         for gb in cards:
-            print("{:6g}{:7.1f}{:9}{:16}{:9}{:9.2f}{:9.2f}{:9.2f}{:8.2f}  {}".format(
-                *row(c, args.quant, rank, prompt, new, gb), name))
+            print(
+                "{:6g}{:7.1f}{:9}{:16}{:9}{:9.2f}{:9.2f}{:9.2f}{:8.2f}  {}".format(
+                    *row(c, args.quant, rank, prompt, new, gb), name
+                )
+            )
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ transformers supplies the config and the formulas of scaled RoPE; its own models
 Left out: mixtures of experts, sliding windows, encoder parts, dropout.
 Needs: torch, transformers, tqdm; nvfp4.py, fp4_gemm.py, lora.py, ops.py, logprobs.py, checkpoint.py.
 """
+
 from functools import partial
 
 import torch
@@ -30,9 +31,11 @@ import ops
 from lora import LoRALinear
 
 # what tells the families apart: (bias on q, k, v; bias on o; a norm on each head's q and k)
-FAMILIES = {"LlamaForCausalLM": lambda c: (c.attention_bias, c.attention_bias, False),
-            "Qwen2ForCausalLM": lambda c: (True, False, False),
-            "Qwen3ForCausalLM": lambda c: (c.attention_bias, c.attention_bias, True)}
+FAMILIES = {
+    "LlamaForCausalLM": lambda c: (c.attention_bias, c.attention_bias, False),
+    "Qwen2ForCausalLM": lambda c: (True, False, False),
+    "Qwen3ForCausalLM": lambda c: (c.attention_bias, c.attention_bias, True),
+}
 QUANT = {"nvfp4": "sweep", "rtn": "rtn", "bf16": None}
 
 
@@ -45,9 +48,12 @@ def load(name_or_source, quant="nvfp4", rank=32, alpha=32, device="cpu", seed=0)
     """
     if quant not in QUANT:
         raise ValueError(f"quant={quant!r} must be one of {', '.join(QUANT)}")
-    source = name_or_source if hasattr(name_or_source, "tensor") else checkpoint.open(name_or_source)
-    model = Decoder(source, QUANT[quant], rank, alpha, torch.device(device),
-                    torch.Generator().manual_seed(seed))
+    source = (
+        name_or_source if hasattr(name_or_source, "tensor") else checkpoint.open(name_or_source)
+    )
+    model = Decoder(
+        source, QUANT[quant], rank, alpha, torch.device(device), torch.Generator().manual_seed(seed)
+    )
     source.finish()
     return model
 
@@ -72,7 +78,10 @@ class FrozenLinear(nn.Module):
     def __init__(self, weights, biases, method, dtype, device):
         super().__init__()
         self.register_buffer("bias", torch.cat(biases).to(device, dtype) if biases else None)
-        parts = [tuple(t.to(device) for t in w) if isinstance(w, tuple) else w.to(device) for w in weights]
+        parts = [
+            tuple(t.to(device) for t in w) if isinstance(w, tuple) else w.to(device)
+            for w in weights
+        ]
         if method is None:
             parts = [w if torch.is_tensor(w) else nvfp4.dequantize(w, torch.float32) for w in parts]
             self.W = fp4_gemm.Dense(torch.cat(parts).to(dtype))
@@ -80,8 +89,9 @@ class FrozenLinear(nn.Module):
             # vLLM and TensorRT-LLM require one global scale for all weights that one GEMM reads
             plain = [w for w in parts if torch.is_tensor(w)]
             shared = plain and nvfp4.shared_global_scale(*plain)
-            self.W = fp4_gemm.pack(*(nvfp4.quantize(w, method, shared) if torch.is_tensor(w) else w
-                                     for w in parts))
+            self.W = fp4_gemm.pack(
+                *(nvfp4.quantize(w, method, shared) if torch.is_tensor(w) else w for w in parts)
+            )
         self.out_features, self.in_features = self.W.shape
 
     def adapt(self, B, splits):
@@ -101,16 +111,20 @@ class Attention(nn.Module):
         q, kv, D = H * Dh, Hkv * Dh, config.hidden_size
         self.qkv_proj = linear(dict(q_proj=q, k_proj=kv, v_proj=kv), D, qkv_bias)
         self.o_proj = linear(dict(o_proj=D), q, o_bias)
-        self.q_norm, self.k_norm = (norm(n, Dh) if head_norm else None for n in ("q_norm", "k_norm"))
+        self.q_norm, self.k_norm = (
+            norm(n, Dh) if head_norm else None for n in ("q_norm", "k_norm")
+        )
 
     def forward(self, h, positions, cos, sin, cache, layer):
         qkv = self.qkv_proj(h)
         norms = self.q_norm and (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         if cache is not None and h.shape[1] == 1:
-            out = ops.cached_attention(qkv[:, 0], norms, cos[:, 0], sin[:, 0], cache, layer, positions[:, 0])
+            out = ops.cached_attention(
+                qkv[:, 0], norms, cos[:, 0], sin[:, 0], cache, layer, positions[:, 0]
+            )
             return self.o_proj(out[:, None])
         H, Hkv = self.heads
-        qk, v = qkv.unflatten(-1, (-1, self.head_dim)).split((H + Hkv, Hkv), 2)               # (B, T, …, Dh)
+        qk, v = qkv.unflatten(-1, (-1, self.head_dim)).split((H + Hkv, Hkv), 2)  # (B, T, …, Dh)
         if norms:
             (q, k), (q_weight, k_weight, eps) = qk.split((H, Hkv), 2), norms
             qk = torch.cat([ops.rms_norm(q, q_weight, eps), ops.rms_norm(k, k_weight, eps)], 2)
@@ -174,22 +188,38 @@ class Decoder(nn.Module):
         embed = source.tensor("model.embed_tokens.weight", (V, D)).to(self.dtype)
         # untied embeddings stay in pinned host memory, because a GPU reads few of their rows
         in_host = device.type == "cuda" and not config.tie_word_embeddings
-        self.register_buffer("embed_tokens", embed.cpu().pin_memory() if in_host else embed.to(device))
+        self.register_buffer(
+            "embed_tokens", embed.cpu().pin_memory() if in_host else embed.to(device)
+        )
         self.layers = nn.ModuleList()
-        for i in tqdm(range(config.num_hidden_layers), "load", leave=False, unit="layer", disable=None):
+        for i in tqdm(
+            range(config.num_hidden_layers), "load", leave=False, unit="layer", disable=None
+        ):
             at = f"model.layers.{i}."
-            attention = Attention(partial(linear, f"{at}self_attn."), partial(norm, f"{at}self_attn."),
-                                  config, *traits)
-            self.layers.append(Block(attention, MLP(partial(linear, f"{at}mlp."), config),
-                                     norm(at, "input_layernorm", D), norm(at, "post_attention_layernorm", D)))
+            attention = Attention(
+                partial(linear, f"{at}self_attn."),
+                partial(norm, f"{at}self_attn."),
+                config,
+                *traits,
+            )
+            self.layers.append(
+                Block(
+                    attention,
+                    MLP(partial(linear, f"{at}mlp."), config),
+                    norm(at, "input_layernorm", D),
+                    norm(at, "post_attention_layernorm", D),
+                )
+            )
         self.norm = norm("model.", "norm", D)
         tied, head = config.tie_word_embeddings, self.embed_tokens
         # some exports store the tied matrix twice
         if not tied or "lm_head.weight" in source.unread:
             head = source.tensor("lm_head.weight", (V, D)).to(device, self.dtype)
             if tied and not torch.equal(head, self.embed_tokens):
-                raise ValueError(f"{source.path}: lm_head.weight is not the embeddings, to which its config "
-                                 "ties it: set tie_word_embeddings there to false")
+                raise ValueError(
+                    f"{source.path}: lm_head.weight is not the embeddings, to which its config "
+                    "ties it: set tie_word_embeddings there to false"
+                )
         self.register_buffer("lm_head", self.embed_tokens if tied else head)
         inv_freq, self.rope_scale = rope_frequencies(config)
         self.register_buffer("inv_freq", inv_freq.float().to(device))
@@ -202,9 +232,9 @@ class Decoder(nn.Module):
         """
         # The residual stream is fp32 on a GPU too, because bf16 would round each of its sums, and not always
         # to the same number in the sampler's and the trainer's batches.
-        x = ops.embed(ids, self.embed_tokens)                                         # (B, T, D)
-        y = None                                             # a sublayer's output; the next norm adds it to x
-        angle = positions[..., None] * self.inv_freq                                  # (B, T, Dh/2) f32
+        x = ops.embed(ids, self.embed_tokens)  # (B, T, D)
+        y = None  # a sublayer's output; the next norm adds it to x
+        angle = positions[..., None] * self.inv_freq  # (B, T, Dh/2) f32
         cos, sin = angle.cos(), angle.sin()
         if self.rope_scale != 1:
             cos, sin = cos * self.rope_scale, sin * self.rope_scale
@@ -214,8 +244,13 @@ class Decoder(nn.Module):
                 # Reentrant checkpointing stores the layer's input, which must require a gradient. The other
                 # kind hooks every saved tensor, which takes longer than the kernels of a small model, and its
                 # first forward runs with gradients on, for which `summed` returns no usable sum.
-                x = recompute(layer.summed, x.requires_grad_(), *where, use_reentrant=True,
-                              preserve_rng_state=False)
+                x = recompute(
+                    layer.summed,
+                    x.requires_grad_(),
+                    *where,
+                    use_reentrant=True,
+                    preserve_rng_state=False,
+                )
             else:
                 x, y = layer(x, y, *where)
         return self.norm(x, y)[1]
@@ -233,7 +268,7 @@ class Decoder(nn.Module):
         """
         mask = answer_mask(tokens, prompt_lengths, lengths)
         hidden = self(tokens, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
-        chosen = hidden[:, :-1][mask[:, 1:]]                     # (n, D): the state before each answer token
+        chosen = hidden[:, :-1][mask[:, 1:]]  # (n, D): the state before each answer token
         found = logprobs.TokenLogprobs.apply(chosen, tokens[mask], self.lm_head, temperature or 1.0)
         zeros = torch.zeros(tokens.shape, device=tokens.device)
         return tuple(zeros.masked_scatter(mask, values) for values in found)
@@ -252,7 +287,9 @@ class KVCache:
         c = model.config
         shape = (c.num_hidden_layers, slots, c.num_key_value_heads, length, head_dim(c))
         # zeros, not empty: a masked position has weight 0, and 0 · NaN would still be NaN
-        self.k, self.v = (torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(2))
+        self.k, self.v = (
+            torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(2)
+        )
         self.counters = torch.zeros(slots * shape[2], dtype=torch.int32, device=model.device)
         # The sampler sets these before each call. Prefill: the slots to fill, and of, the row of k and v for
         # each. A decode step: each row's slot, how many positions of a prompt it shares, the slot that holds
@@ -276,12 +313,15 @@ def family(config):
         "hidden_act": getattr(config, "hidden_act", "silu") != "silu",
         "mlp_bias": getattr(config, "mlp_bias", False),
         "use_sliding_window": getattr(config, "use_sliding_window", False),
-        "rope_parameters": rope_type not in {"default", *ROPE_INIT_FUNCTIONS} - {"dynamic", "longrope"}
-                           or config.rope_parameters.get("partial_rotary_factor", 1) != 1,
+        "rope_parameters": rope_type
+        not in {"default", *ROPE_INIT_FUNCTIONS} - {"dynamic", "longrope"}
+        or config.rope_parameters.get("partial_rotary_factor", 1) != 1,
     }
     for key, bad in refused.items():
         if bad:
-            raise ValueError(f"{name} with {key}={getattr(config, key)!r} is not supported by this decoder")
+            raise ValueError(
+                f"{name} with {key}={getattr(config, key)!r} is not supported by this decoder"
+            )
     return FAMILIES[name](config)
 
 

@@ -23,21 +23,22 @@ Use: q = quantize(w); dequantize(q) is then close to w, a (N, K) matrix with K a
 Left out: quantised activations, stochastic rounding, calibration data (AWQ, GPTQ).
 Needs: torch.
 """
+
 import math
 from typing import NamedTuple
 
 import torch
 
 BLOCK = 16
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)    # magnitude of code & 7; bit 3 is the sign
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitude of code & 7; bit 3 is the sign
 FP4_MAX, FP8_MAX = 6.0, 448.0
-SWEEP = range(-2, 8)                               # offsets in e4m3 codes from amax / 6; wider gains nothing
-CHUNK = 1 << 18                                    # weights a pass on a CPU (they fit its cache); GPU: × 64
+SWEEP = range(-2, 8)  # offsets in e4m3 codes from amax / 6; wider gains nothing
+CHUNK = 1 << 18  # weights a pass on a CPU (they fit its cache); GPU: × 64
 
 
 class NVFP4Tensor(NamedTuple):
-    packed: torch.Tensor        # (N, K/2) uint8, low nibble = even k
-    block_scale: torch.Tensor   # (N, K/16) float8_e4m3fn, never negative
+    packed: torch.Tensor  # (N, K/2) uint8, low nibble = even k
+    block_scale: torch.Tensor  # (N, K/16) float8_e4m3fn, never negative
     global_scale: torch.Tensor  # () float32; multiply by it (compressed-tensors stores its inverse)
 
 
@@ -52,26 +53,27 @@ def quantize(w, method="sweep", global_scale=None):
     if method not in ("sweep", "rtn"):
         raise ValueError(f"method={method!r} must be 'sweep' or 'rtn'")
     if w.dim() != 2 or w.shape[1] % BLOCK:
-        raise ValueError(f"weight of shape {tuple(w.shape)} must be a matrix (N, K) "
-                         f"with K a multiple of {BLOCK}")
-    own_scale = shared_global_scale(w)                  # refuses NaN and infinity
+        raise ValueError(
+            f"weight of shape {tuple(w.shape)} must be a matrix (N, K) with K a multiple of {BLOCK}"
+        )
+    own_scale = shared_global_scale(w)  # refuses NaN and infinity
     global_scale = own_scale if global_scale is None else global_scale
     N, K = w.shape
     packed = torch.empty(N, K // 2, dtype=torch.uint8, device=w.device)
     block_scale = torch.empty(N, K // BLOCK, dtype=torch.float8_e4m3fn, device=w.device)
     rows = max(1, (1 if w.device.type == "cpu" else 64) * CHUNK // K)
     for n in range(0, N, rows):
-        blocks = w[n:n + rows].float().view(-1, K // BLOCK, BLOCK) / global_scale        # (n, K/16, 16)
+        blocks = w[n : n + rows].float().view(-1, K // BLOCK, BLOCK) / global_scale  # (n, K/16, 16)
         magnitude = blocks.abs()
-        scale = _choose_scale(magnitude, SWEEP if method == "sweep" else (0,))           # (n, K/16)
-        block_scale[n:n + rows] = scale
+        scale = _choose_scale(magnitude, SWEEP if method == "sweep" else (0,))  # (n, K/16)
+        block_scale[n : n + rows] = scale
         # divide by the scale as rounded to e4m3, because dequantize() multiplies by that one
         rounded = _nearest_e2m1(magnitude / _divisor(scale.float())[..., None])
         # the index in E2M1: two codes a unit up to 2, one up to 4, a half up to 6
         code = torch.minimum(2 * rounded, rounded + 2).minimum(rounded / 2 + 4).to(torch.uint8)
         sign = (blocks < 0).to(torch.uint8) << 3
         code = (code | sign).view(-1, K)
-        packed[n:n + rows] = code[:, 0::2] | code[:, 1::2] << 4
+        packed[n : n + rows] = code[:, 0::2] | code[:, 1::2] << 4
     return NVFP4Tensor(packed, block_scale, torch.tensor(float(global_scale), device=w.device))
 
 
@@ -84,8 +86,9 @@ def shared_global_scale(*weights):
     amax = torch.stack([w.detach().abs().max() for w in weights]).max().item()
     if not math.isfinite(amax):
         bad = sum(int((~w.isfinite()).sum()) for w in weights)
-        raise ValueError(f"{bad} weights are NaN or infinite: the checkpoint is damaged, "
-                         "it cannot be quantised")
+        raise ValueError(
+            f"{bad} weights are NaN or infinite: the checkpoint is damaged, it cannot be quantised"
+        )
     if amax == 0:
         return 1.0
     # not below 2⁻¹²⁶, the smallest normal fp32: dividing by a subnormal scale would lose bits
@@ -96,7 +99,7 @@ def shared_global_scale(*weights):
 def _choose_scale(magnitude, offsets):
     """(n, K/16, 16) |weights| / global_scale → (n, K/16) e4m3, the best of the codes near amax / 6."""
     nearest = (magnitude.amax(-1) / FP4_MAX).clamp(max=FP8_MAX).to(torch.float8_e4m3fn)
-    base = nearest.view(torch.uint8).int()              # positive e4m3 numbers sort as their bytes, 0 … 126
+    base = nearest.view(torch.uint8).int()  # positive e4m3 numbers sort as their bytes, 0 … 126
     best = base
     least = torch.full_like(magnitude[..., 0], math.inf)
     for offset in offsets:
@@ -119,7 +122,7 @@ def _nearest_e2m1(x):
     """x ≥ 0 → the nearest of 0 ½ 1 1½ 2 3 4 6. A tie takes the even code, as torch.round rounds it."""
     # the exponent's bits alone: 2^⌊log2 x⌋
     power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
-    step = power.clamp_(1, 4).mul_(0.5)                               # ½ below 2, 1 below 4, 2 from 4 on
+    step = power.clamp_(1, 4).mul_(0.5)  # ½ below 2, 1 below 4, 2 from 4 on
     return x.div(step).round_().mul_(step).clamp_(max=FP4_MAX)
 
 
@@ -128,9 +131,9 @@ def dequantize(q, dtype=torch.bfloat16):
     packed, block_scale, global_scale = q
     N, K = packed.shape[0], 2 * packed.shape[1]
     signed = torch.tensor(E2M1 + tuple(-v for v in E2M1), device=packed.device)
-    code = torch.stack((packed & 15, packed >> 4), -1)                                   # (N, K/2, 2)
-    value = signed[code.view(N, K // BLOCK, BLOCK).int()]                                # (N, K/16, 16)
-    scale = block_scale.float() * global_scale                                           # (N, K/16)
+    code = torch.stack((packed & 15, packed >> 4), -1)  # (N, K/2, 2)
+    value = signed[code.view(N, K // BLOCK, BLOCK).int()]  # (N, K/16, 16)
+    scale = block_scale.float() * global_scale  # (N, K/16)
     return (value * scale[..., None]).view(N, K).to(dtype)
 
 
@@ -140,12 +143,18 @@ if __name__ == "__main__":
     w = torch.randn(1, BLOCK)
     q = quantize(w)
     print(" ".join(f"{v:6.2f}" for v in w[0]))
-    print(" ".join(f"{v:6.2f}" for v in dequantize(q, torch.float32)[0]),
-          f"  block_scale {q.block_scale.item():g}, global_scale 2^{math.log2(q.global_scale):.0f}")
+    print(
+        " ".join(f"{v:6.2f}" for v in dequantize(q, torch.float32)[0]),
+        f"  block_scale {q.block_scale.item():g}, global_scale 2^{math.log2(q.global_scale):.0f}",
+    )
     print(f"\n{'relative squared error':24}{'rtn':>8}{'sweep':>8}")
-    for name, w in {"Gauss": torch.randn(512, 1024),
-                    "Laplace": torch.distributions.Laplace(0., 1.).sample((512, 1024)),
-                    "uniform": torch.rand(512, 1024) - 0.5}.items():
-        errors = [(dequantize(quantize(w, m), torch.float32) - w).square().sum() / w.square().sum()
-                  for m in ("rtn", "sweep")]
+    for name, w in {
+        "Gauss": torch.randn(512, 1024),
+        "Laplace": torch.distributions.Laplace(0.0, 1.0).sample((512, 1024)),
+        "uniform": torch.rand(512, 1024) - 0.5,
+    }.items():
+        errors = [
+            (dequantize(quantize(w, m), torch.float32) - w).square().sum() / w.square().sum()
+            for m in ("rtn", "sweep")
+        ]
         print(f"{name:24}" + "".join(f"{100 * e:7.3f}%" for e in errors))

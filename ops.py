@@ -22,17 +22,19 @@ read whole tiles of their common prompt from the slot of the group's first row, 
 
 Needs: torch; on a GPU also triton.
 """
+
 import torch
 import torch.nn.functional as F
 
 try:
     import triton
     import triton.language as tl
+
     jit, constexpr = triton.jit, tl.constexpr
-except ImportError:      # a CPU machine may lack Triton: its kernels are then never launched
+except ImportError:  # a CPU machine may lack Triton: its kernels are then never launched
     jit, constexpr = (lambda kernel=None, **options: kernel or jit), int
 
-SPLIT = 256              # cached positions of one piece: what one CTA of the attention reads
+SPLIT = 256  # cached positions of one piece: what one CTA of the attention reads
 # cuDNN plans its attention anew for each shape, which takes longer than an update's attention: use PyTorch's
 torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -65,14 +67,16 @@ def embed(ids, table):
 def _embed_kernel(ids, table, out, D: constexpr, TILE: constexpr, PDL: constexpr):
     _start(PDL)
     row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
-    x = tl.load(table + tl.load(ids + row) * D + cols, mask=cols < D, other=0.)
+    x = tl.load(table + tl.load(ids + row) * D + cols, mask=cols < D, other=0.0)
     tl.store(out + row * D + cols, x.to(tl.float32), mask=cols < D)
 
 
 def rms_norm(x, weight, eps, dtype=None):
     """x (…, D) / rms(x) · weight (D,) f32, computed in fp32 → (…, D) in `dtype`, by default x's."""
     wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(dtype or x.dtype)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(
+        dtype or x.dtype
+    )
 
 
 def add_norm(x, y, weight, eps, dtype):
@@ -104,46 +108,60 @@ class AddNorm(torch.autograd.Function):
         d_total, d_out = d_total.contiguous(), d_out.contiguous()
         dx = torch.empty_like(total)
         dy = torch.empty_like(d_out) if ctx.needs_input_grad[1] else None
-        _add_norm_backward_kernel[_rows(total)](total, weight, d_total, d_out, dx, dy, ctx.eps, **_row(total))
+        _add_norm_backward_kernel[_rows(total)](
+            total, weight, d_total, d_out, dx, dy, ctx.eps, **_row(total)
+        )
         return dx, dy, None, None, None
 
 
 def _rows(x):
     """→ a grid of one CTA per row, on the first axis because the other two end at 65 535."""
-    return x.numel() // x.shape[-1],
+    return (x.numel() // x.shape[-1],)
 
 
 def _row(x):
     """→ launch options for a CTA that holds a whole row."""
     D = x.shape[-1]
-    return {"D": D, "TILE": triton.next_power_of_2(D), "num_warps": 8 if D > 1024 else 2, **_flags(x)}
+    return {
+        "D": D,
+        "TILE": triton.next_power_of_2(D),
+        "num_warps": 8 if D > 1024 else 2,
+        **_flags(x),
+    }
 
 
 @jit
 def _add_norm_kernel(x, y, weight, total, out, eps, D: constexpr, TILE: constexpr, PDL: constexpr):
     cols = tl.arange(0, TILE)
-    w = tl.load(weight + cols, mask=cols < D, other=0.)            # load early: no kernel of a step writes it
+    w = tl.load(
+        weight + cols, mask=cols < D, other=0.0
+    )  # load early: no kernel of a step writes it
     _start(PDL)
     at = tl.program_id(0).to(tl.int64) * D + cols
-    wide = tl.load(x + at, mask=cols < D, other=0.)
+    wide = tl.load(x + at, mask=cols < D, other=0.0)
     if y is not None:
-        wide += tl.load(y + at, mask=cols < D, other=0.).to(tl.float32)
+        wide += tl.load(y + at, mask=cols < D, other=0.0).to(tl.float32)
         tl.store(total + at, wide, mask=cols < D)
     wide *= tl.rsqrt(tl.sum(wide * wide, 0) / D + eps) * w
     tl.store(out + at, wide.to(out.dtype.element_ty), mask=cols < D)
 
 
 @jit
-def _add_norm_backward_kernel(total, weight, d_total, d_out, dx, dy, eps, D: constexpr, TILE: constexpr,
-                              PDL: constexpr):
+def _add_norm_backward_kernel(
+    total, weight, d_total, d_out, dx, dy, eps, D: constexpr, TILE: constexpr, PDL: constexpr
+):
     cols = tl.arange(0, TILE)
-    w = tl.load(weight + cols, mask=cols < D, other=0.)
+    w = tl.load(weight + cols, mask=cols < D, other=0.0)
     _start(PDL)
     at = tl.program_id(0).to(tl.int64) * D + cols
-    s = tl.load(total + at, mask=cols < D, other=0.)
-    g = tl.load(d_out + at, mask=cols < D, other=0.).to(tl.float32) * w
+    s = tl.load(total + at, mask=cols < D, other=0.0)
+    g = tl.load(d_out + at, mask=cols < D, other=0.0).to(tl.float32) * w
     r = tl.rsqrt(tl.sum(s * s, 0) / D + eps)
-    d = r * g - s * (r * r * r * tl.sum(s * g, 0) / D) + tl.load(d_total + at, mask=cols < D, other=0.)
+    d = (
+        r * g
+        - s * (r * r * r * tl.sum(s * g, 0) / D)
+        + tl.load(d_total + at, mask=cols < D, other=0.0)
+    )
     tl.store(dx + at, d, mask=cols < D)
     if dy is not None:
         tl.store(dy + at, d.to(dy.dtype.element_ty), mask=cols < D)
@@ -170,18 +188,19 @@ class SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d):
-        gate_up, = ctx.saved_tensors
+        (gate_up,) = ctx.saved_tensors
         d_gate_up = torch.empty_like(gate_up)
         _swiglu(gate_up, d_gate_up, d.contiguous())
         return d_gate_up
 
 
 def _swiglu(gate_up, out, d_out):
-    rows, = _rows(gate_up)
+    (rows,) = _rows(gate_up)
     F_ = gate_up.shape[-1] // 2
-    tile = 512 if rows <= 16 else 1024                             # cut few rows finer, to give every SM work
-    _swiglu_kernel[rows, triton.cdiv(F_, tile)](gate_up, out, d_out, F_, TILE=tile, num_warps=tile // 256,
-                                                **_flags(gate_up))
+    tile = 512 if rows <= 16 else 1024  # cut few rows finer, to give every SM work
+    _swiglu_kernel[rows, triton.cdiv(F_, tile)](
+        gate_up, out, d_out, F_, TILE=tile, num_warps=tile // 256, **_flags(gate_up)
+    )
 
 
 @jit
@@ -189,17 +208,19 @@ def _swiglu_kernel(gate_up, out, d_out, F_, TILE: constexpr, PDL: constexpr):
     """d_out None: out = silu(gate) · up. Else backward: out = the gradient of gate_up."""
     _start(PDL)
     row, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
-    gate = tl.load(gate_up + row * 2 * F_ + cols, mask=cols < F_, other=0.).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * F_ + F_ + cols, mask=cols < F_, other=0.).to(tl.float32)
+    gate = tl.load(gate_up + row * 2 * F_ + cols, mask=cols < F_, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * F_ + F_ + cols, mask=cols < F_, other=0.0).to(tl.float32)
     sigmoid = 1 / (1 + tl.exp(-gate))
-    silu = (gate * sigmoid).to(out.dtype.element_ty).to(tl.float32)         # round where torch rounds
+    silu = (gate * sigmoid).to(out.dtype.element_ty).to(tl.float32)  # round where torch rounds
     if d_out is None:
         tl.store(out + row * F_ + cols, (silu * up).to(out.dtype.element_ty), mask=cols < F_)
     else:
-        d = tl.load(d_out + row * F_ + cols, mask=cols < F_, other=0.).to(tl.float32)
+        d = tl.load(d_out + row * F_ + cols, mask=cols < F_, other=0.0).to(tl.float32)
         d_gate = d * up * sigmoid * (1 + gate * (1 - sigmoid))
         tl.store(out + row * 2 * F_ + cols, d_gate.to(out.dtype.element_ty), mask=cols < F_)
-        tl.store(out + row * 2 * F_ + F_ + cols, (d * silu).to(out.dtype.element_ty), mask=cols < F_)
+        tl.store(
+            out + row * 2 * F_ + F_ + cols, (d * silu).to(out.dtype.element_ty), mask=cols < F_
+        )
 
 
 # --- attention
@@ -219,36 +240,61 @@ class Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cos, sin):
         ctx.save_for_backward(cos, sin)
-        return _rope(x, cos, sin, 1.)
+        return _rope(x, cos, sin, 1.0)
 
     @staticmethod
     def backward(ctx, d):
-        return _rope(d, *ctx.saved_tensors, -1.), None, None
+        return _rope(d, *ctx.saved_tensors, -1.0), None, None
 
 
 def _rope(x, cos, sin, sign):
     B, T, H, Dh = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _rope_kernel[T, B](x, *x.stride()[:3], cos, sin, sign, out, H, DH=Dh, ROWS=triton.next_power_of_2(H),
-                       HALF=triton.next_power_of_2(Dh // 2), **_flags(x), num_warps=8)
+    _rope_kernel[T, B](
+        x,
+        *x.stride()[:3],
+        cos,
+        sin,
+        sign,
+        out,
+        H,
+        DH=Dh,
+        ROWS=triton.next_power_of_2(H),
+        HALF=triton.next_power_of_2(Dh // 2),
+        **_flags(x),
+        num_warps=8,
+    )
     return out
 
 
 @jit(do_not_specialize=["sign"])
-def _rope_kernel(x, of_row, of_token, of_head, cos, sin, sign, out, H, DH: constexpr, ROWS: constexpr,
-                 HALF: constexpr, PDL: constexpr):
+def _rope_kernel(
+    x,
+    of_row,
+    of_token,
+    of_head,
+    cos,
+    sin,
+    sign,
+    out,
+    H,
+    DH: constexpr,
+    ROWS: constexpr,
+    HALF: constexpr,
+    PDL: constexpr,
+):
     """Grid (T, B): a CTA rotates all heads of one token."""
     _start(PDL)
     t, b = tl.program_id(0), tl.program_id(1)
     token = b.to(tl.int64) * tl.num_programs(0) + t
     h, d = tl.arange(0, ROWS)[:, None], tl.arange(0, HALF)[None, :]
-    c = tl.load(cos + token * (DH // 2) + d, mask=d < DH // 2, other=0.)
-    s = tl.load(sin + token * (DH // 2) + d, mask=d < DH // 2, other=0.) * sign
+    c = tl.load(cos + token * (DH // 2) + d, mask=d < DH // 2, other=0.0)
+    s = tl.load(sin + token * (DH // 2) + d, mask=d < DH // 2, other=0.0) * sign
     x += b.to(tl.int64) * of_row + t.to(tl.int64) * of_token
     mask = (h < H) & (d < DH // 2)
-    p = tl.load(x + h * of_head + d, mask=mask, other=0.).to(tl.float32)
-    q = tl.load(x + h * of_head + d + DH // 2, mask=mask, other=0.).to(tl.float32)
+    p = tl.load(x + h * of_head + d, mask=mask, other=0.0).to(tl.float32)
+    q = tl.load(x + h * of_head + d + DH // 2, mask=mask, other=0.0).to(tl.float32)
     out += token * H * DH + h * DH + d
     tl.store(out, (p * c - q * s).to(out.dtype.element_ty), mask=mask)
     tl.store(out + DH // 2, (q * c + p * s).to(out.dtype.element_ty), mask=mask)
@@ -257,8 +303,10 @@ def _rope_kernel(x, of_row, of_token, of_head, cos, sin, sign, out, H, DH: const
 def causal_attention(q, k, v):
     """A position attends to itself and earlier ones. q (B, T, H, Dh), k, v (B, T, Hkv, Dh) → (B, T, H·Dh).
     Rows are padded on the right, so the causal mask also hides the padding from every real token."""
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))                                    # (B, heads, T, Dh)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, Dh)
+    out = F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+    )
     return out.transpose(1, 2).flatten(2)
 
 
@@ -276,7 +324,7 @@ def cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
     # (slots, Hkv, length, Dh)
     k_cache, v_cache, slots = cache.k[layer], cache.v[layer], cache.slots
     Hkv, _, Dh = k_cache.shape[1:]
-    q, k, v = qkv.unflatten(-1, (-1, Dh)).tensor_split((-2 * Hkv, -Hkv), 1)             # (B, heads, Dh)
+    q, k, v = qkv.unflatten(-1, (-1, Dh)).tensor_split((-2 * Hkv, -Hkv), 1)  # (B, heads, Dh)
     if head_norms:
         q_weight, k_weight, eps = head_norms
         q = rms_norm(q, q_weight, eps)
@@ -287,10 +335,14 @@ def cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
     k_cache[slots[going], :, positions[going]] = k[going]
     v_cache[slots[going], :, positions[going]] = v[going]
     longest = int(positions.max()) + 1
-    live = torch.arange(longest, device=q.device) <= positions[:, None]                 # (B, longest)
+    live = torch.arange(longest, device=q.device) <= positions[:, None]  # (B, longest)
     # query heads that share a key head become queries of one head, so that keys and values are read once
-    out = F.scaled_dot_product_attention(q.unflatten(1, (Hkv, -1)), k_cache[slots, :, :longest],
-                                         v_cache[slots, :, :longest], attn_mask=live[:, None, None])
+    out = F.scaled_dot_product_attention(
+        q.unflatten(1, (Hkv, -1)),
+        k_cache[slots, :, :longest],
+        v_cache[slots, :, :longest],
+        attn_mask=live[:, None, None],
+    )
     return out.flatten(1)
 
 
@@ -301,43 +353,95 @@ def _cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
     B, width = qkv.shape
     _, Hkv, length, Dh = k_cache.shape
     H = width // Dh - 2 * Hkv
-    q_weight, k_weight, eps = head_norms or (None, None, 0.)
+    q_weight, k_weight, eps = head_norms or (None, None, 0.0)
     out = qkv.new_empty(B, H * Dh)
-    sums = qkv.new_empty(B, Hkv, pieces, H // Hkv, Dh, dtype=torch.float32)         # each piece's Σ p·v
+    sums = qkv.new_empty(B, Hkv, pieces, H // Hkv, Dh, dtype=torch.float32)  # each piece's Σ p·v
     # its largest score, Σ p
     maxima = qkv.new_empty(B, Hkv, pieces, 2, H // Hkv, dtype=torch.float32)
     assert cache.counters.numel() >= B * Hkv and pieces * SPLIT < length + SPLIT
     # few rows: large tiles, so that a CTA loads its piece at once; many: small ones, so that CTAs share an SM
-    few = 4 * B * Hkv <= 132                 # at 4 pieces a row, no more CTAs than an H100 has SMs
+    few = 4 * B * Hkv <= 132  # at 4 pieces a row, no more CTAs than an H100 has SMs
     if qkv.is_cuda:
-        few &= torch.cuda.get_device_properties(qkv.device).shared_memory_per_block_optin > 200 * 2**10
+        few &= (
+            torch.cuda.get_device_properties(qkv.device).shared_memory_per_block_optin > 200 * 2**10
+        )
     half = max(16, triton.next_power_of_2(Dh) // 2)
-    scale = Dh**-0.5 * 1.4426950408889634                # times log2(e), because the kernel uses exp2
+    scale = Dh**-0.5 * 1.4426950408889634  # times log2(e), because the kernel uses exp2
     _attention_kernel[Hkv, pieces, B](
-        qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, cache.slots, cache.leaders, cache.shared,
-        positions, out, sums, maxima, cache.counters, length, scale, H, DH=Dh, REP=H // Hkv, SPLIT=SPLIT,
-        TILE=min((8192 if few else 2048) // half, SPLIT), ROWS=max(8, triton.next_power_of_2(H // Hkv)),
-        HALF=half, **_flags(qkv), num_warps=4 if few else 2, num_stages=3)
+        qkv,
+        q_weight,
+        k_weight,
+        eps,
+        cos,
+        sin,
+        k_cache,
+        v_cache,
+        cache.slots,
+        cache.leaders,
+        cache.shared,
+        positions,
+        out,
+        sums,
+        maxima,
+        cache.counters,
+        length,
+        scale,
+        H,
+        DH=Dh,
+        REP=H // Hkv,
+        SPLIT=SPLIT,
+        TILE=min((8192 if few else 2048) // half, SPLIT),
+        ROWS=max(8, triton.next_power_of_2(H // Hkv)),
+        HALF=half,
+        **_flags(qkv),
+        num_warps=4 if few else 2,
+        num_stages=3,
+    )
     return out
 
 
 @jit
 def _rotated(x, at, mask, weight, d, in_d, cos, sin, eps, DH: constexpr):
     """→ both halves (ROWS, HALF) of some heads, normalised and rotated, rounded where torch rounds."""
-    a = tl.load(x + at, mask=mask, other=0.).to(tl.float32)
-    b = tl.load(x + at + DH // 2, mask=mask, other=0.).to(tl.float32)
+    a = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(x + at + DH // 2, mask=mask, other=0.0).to(tl.float32)
     if weight is not None:
         rstd = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DH + eps)[:, None]
-        a = a * rstd * tl.load(weight + d, mask=in_d, other=0.)[None, :]
-        b = b * rstd * tl.load(weight + DH // 2 + d, mask=in_d, other=0.)[None, :]
+        a = a * rstd * tl.load(weight + d, mask=in_d, other=0.0)[None, :]
+        b = b * rstd * tl.load(weight + DH // 2 + d, mask=in_d, other=0.0)[None, :]
         a, b = a.to(x.dtype.element_ty).to(tl.float32), b.to(x.dtype.element_ty).to(tl.float32)
     return (a * cos - b * sin).to(x.dtype.element_ty), (b * cos + a * sin).to(x.dtype.element_ty)
 
 
 @jit(do_not_specialize=["length"])
-def _attention_kernel(qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, slots, leaders, shared,
-                      positions, out, sums, maxima, counters, length, scale, H, DH: constexpr, REP: constexpr,
-                      SPLIT: constexpr, TILE: constexpr, ROWS: constexpr, HALF: constexpr, PDL: constexpr):
+def _attention_kernel(
+    qkv,
+    q_weight,
+    k_weight,
+    eps,
+    cos,
+    sin,
+    k_cache,
+    v_cache,
+    slots,
+    leaders,
+    shared,
+    positions,
+    out,
+    sums,
+    maxima,
+    counters,
+    length,
+    scale,
+    H,
+    DH: constexpr,
+    REP: constexpr,
+    SPLIT: constexpr,
+    TILE: constexpr,
+    ROWS: constexpr,
+    HALF: constexpr,
+    PDL: constexpr,
+):
     """Grid (Hkv, pieces, B): one piece of one row, for a key head and the REP query heads that share it."""
     h, piece, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     # Before the wait, load only what was written before this layer's norm ran (older keys and values, but not
@@ -346,19 +450,22 @@ def _attention_kernel(qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, 
     Hkv, last, begin = tl.num_programs(0), position // SPLIT, piece * SPLIT
     head, d, dim = tl.arange(0, ROWS), tl.arange(0, HALF), tl.arange(0, 2 * HALF)
     in_d, in_q = d < DH // 2, (head < REP)[:, None] & (d < DH // 2)[None, :]
-    c = tl.load(cos + b * (DH // 2) + d, mask=in_d, other=0.)[None, :]
-    s = tl.load(sin + b * (DH // 2) + d, mask=in_d, other=0.)[None, :]
+    c = tl.load(cos + b * (DH // 2) + d, mask=in_d, other=0.0)[None, :]
+    s = tl.load(sin + b * (DH // 2) + d, mask=in_d, other=0.0)[None, :]
     slot, in_both = tl.load(slots + b), tl.load(shared + b).to(tl.int32)
-    at = (slot * Hkv + h) * length * DH                                  # offset of this head's first key
-    to_leader = (tl.load(leaders + b) - slot) * Hkv * length * DH        # from there to the leader's copy
+    at = (slot * Hkv + h) * length * DH  # offset of this head's first key
+    to_leader = (tl.load(leaders + b) - slot) * Hkv * length * DH  # from there to the leader's copy
     k_cache += at
     v_cache += at
     if begin > position:
-        if piece == 0:                     # a finished row waits too: else this kernel could end before
-            _start(PDL)                    # its predecessor, and the next kernel would read too early
+        if piece == 0:  # a finished row waits too: else this kernel could end before
+            _start(PDL)  # its predecessor, and the next kernel would read too early
         return
     qkv += b.to(tl.int64) * (H + 2 * Hkv) * DH
-    q1, q2 = tl.zeros((HALF, ROWS), qkv.dtype.element_ty), tl.zeros((HALF, ROWS), qkv.dtype.element_ty)
+    q1, q2 = (
+        tl.zeros((HALF, ROWS), qkv.dtype.element_ty),
+        tl.zeros((HALF, ROWS), qkv.dtype.element_ty),
+    )
     m, total = tl.full((ROWS,), -1e30, tl.float32), tl.zeros((TILE, ROWS), tl.float32)
     acc = tl.zeros((2 * HALF, ROWS), tl.float32)
     # online softmax: m is the running maximum of the scores, total the sum of 2^(score − m), acc that of
@@ -368,31 +475,48 @@ def _attention_kernel(qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, 
         live = (start + t < position)[:, None]
         there = tl.where(start + TILE <= in_both, to_leader, 0) + start * DH
         k_ptr = k_cache + there + t[:, None] * DH + d[None, :]
-        k1 = tl.load(k_ptr, mask=live & in_d[None, :], other=0.)                         # (TILE, HALF)
-        k2 = tl.load(k_ptr + DH // 2, mask=live & in_d[None, :], other=0.)
-        v = tl.load(v_cache + there + t[None, :] * DH + dim[:, None], other=0.,
-                    mask=(start + t < position)[None, :] & (dim < DH)[:, None])          # (2·HALF, TILE)
-        if start == begin:                 # only now wait: the loads above overlap with the qkv kernel
-            if PDL:                        # the wait returns 0; adding it keeps loads of qkv below
-                qkv += tl.multiple_of(tl.inline_asm_elementwise(
-                    "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [],
-                    tl.int32, is_pure=False, pack=1), 16)
+        k1 = tl.load(k_ptr, mask=live & in_d[None, :], other=0.0)  # (TILE, HALF)
+        k2 = tl.load(k_ptr + DH // 2, mask=live & in_d[None, :], other=0.0)
+        v = tl.load(
+            v_cache + there + t[None, :] * DH + dim[:, None],
+            other=0.0,
+            mask=(start + t < position)[None, :] & (dim < DH)[:, None],
+        )  # (2·HALF, TILE)
+        if start == begin:  # only now wait: the loads above overlap with the qkv kernel
+            if PDL:  # the wait returns 0; adding it keeps loads of qkv below
+                qkv += tl.multiple_of(
+                    tl.inline_asm_elementwise(
+                        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;",
+                        "=r",
+                        [],
+                        tl.int32,
+                        is_pure=False,
+                        pack=1,
+                    ),
+                    16,
+                )
             q_at = (h * REP + head)[:, None] * DH + d[None, :]
             q1_rows, q2_rows = _rotated(qkv, q_at, in_q, q_weight, d, in_d, c, s, eps, DH)
             q1, q2 = tl.trans(q1_rows), tl.trans(q2_rows)
-            if piece == last:                             # use the new token's k, v directly, and cache them
+            if piece == last:  # use the new token's k, v directly, and cache them
                 new_at = (H + h) * DH + d[None, :]
                 new1, new2 = _rotated(qkv, new_at, in_d[None, :], k_weight, d, in_d, c, s, eps, DH)
-                new_v = tl.load(qkv + (H + Hkv + h) * DH + dim, mask=dim < DH, other=0.)
+                new_v = tl.load(qkv + (H + Hkv + h) * DH + dim, mask=dim < DH, other=0.0)
                 tl.store(k_cache + position * DH + d[None, :], new1, mask=in_d[None, :])
                 tl.store(k_cache + position * DH + DH // 2 + d[None, :], new2, mask=in_d[None, :])
                 tl.store(v_cache + position * DH + dim, new_v, mask=dim < DH)
-                m = tl.sum(q1_rows.to(tl.float32) * new1.to(tl.float32)
-                           + q2_rows.to(tl.float32) * new2.to(tl.float32), 1) * scale
+                m = (
+                    tl.sum(
+                        q1_rows.to(tl.float32) * new1.to(tl.float32)
+                        + q2_rows.to(tl.float32) * new2.to(tl.float32),
+                        1,
+                    )
+                    * scale
+                )
                 total += (tl.arange(0, TILE) == 0)[:, None].to(tl.float32)
                 acc += new_v.to(tl.float32)[:, None]
         scores = tl.dot(k2, q2, tl.dot(k1, q1, input_precision="ieee"), input_precision="ieee")
-        scores = tl.where(live, scores * scale, float("-inf"))                           # (TILE, ROWS)
+        scores = tl.where(live, scores * scale, float("-inf"))  # (TILE, ROWS)
         new = tl.maximum(m, tl.max(scores, 0))
         p, shrink = tl.exp2(scores - new[None, :]), tl.exp2(m - new)
         total = total * shrink[None, :] + p
@@ -401,7 +525,7 @@ def _attention_kernel(qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, 
     total = tl.sum(total, 0)
     in_out = (head < REP)[None, :] & (dim < DH)[:, None]
     done = last == 0
-    if last > 0:                           # several pieces: store this one; the CTA that is last merges all
+    if last > 0:  # several pieces: store this one; the CTA that is last merges all
         tile = b * Hkv + h
         at = (tile * tl.num_programs(1)).to(tl.int64) * REP
         acc_ptr = sums + at * DH + head[None, :] * DH + dim[:, None]
@@ -409,19 +533,21 @@ def _attention_kernel(qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, 
         tl.store(acc_ptr + piece * REP * DH, acc, mask=in_out)
         tl.store(max_ptr + piece * 2 * REP, m, mask=head < REP)
         tl.store(max_ptr + piece * 2 * REP + REP, total, mask=head < REP)
-        tl.debug_barrier()                                # all warps of this CTA have stored their piece
+        tl.debug_barrier()  # all warps of this CTA have stored their piece
         done = tl.atomic_add(counters + tile, 1, sem="acq_rel") == last
         if done:
             tl.store(counters + tile, 0)
             m, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
             acc = tl.zeros((2 * HALF, ROWS), tl.float32)
-            for first in range(0, last + 1, 4):           # unrolled: four pieces' loads in flight
-                for j in tl.static_range(4):              # .cg skips L1, which may hold stale lines
+            for first in range(0, last + 1, 4):  # unrolled: four pieces' loads in flight
+                for j in tl.static_range(4):  # .cg skips L1, which may hold stale lines
                     i = first + j
                     here = head < tl.where(i <= last, REP, 0)
                     m_i = tl.load(max_ptr + 2 * i * REP, here, -1e30, cache_modifier=".cg")
-                    total_i = tl.load(max_ptr + 2 * i * REP + REP, here, 1., cache_modifier=".cg")
-                    acc_i = tl.load(acc_ptr + i * REP * DH, in_out & here[None, :], 0., cache_modifier=".cg")
+                    total_i = tl.load(max_ptr + 2 * i * REP + REP, here, 1.0, cache_modifier=".cg")
+                    acc_i = tl.load(
+                        acc_ptr + i * REP * DH, in_out & here[None, :], 0.0, cache_modifier=".cg"
+                    )
                     new = tl.maximum(m, m_i)
                     shrink, grow = tl.exp2(m - new), tl.exp2(m_i - new)
                     total = total * shrink + total_i * grow

@@ -23,6 +23,7 @@ Training takes no top-k and no top-p: the trainer's probabilities would include 
 excludes, and their ratio would be wrong. Evaluation computes no ratio and may use top-p.
 Needs: torch, tqdm; ops.py, gumbel.py, model.py.
 """
+
 import time
 from collections import deque
 from typing import NamedTuple
@@ -35,24 +36,29 @@ import gumbel
 import ops
 from model import KVCache, head_dim
 
-SLOTS = 256                        # most sequences that run at once
-STEPS = 8                          # steps between the host's reads of which rows have finished
-PREFILL_TOKENS = 8192              # most prompt tokens in one forward pass; a longer prompt has its own
+SLOTS = 256  # most sequences that run at once
+STEPS = 8  # steps between the host's reads of which rows have finished
+PREFILL_TOKENS = 8192  # most prompt tokens in one forward pass; a longer prompt has its own
 
 
 class Rollout(NamedTuple):
     """B = P·G rows: sample g of prompt p is row p·G + g. T: the tokens of the longest prompt plus answer."""
-    tokens: torch.Tensor           # (B, T) int64: prompt, answer, then zeros
-    logprobs: torch.Tensor         # (B, T) f32: of each answer token when it was drawn; else 0
-    lengths: torch.Tensor          # (B,) int64: answer tokens, including the sampled end token
-    finished: torch.Tensor         # (B,) bool: ended by a stop token, not by max_new_tokens
-    prompt_lengths: torch.Tensor   # (B,) int64
+
+    tokens: torch.Tensor  # (B, T) int64: prompt, answer, then zeros
+    logprobs: torch.Tensor  # (B, T) f32: of each answer token when it was drawn; else 0
+    lengths: torch.Tensor  # (B,) int64: answer tokens, including the sampled end token
+    finished: torch.Tensor  # (B,) bool: ended by a stop token, not by max_new_tokens
+    prompt_lengths: torch.Tensor  # (B,) int64
 
     def answers(self):
         """→ each row's answer as a list of token ids, without its end token."""
         ends = (self.prompt_lengths + self.lengths - self.finished.long()).tolist()
-        return [row[p:e] for row, p, e in
-                zip(self.tokens.tolist(), self.prompt_lengths.tolist(), ends, strict=True)]
+        return [
+            row[p:e]
+            for row, p, e in zip(
+                self.tokens.tolist(), self.prompt_lengths.tolist(), ends, strict=True
+            )
+        ]
 
     def rows(self, index):
         """→ Rollout of the rows in index, a range or (n,) int64, cut to the longest of them."""
@@ -65,9 +71,14 @@ class Rollout(NamedTuple):
     def join(rollouts):
         """→ Rollout of the rows of several rollouts in their order, padded on the right to the widest."""
         widest = max(r.tokens.shape[1] for r in rollouts)
-        return Rollout(*(torch.cat([F.pad(f, (0, widest - f.shape[1])) if f.dim() == 2 else f
-                                    for f in fields])
-                         for fields in zip(*rollouts, strict=True)))
+        return Rollout(
+            *(
+                torch.cat(
+                    [F.pad(f, (0, widest - f.shape[1])) if f.dim() == 2 else f for f in fields]
+                )
+                for fields in zip(*rollouts, strict=True)
+            )
+        )
 
     def micro_batches(self, rows, budget):
         """Row numbers (n,) → [(k,), …], longest first: each at most `budget` padded tokens, or one row."""
@@ -88,11 +99,22 @@ class Sampler:
         self.model, self.slots = model, slots
         # of the last generate; length: positions of a slot, prefill: prompt tokens of a forward pass
         self.stats = dict(slots=0, length=0, prefill=0)
-        self.loaded = set()            # steps whose kernels are loaded: (rows, greedy?, top-p?, stop tokens)
+        self.loaded = set()  # steps whose kernels are loaded: (rows, greedy?, top-p?, stop tokens)
 
     @torch.no_grad()
-    def generate(self, prompts, group_size, max_new_tokens, temperature, stop_ids, seed, step, first=0,
-                 progress="", top_p=1.0):
+    def generate(
+        self,
+        prompts,
+        group_size,
+        max_new_tokens,
+        temperature,
+        stop_ids,
+        seed,
+        step,
+        first=0,
+        progress="",
+        top_p=1.0,
+    ):
         """Sample group_size answers to each prompt (a list of token ids) → Rollout.
 
         stop_ids: tokens that end an answer. temperature 0 is greedy. first: the global number of the first
@@ -106,26 +128,39 @@ class Sampler:
             if not prompt:
                 raise ValueError(f"prompt {i} is empty: there is nothing to go on from")
             if len(prompt) + max_new_tokens > context:
-                raise ValueError(f"prompt {i} has {len(prompt)} tokens; with {max_new_tokens} new ones it "
-                                 f"must fit into the model's context of {context}: "
-                                 "shorten it or lower --max-new-tokens")
+                raise ValueError(
+                    f"prompt {i} has {len(prompt)} tokens; with {max_new_tokens} new ones it "
+                    f"must fit into the model's context of {context}: "
+                    "shorten it or lower --max-new-tokens"
+                )
         device, B = self.model.device, len(prompts) * group_size
         longest = max(map(len, prompts))
         length = longest + max_new_tokens
-        ids = torch.tensor([p + [0] * (length - len(p)) for p in prompts], device=device)      # (P, T)
-        prompt_lengths = torch.tensor([len(p) for p in prompts], device=device)                # (P,)
-        rollout = Rollout(tokens=ids.repeat_interleave(group_size, 0),
-                          logprobs=torch.zeros(B, length, device=device),
-                          lengths=torch.zeros(B, dtype=torch.long, device=device),
-                          finished=torch.zeros(B, dtype=torch.bool, device=device),
-                          prompt_lengths=prompt_lengths.repeat_interleave(group_size))
+        ids = torch.tensor([p + [0] * (length - len(p)) for p in prompts], device=device)  # (P, T)
+        prompt_lengths = torch.tensor([len(p) for p in prompts], device=device)  # (P,)
+        rollout = Rollout(
+            tokens=ids.repeat_interleave(group_size, 0),
+            logprobs=torch.zeros(B, length, device=device),
+            lengths=torch.zeros(B, dtype=torch.long, device=device),
+            finished=torch.zeros(B, dtype=torch.bool, device=device),
+            prompt_lengths=prompt_lengths.repeat_interleave(group_size),
+        )
         stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
         waiting = deque((row, prompts[row // group_size]) for row in range(B))
         prefill = max(longest, min(PREFILL_TOKENS, len(prompts) * longest))
         slots = min(self.slots, self._room(length, prefill, top_p), B)
-        self.stats = dict(prefill_s=0.0, capture_s=0.0, decode_s=0.0, steps=0, slots=slots, length=length,
-                          prefill=prefill)
-        with tqdm(total=B, desc=progress, unit="seq", leave=False, disable=None if progress else True) as bar:
+        self.stats = dict(
+            prefill_s=0.0,
+            capture_s=0.0,
+            decode_s=0.0,
+            steps=0,
+            slots=slots,
+            length=length,
+            prefill=prefill,
+        )
+        with tqdm(
+            total=B, desc=progress, unit="seq", leave=False, disable=None if progress else True
+        ) as bar:
             while waiting:
                 running = []
                 try:
@@ -136,12 +171,14 @@ class Sampler:
                     if slots == 1:
                         raise
                     slots = self.stats["slots"] = -(-slots // 2)
-                    tqdm.write(f"out of memory while sampling: going on with {slots} sequences at a time")
+                    tqdm.write(
+                        f"out of memory while sampling: going on with {slots} sequences at a time"
+                    )
                     # restart the running rows: their numbers fix their random bits, so they draw the same
                     for row, prompt, _ in reversed(running):
                         waiting.appendleft((row, prompt))
                         rollout.lengths[row] = 0
-                        rollout.tokens[row, len(prompt):] = 0
+                        rollout.tokens[row, len(prompt) :] = 0
                         rollout.logprobs[row] = 0
                 batch = None
                 # return KV memory to CUDA, or the update's tensors fragment it
@@ -157,7 +194,7 @@ class Sampler:
         # allocator's gaps. A slot takes its keys and values, and its logits twice in fp32. With top-p a logit
         # takes up to 20 bytes.
         beside = 4 * c.hidden_size * c.intermediate_size + prefill_bytes(c, prefill) + 5e8
-        torch.cuda.empty_cache()             # what the allocator still holds is too fragmented to count
+        torch.cuda.empty_cache()  # what the allocator still holds is too fragmented to count
         free, total = torch.cuda.mem_get_info()
         allowed = total * torch.cuda.get_per_process_memory_fraction()
         free = min(free, allowed - torch.cuda.memory_reserved())
@@ -180,7 +217,13 @@ class _Batch:
 
     def __init__(self, sampler, slots, rollout, group, stops, limit, draw):
         self.sampler, self.model, self.stats = sampler, sampler.model, sampler.stats
-        self.rollout, self.group, self.stops, self.limit, self.draw = rollout, group, stops, limit, draw
+        self.rollout, self.group, self.stops, self.limit, self.draw = (
+            rollout,
+            group,
+            stops,
+            limit,
+            draw,
+        )
         self.cache = KVCache(self.model, slots, rollout.tokens.shape[1])
         # column i is row i of the batch: its row in the rollout, its slot, the token the model reads next,
         # its position (−1: finished), its sequence number, the length of its group's shared prompt, the
@@ -188,36 +231,40 @@ class _Batch:
         self.state = torch.zeros(7, slots + slots % 2, dtype=torch.long, device=self.model.device)
         self.slots = slots
         self.cuda, self.graphs, self.pool = self.model.device.type == "cuda", {}, None
-        self.requested = None                          # (rows, pieces) at the last call of choose()
+        self.requested = None  # (rows, pieces) at the last call of choose()
 
     def run(self, waiting, running, bar):
         """Sample until every row has finished. waiting: deque of (row, prompt). running: a list, kept up to
         date, of the (row, prompt, slot)s that run."""
         free = list(range(self.slots))
-        enough = -(-self.slots // 8)           # free slots to wait for: a prefill of few prompts is slow
-        most = -(-self.rollout.tokens.shape[1] // ops.SPLIT)        # pieces of a whole slot
-        positions = []                                              # of each running row
+        enough = -(-self.slots // 8)  # free slots to wait for: a prefill of few prompts is slow
+        most = -(-self.rollout.tokens.shape[1] // ops.SPLIT)  # pieces of a whole slot
+        positions = []  # of each running row
         while waiting or running:
             if waiting and len(free) >= min(enough, len(waiting)):
-                new = [(*waiting.popleft(), free.pop()) for _ in range(min(len(free), len(waiting)))]
+                new = [
+                    (*waiting.popleft(), free.pop()) for _ in range(min(len(free), len(waiting)))
+                ]
                 running += new
                 positions += [len(prompt) - 1 for _, prompt, _ in new]
                 self.admit(new, running)
             size, steps = len(running), 1
-            if self.cuda:                              # one graph for all sizes up to a power of two
+            if self.cuda:  # one graph for all sizes up to a power of two
                 size = min(self.slots, 1 << (size - 1).bit_length())
-                fewest = min(at - len(p) + 1 for (_, p, _), at in zip(running, positions, strict=True))
-                steps = min(STEPS, self.limit - fewest)        # fewest: tokens of the newest row
-            self.state[3, len(running):] = -1          # the graph's other rows are marked finished
+                fewest = min(
+                    at - len(p) + 1 for (_, p, _), at in zip(running, positions, strict=True)
+                )
+                steps = min(STEPS, self.limit - fewest)  # fewest: tokens of the newest row
+            self.state[3, len(running) :] = -1  # the graph's other rows are marked finished
             longest = max(positions) + steps - 1
             pieces = min(most, max(4, 1 << (longest // ops.SPLIT).bit_length()))
-            positions = self.advance(size, pieces, steps)[:len(running)]
+            positions = self.advance(size, pieces, steps)[: len(running)]
             going = [i for i, at in enumerate(positions) if at >= 0]
             if len(going) < len(running):
                 bar.update(len(running) - len(going))
                 free += [slot for (*_, slot), at in zip(running, positions, strict=True) if at < 0]
                 running[:], positions = ([x[i] for i in going] for x in (running, positions))
-                self.state[:, :len(going)] = self.state[:, torch.tensor(going, dtype=torch.long)]
+                self.state[:, : len(going)] = self.state[:, torch.tensor(going, dtype=torch.long)]
                 self.lead(len(going))
             if not bar.disable:
                 rate = int(self.rollout.lengths.sum()) / max(bar.format_dict["elapsed"], 1e-9)
@@ -228,16 +275,20 @@ class _Batch:
         keys and values of a row of their group that runs already."""
         began, device = time.perf_counter(), self.state.device
         first, older = self.draw[3], len(running) - len(new)
-        state = [(row, slot, prompt[-1], len(prompt) - 1, first + row, len(prompt) - 1)
-                 for row, prompt, slot in new]
-        self.state[:6, older:len(running)] = torch.tensor(state, device=device).T
+        state = [
+            (row, slot, prompt[-1], len(prompt) - 1, first + row, len(prompt) - 1)
+            for row, prompt, slot in new
+        ]
+        self.state[:6, older : len(running)] = torch.tensor(state, device=device).T
         self.lead(len(running))
         cached = {row // self.group: slot for row, _, slot in running[:older]}
-        slots_of = {}                                  # prompt to prefill → the slots that receive it
+        slots_of = {}  # prompt to prefill → the slots that receive it
         for row, prompt, slot in new:
             if row // self.group in cached:
                 for x in (self.cache.k, self.cache.v):
-                    x[:, slot, :, :len(prompt) - 1] = x[:, cached[row // self.group], :, :len(prompt) - 1]
+                    x[:, slot, :, : len(prompt) - 1] = x[
+                        :, cached[row // self.group], :, : len(prompt) - 1
+                    ]
             else:
                 slots_of.setdefault(tuple(prompt[:-1]), []).append(slot)
         prompts = sorted((p for p in slots_of if p), key=len)
@@ -249,14 +300,18 @@ class _Batch:
             width = max(2, len(group[-1]))
             ids = torch.tensor([p + (0,) * (width - len(p)) for p in group], device=device)
             self.cache.slots = torch.tensor([s for p in group for s in slots_of[p]], device=device)
-            self.cache.of = torch.tensor([i for i, p in enumerate(group) for _ in slots_of[p]], device=device)
+            self.cache.of = torch.tensor(
+                [i for i, p in enumerate(group) for _ in slots_of[p]], device=device
+            )
             self.model(ids, torch.arange(width, device=device).expand_as(ids), self.cache)
         self.clock("prefill_s", began)
 
     def lead(self, size):
         """Let all rows of a group read their prompt in the slot of the group's first running row."""
-        rows = self.state[0, :size]                          # ascending: rows start in ascending order
-        self.state[6, :size] = self.state[1, torch.searchsorted(rows, rows // self.group * self.group)]
+        rows = self.state[0, :size]  # ascending: rows start in ascending order
+        self.state[6, :size] = self.state[
+            1, torch.searchsorted(rows, rows // self.group * self.group)
+        ]
 
     def advance(self, size, pieces, steps):
         """Run decode steps of the first `size` rows, within `pieces` of their slots → each row's position."""
@@ -297,7 +352,9 @@ class _Batch:
         logits = self.model.logits(self.model(last[:, None], positions[:, None], cache)[:, 0])
         if top_p < 1:
             logits = gumbel.nucleus(logits, temperature, top_p)
-        token, logprob = gumbel.sample(logits, temperature, seed, step, number, self.rollout.lengths[rows])
+        token, logprob = gumbel.sample(
+            logits, temperature, seed, step, number, self.rollout.lengths[rows]
+        )
         gumbel.append(token, logprob, rows, positions, self.stops, self.limit, last, self.rollout)
 
     def clock(self, name, began):

@@ -14,6 +14,7 @@ last record of a step. The batch, the noise and every sampled token are function
 a resumed run ends with the same bytes as a run without a stop.
 `python runs.py show|plot RUN…`, `list [FOLDER]`. Needs: torch, safetensors, matplotlib; lora.py.
 """
+
 import fcntl
 import hashlib
 import json
@@ -32,16 +33,17 @@ from safetensors.torch import save_file
 
 import lora
 
-PROBE = 32                          # prompts that a preflight samples
+PROBE = 32  # prompts that a preflight samples
 LABELS = ("right and ended", "right, ended or not"), ("mean reward", "mean reward, ended or not")
 LINES = dict(
     eval="eval after {step:4d} steps | greedy {eval_greedy:.2f} {0}, {eval_greedy_loose:.2f} {1} | "
-         "sampled {eval_sampled:.2f} | {rollout_s:.1f}s",
+    "sampled {eval_sampled:.2f} | {rollout_s:.1f}s",
     step="step {step:4d} | reward {reward:.2f} | signal {signal:.0%} | finished {finished:.0%} | "
-         "len {length:.1f} | entropy {entropy:.2f} | mismatch {mismatch:.4f} | kl_noise {kl_noise:.1e} | "
-         "clip {clip_fraction:.1%} | grad {grad_norm:.2f} | lr {lr:.1e} | σ {sigma:.1e} | "
-         "gen {rollout_s:.1f}s {rollout_tok_s:.0f} tok/s | train {update_s:.1f}s {update_tok_s:.0f} tok/s | "
-         "{memory_gb:.1f} GB")
+    "len {length:.1f} | entropy {entropy:.2f} | mismatch {mismatch:.4f} | kl_noise {kl_noise:.1e} | "
+    "clip {clip_fraction:.1%} | grad {grad_norm:.2f} | lr {lr:.1e} | σ {sigma:.1e} | "
+    "gen {rollout_s:.1f}s {rollout_tok_s:.0f} tok/s | train {update_s:.1f}s {update_tok_s:.0f} tok/s | "
+    "{memory_gb:.1f} GB",
+)
 
 
 class Run:
@@ -60,19 +62,25 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = open(self.folder / "metrics.jsonl", "ab")
         try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)       # the kernel unlocks when we die
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel unlocks when we die
         except BlockingIOError:
-            raise ValueError(f"another process is writing to {self.folder}: take another --out") from None
+            raise ValueError(
+                f"another process is writing to {self.folder}: take another --out"
+            ) from None
         if not config.resume and (self.lock.tell() or self.saved()):
-            raise ValueError(f"{self.folder} holds a run already: go on with --resume, or take another --out")
-        every = logged(self.folder)                                     # also those of replayed steps
+            raise ValueError(
+                f"{self.folder} holds a run already: go on with --resume, or take another --out"
+            )
+        every = logged(self.folder)  # also those of replayed steps
         self.segment = 1 + max((r["segment"] for r in every), default=-1)
         scores = (r["eval_greedy"] for r in every if r["step"] and r.get("eval_greedy") is not None)
         self.best = max(scores, default=-math.inf)
         made = config.updates_per_rollout * len({r["step"] for r in every if r["kind"] == "step"})
         if config.steps < made:
-            raise ValueError(f"--steps {config.steps}: {self.folder} has made {made} steps; take at least as "
-                             f"many, or evaluate with --steps 0 --adapter {self.folder}")
+            raise ValueError(
+                f"--steps {config.steps}: {self.folder} has made {made} steps; take at least as "
+                f"many, or evaluate with --steps 0 --adapter {self.folder}"
+            )
         self.say(f"run folder: {self.folder}")
 
     @contextmanager
@@ -80,7 +88,7 @@ class Run:
         """Context manager around the training loop; yields the first step. A loop that is stopped or fails
         saves its last finished step, unless it failed to write a file, and says how to go on."""
         self.model = model
-        self.first = self.load(model, optimizer)        # outside the try: never save half a model
+        self.first = self.load(model, optimizer)  # outside the try: never save half a model
         self.began = time.perf_counter()
         optimizer.register_step_pre_hook(lambda *_: setattr(self, "whole", False))
         try:
@@ -133,12 +141,12 @@ class Run:
         record = {"kind": kind, "step": step, **{k: rounded(v) for k, v in record.items()}}
         if not self.quiet:
             if kind == "eval" and step and record["eval_greedy"] > self.best:
-                self.best = record["eval_greedy"]       # adapter first: a resume reads best from the log
+                self.best = record["eval_greedy"]  # adapter first: a resume reads best from the log
                 lora.save_adapter(self.model, self.folder / "adapter-best", self.config.model)
             append(self.folder / "metrics.jsonl", record | {"segment": self.segment})
         text = line(record, own=self.config.task.endswith(".py"))
         if kind == "step":
-            minutes = (time.perf_counter() - self.began) / 60           # since the start or the resume
+            minutes = (time.perf_counter() - self.began) / 60  # since the start or the resume
             left = minutes * (self.config.steps - self.done) / (self.done - self.first)
             text += f" | {minutes:.1f} min, {left:.1f} min left"
         self.say(text)
@@ -147,9 +155,18 @@ class Run:
         """Keep and print the worst and the best answer of a step. texts: (prompt, answer) of each row."""
         order = sorted(range(len(rewards)), key=rewards.__getitem__)
         for which, b in () if self.quiet else (("worst", order[0]), ("best", order[-1])):
-            append(self.folder / "samples.jsonl", dict(
-                step=step, which=which, prompt=texts[b][0], answer=texts[b][1], reward=rewards[b],
-                advantage=advantages[b], segment=self.segment))
+            append(
+                self.folder / "samples.jsonl",
+                dict(
+                    step=step,
+                    which=which,
+                    prompt=texts[b][0],
+                    answer=texts[b][1],
+                    reward=rewards[b],
+                    advantage=advantages[b],
+                    segment=self.segment,
+                ),
+            )
             self.say(f"    {which:5} {rewards[b]:+.2f}  {texts[b][0]!r} → {texts[b][1]!r}")
 
     def save(self, model, optimizer):
@@ -164,8 +181,11 @@ class Run:
         metadata = {"step": str(self.done), "sha256": _digest(tensors, self.done)}
         # the checkpoint last: after a crash in between, a resume replays the steps and saves both again
         lora.save_adapter(model, self.folder / "adapter", self.config.model)
-        _replace(self.folder / "checkpoint.safetensors", lambda p: save_file(tensors, p, metadata=metadata),
-                 keep=not self.damaged)
+        _replace(
+            self.folder / "checkpoint.safetensors",
+            lambda p: save_file(tensors, p, metadata=metadata),
+            keep=not self.damaged,
+        )
         self.damaged = False
 
     def load(self, model, optimizer):
@@ -176,24 +196,36 @@ class Run:
                 tensors, self.done = _read(path)
             except (SafetensorError, LookupError, TypeError, ValueError) as error:
                 self.damaged = True
-                self.say(f"warning: {path} is damaged ({error}): going back to the one before it", sys.stderr)
+                self.say(
+                    f"warning: {path} is damaged ({error}): going back to the one before it",
+                    sys.stderr,
+                )
                 continue
             for name, p in model.named_parameters():
                 if name not in tensors or tensors[name].shape != p.shape:
-                    raise ValueError(f"{path} has no {name} of {tuple(p.shape)}: another --model or --rank?")
+                    raise ValueError(
+                        f"{path} has no {name} of {tuple(p.shape)}: another --model or --rank?"
+                    )
                 p.data.copy_(tensors[name])
                 if f"{name}/step" in tensors:
-                    optimizer.state[p] = {k: tensors[f"{name}/{k}"].to(p.device)
-                                          for k in ("step", "exp_avg", "exp_avg_sq")}
+                    optimizer.state[p] = {
+                        k: tensors[f"{name}/{k}"].to(p.device)
+                        for k in ("step", "exp_avg", "exp_avg_sq")
+                    }
             lora.refresh(model)
             self.say(f"resumed at {self.done / self.config.steps:.0%} of the schedules of lr and σ")
             break
         else:
             if self.damaged:
-                raise ValueError(f"every checkpoint in {self.folder} is damaged: begin another run with "
-                                 f"--adapter {self.folder}/adapter, or delete them to begin this one again")
-        if not self.quiet:                      # only now: a refused resume must not change the flags
-            flags = json.dumps(vars(self.config) | {"resume": "", "out": str(self.folder)}, indent=2) + "\n"
+                raise ValueError(
+                    f"every checkpoint in {self.folder} is damaged: begin another run with "
+                    f"--adapter {self.folder}/adapter, or delete them to begin this one again"
+                )
+        if not self.quiet:  # only now: a refused resume must not change the flags
+            flags = (
+                json.dumps(vars(self.config) | {"resume": "", "out": str(self.folder)}, indent=2)
+                + "\n"
+            )
             _replace(self.folder / "config.json", lambda p: p.write_text(flags))
         return self.done
 
@@ -209,7 +241,7 @@ class Run:
             if not self.quiet:
                 print(text, file=file, flush=True)
         except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # Python flushes at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
             raise KeyboardInterrupt(f" ({error.strerror})") from error
 
     def preflight(self, r):
@@ -217,17 +249,22 @@ class Run:
         untrained = r["signal"] == 0 or self.config.overlong == "mask" and r["finished"] == 0
         pointless = untrained or not r["mismatch"] <= 1.5
         seconds = r["rollout_s"] + r["update_s"]
-        self.say("\n    ".join((
-            f"{PROBE} prompts × {self.config.group_size} answers, nothing is updated:",
-            f"solve rate  {r['solved']:7.1%}   answers with a reward above 0",
-            f"finished    {r['finished']:7.1%}   answers that ended; --max-new-tokens cut the others",
-            f"no signal   {1 - r['signal']:7.1%}   groups of equal rewards; --resample replaces them",
-            f"mismatch    {r['mismatch']:7.4f}   sampler against trainer; 1 is perfect",
-            f"memory      {r['memory_gb']:7.1f}   GB at most",
-            f"a step      {seconds:7.1f}   seconds, {r['update_s']:.1f} of them the update; "
-            f"{self.config.steps} steps {seconds * self.config.steps / 60:.0f} minutes, evaluation aside",
-            *(f"change: {text}" for _, text in diagnose([r], 1, f"{PROBE} prompts")),
-            "training would be pointless" if pointless else "ready to train")))
+        self.say(
+            "\n    ".join(
+                (
+                    f"{PROBE} prompts × {self.config.group_size} answers, nothing is updated:",
+                    f"solve rate  {r['solved']:7.1%}   answers with a reward above 0",
+                    f"finished    {r['finished']:7.1%}   answers that ended; --max-new-tokens cut the others",
+                    f"no signal   {1 - r['signal']:7.1%}   groups of equal rewards; --resample replaces them",
+                    f"mismatch    {r['mismatch']:7.4f}   sampler against trainer; 1 is perfect",
+                    f"memory      {r['memory_gb']:7.1f}   GB at most",
+                    f"a step      {seconds:7.1f}   seconds, {r['update_s']:.1f} of them the update; "
+                    f"{self.config.steps} steps {seconds * self.config.steps / 60:.0f} minutes, evaluation aside",
+                    *(f"change: {text}" for _, text in diagnose([r], 1, f"{PROBE} prompts")),
+                    "training would be pointless" if pointless else "ready to train",
+                )
+            )
+        )
         return 3 if pointless else 0
 
     def finish(self):
@@ -236,7 +273,9 @@ class Run:
         try:
             results += "" if self.quiet else f"/{plot([self.folder]).name}"
         except Exception as error:
-            self.say(f"warning: no curves, for {error!r}; try runs.py plot {self.folder}", sys.stderr)
+            self.say(
+                f"warning: no curves, for {error!r}; try runs.py plot {self.folder}", sys.stderr
+            )
         if (self.folder / "adapter").exists():
             results += f", adapter in {self.folder}/adapter"
         if (self.folder / "adapter-best").exists():
@@ -248,29 +287,51 @@ def diagnose(records, needed=5, seen="five steps"):
     """Records of steps, the oldest first → (name, sentence) of each problem in the last `needed` of them."""
     last, recent = records[-1], records[-needed:]
     if len(recent) == needed and all(r["signal"] == 0 for r in recent):
-        yield "flat", (f"{seen} without one group of unequal rewards: nothing can be learnt. Try a harder or "
-                       "easier task (--operands 2-5), a larger --group-size or --max-new-tokens.")
+        yield (
+            "flat",
+            (
+                f"{seen} without one group of unequal rewards: nothing can be learnt. Try a harder or "
+                "easier task (--operands 2-5), a larger --group-size or --max-new-tokens."
+            ),
+        )
     if len(recent) == needed and all(r["finished"] == 0 for r in recent):
-        yield "unfinished", (f"{seen} in which no answer ended: raise --max-new-tokens, or check that the "
-                             "model's chat template and end token are the ones it was trained with.")
+        yield (
+            "unfinished",
+            (
+                f"{seen} in which no answer ended: raise --max-new-tokens, or check that the "
+                "model's chat template and end token are the ones it was trained with."
+            ),
+        )
     if "skipped" in last:
-        yield "skipped", "loss or gradient was NaN or infinite, and the step was skipped: try a lower --lr."
-    if not (last["mismatch"] or 1) <= 1.05:                                     # also if it is NaN
-        yield "mismatch", (f"sampler and trainer disagree by a factor of {last['mismatch']:.3f} on a token's "
-                           "probability: the ratios are wrong. Report it, also with --quant bf16.")
+        yield (
+            "skipped",
+            "loss or gradient was NaN or infinite, and the step was skipped: try a lower --lr.",
+        )
+    if not (last["mismatch"] or 1) <= 1.05:  # also if it is NaN
+        yield (
+            "mismatch",
+            (
+                f"sampler and trainer disagree by a factor of {last['mismatch']:.3f} on a token's "
+                "probability: the ratios are wrong. Report it, also with --quant bf16."
+            ),
+        )
 
 
 def peak_memory_gb():
     """Peak memory since the start, in 1e9 bytes: of the GPU if this process uses one, else of the process."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9           # Linux counts in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # Linux counts in KiB
 
 
 def logged(folder):
     """All records of a run in the order of writing, without lines cut off or written by hand."""
-    return [r for r in jsonl(Path(folder) / "metrics.jsonl") if type(r) is dict
-            and [type(r.get(k)) for k in ("kind", "step", "segment")] == [str, int, int]]
+    return [
+        r
+        for r in jsonl(Path(folder) / "metrics.jsonl")
+        if type(r) is dict
+        and [type(r.get(k)) for k in ("kind", "step", "segment")] == [str, int, int]
+    ]
 
 
 def read(folder):
@@ -282,7 +343,9 @@ def read(folder):
 def line(record, own=False):
     """A record as one line of text. –: not measured in this step. own: a task of one's own, of any reward."""
     text = LINES[record["kind"]] + " | skipped" * ("skipped" in record)
-    text = text.format(*LABELS[own], **{k: float("nan") if v is None else v for k, v in record.items()})
+    text = text.format(
+        *LABELS[own], **{k: float("nan") if v is None else v for k, v in record.items()}
+    )
     return text.replace("nan%", "–").replace("nan", "–")
 
 
@@ -290,6 +353,7 @@ def plot(folders, path=None):
     """Draw accuracy, entropy and noise, a colour for each run, a line style for each quantity → path, by
     default curves.png in the run's folder or, for several runs, in the current folder."""
     from matplotlib.figure import Figure
+
     path = path or Path("." if folders[1:] else folders[0], "curves.png")
     figure = Figure(figsize=(13, 3.8), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
@@ -299,16 +363,24 @@ def plot(folders, path=None):
         (left, "eval_greedy_loose", "held out: ended or not", "s--"),
         (middle, "entropy", "entropy", "-"),
         (right, "kl_noise", "KL(noisy ‖ clean), nats a token", ".-"),
-        (right, "sigma", "σ of the noise", ":"))
+        (right, "sigma", "σ of the noise", ":"),
+    )
     for i, folder in enumerate(folders):
         records = read(folder).values()
         for axis, key, label, style in curves:
             found = [r for r in records if r.get(key) is not None]
             label = Path(folder).name if axis is middle else label if i == 0 else None
-            axis.plot([r["step"] for r in found], [r[key] for r in found], style, color=f"C{i}",
-                      label=label, markerfacecolor="none", alpha=.4 if key == "reward" else 1)
+            axis.plot(
+                [r["step"] for r in found],
+                [r[key] for r in found],
+                style,
+                color=f"C{i}",
+                label=label,
+                markerfacecolor="none",
+                alpha=0.4 if key == "reward" else 1,
+            )
     # a reward may be any number
-    left.set_ylim(min(-.03, left.dataLim.y0), max(1.03, left.dataLim.y1))
+    left.set_ylim(min(-0.03, left.dataLim.y0), max(1.03, left.dataLim.y1))
     right.set_yscale("symlog", linthresh=1e-4)
     titles = "Mean reward", "Entropy of the policy, nats a token", "Adaptive noise"
     for axis, title in zip((left, middle, right), titles, strict=True):
@@ -321,9 +393,14 @@ def plot(folders, path=None):
 
 def show(folders):
     """→ the best and worst samples of each run as text, the last record of each."""
-    last = {(f, s["step"], s["which"]): s for f in folders for s in jsonl(Path(f) / "samples.jsonl")}
-    return "\n".join("step {step:4d} {which:5} | reward {reward:+.2f} | advantage {advantage:+.2f} | "
-                     "{prompt!r} → {answer!r}".format(**s) for s in last.values())
+    last = {
+        (f, s["step"], s["which"]): s for f in folders for s in jsonl(Path(f) / "samples.jsonl")
+    }
+    return "\n".join(
+        "step {step:4d} {which:5} | reward {reward:+.2f} | advantage {advantage:+.2f} | "
+        "{prompt!r} → {answer!r}".format(**s)
+        for s in last.values()
+    )
 
 
 def table(folders):
@@ -331,14 +408,22 @@ def table(folders):
     rows = [("run", "task", "model", "steps", "first", "best", "last", "minutes")]
     for log in sorted(path for folder in folders for path in Path(folder).rglob("metrics.jsonl")):
         flags, records = dict(task="–", model="–", steps="–"), read(log.parent).values()
-        with suppress(OSError, TypeError, ValueError):                  # without a config, or a damaged one
+        with suppress(OSError, TypeError, ValueError):  # without a config, or a damaged one
             flags |= json.loads((log.parent / "config.json").read_text())
         made = sum(r["kind"] == "step" for r in records) * flags.get("updates_per_rollout", 1)
         greedy = [r["eval_greedy"] for r in records if r.get("eval_greedy") is not None]
         scores = [f"{x:.2f}" for x in (greedy[0], max(greedy), greedy[-1])] if greedy else "–––"
         seconds = sum(r["rollout_s"] + r.get("update_s", 0) for r in records)
-        rows.append((str(log.parent), Path(flags["task"]).stem, Path(flags["model"]).name,
-                     f"{made}/{flags['steps']}", *scores, f"{seconds / 60:.1f}"))
+        rows.append(
+            (
+                str(log.parent),
+                Path(flags["task"]).stem,
+                Path(flags["model"]).name,
+                f"{made}/{flags['steps']}",
+                *scores,
+                f"{seconds / 60:.1f}",
+            )
+        )
     if not rows[1:]:
         raise ValueError(f"no run in {', '.join(folders)}: name the folder that holds your runs")
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -348,7 +433,9 @@ def table(folders):
 def jsonl(path):
     """The records of a JSONL file, without a line that a crash cut off, even within a character."""
     if not path.is_file():
-        raise ValueError(f"{path.parent} holds no {path.name}: name the folder of a run that has made a step")
+        raise ValueError(
+            f"{path.parent} holds no {path.name}: name the folder of a run that has made a step"
+        )
     for text in path.read_bytes().split(b"\n"):
         with suppress(ValueError, RecursionError):
             yield json.loads(text)
@@ -363,8 +450,8 @@ def append(path, record):
             file.seek(-1, os.SEEK_END)
             # a crash may have cut its last line
             text = text if file.read(1) == b"\n" else b"\n" + text
-        while text:                                 # a nearly full disk writes a part, then raises
-            text = text[file.write(text):]
+        while text:  # a nearly full disk writes a part, then raises
+            text = text[file.write(text) :]
         os.fsync(file.fileno())
 
 
@@ -403,13 +490,15 @@ def rounded(x, digits=6):
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")                # a terminal may not have Unicode
+    sys.stdout.reconfigure(errors="replace")  # a terminal may not have Unicode
     command, *folders = sys.argv[1:] or [""]
     try:
         if command == "list":
             print(table(folders or ["runs"]))
         elif command in ("show", "plot") and folders:
-            runs = [folder for folder in folders if (Path(folder) / "metrics.jsonl").is_file()] or folders
+            runs = [
+                folder for folder in folders if (Path(folder) / "metrics.jsonl").is_file()
+            ] or folders
             for folder in set(folders).difference(runs):
                 print(f"note: {folder} holds no run", file=sys.stderr)
             print(show(runs) if command == "show" else plot(runs))

@@ -28,6 +28,7 @@ data is a JSONL file, or a dataset of the hub as owner/name[/config][:split]. It
 
 Left out: partial credit; 1.000,00 and 1 000. Needs: nothing; math-verify for math; datasets for the hub.
 """
+
 import hashlib
 import inspect
 import json
@@ -48,39 +49,50 @@ from typing import NamedTuple
 GSM8K = "{question}\nThink step by step, and end with a line of the form #### <number>."
 MATH = "{problem}\nThink step by step, and put the final answer into \\boxed{{}}."
 
-MAX_PAIRS = 1_000_000               # of operands from 0-999, all of which are held in memory
-READ, MAX_DIGITS = 2000, 40         # characters of a text, digits of a number
-GOLD, DEEP = 500, 8                 # at most: characters of a formula, levels of nested brackets
+MAX_PAIRS = 1_000_000  # of operands from 0-999, all of which are held in memory
+READ, MAX_DIGITS = 2000, 40  # characters of a text, digits of a number
+GOLD, DEEP = 500, 8  # at most: characters of a formula, levels of nested brackets
 
-NUMBER = re.compile(r"""
+NUMBER = re.compile(
+    r"""
     (?P<sign>[-\u2212])? (?:\\?[$€£])?
     (?: (?:(?P<whole>[0-9]+)[ ])? (?P<over>[0-9]+) / (?P<under>[0-9]+) (?![.]?[0-9])
       | (?P<decimal> (?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]) | [0-9]+) (?:[.][0-9]+)? | (?<![\w.])[.][0-9]+ )
         (?:[eE](?P<exp>[+-]?[0-9]+))? )
-    """, re.VERBOSE)
+    """,
+    re.VERBOSE,
+)
 FRAC = re.compile(r"(?:([0-9]) ?)?\\[dt]?frac\{ ?(-?[0-9]+) ?\}\{ ?([0-9]+) ?\}")
 # "####"; if an equation follows, as in "#### 6 * 3 = 18", also all of it up to the result
-MARK = re.compile(r"####[ \t=:*_`(<\\$]*(?:[-−]?[0-9][0-9.,/]*[ )]*(?:[-+*−×÷x]|/ |\\(?:times|cdot|div))"
-                  r"(?:[-+*/−×÷x0-9.,$() ]|\\[a-z]+)*=[ $]*)*")
-HEADING = re.compile(r"[0-9]{1,2}[.)] +[*_]*[^\W\d_]")                          # "1. First step" after ####
+MARK = re.compile(
+    r"####[ \t=:*_`(<\\$]*(?:[-−]?[0-9][0-9.,/]*[ )]*(?:[-+*−×÷x]|/ |\\(?:times|cdot|div))"
+    r"(?:[-+*/−×÷x0-9.,$() ]|\\[a-z]+)*=[ $]*)*"
+)
+HEADING = re.compile(r"[0-9]{1,2}[.)] +[*_]*[^\W\d_]")  # "1. First step" after ####
 # a number and its unit, whose exponent is dropped: 540 m^2, 540\text{ m}^2, 9.8 m/s^2, 540 cm2
-SQUARE = re.compile(r"([0-9](?:[ ~$]|\\[,; ])*(?:\\(?:text|mathrm|mbox)\{[ ~]*)?(?:[a-zA-Z]{1,20}/)?"
-                    r"(?:[ms]|[a-zA-Z]{2,20}))(?:([.}$]*)\^(?:\{[23]\}|[23])|[23])(?![0-9])")
+SQUARE = re.compile(
+    r"([0-9](?:[ ~$]|\\[,; ])*(?:\\(?:text|mathrm|mbox)\{[ ~]*)?(?:[a-zA-Z]{1,20}/)?"
+    r"(?:[ms]|[a-zA-Z]{2,20}))(?:([.}$]*)\^(?:\{[23]\}|[23])|[23])(?![0-9])"
+)
 # braces 5 deep
 BOXED = re.compile(r"\\boxed *\{(" + r"(?:[^{}]|\{" * 4 + "[^{}]*" + r"\})*" * 4 + r")\}")
 # \boxed 2 without braces, as in some solutions of MATH: it ends where its formula ends
 BARE = re.compile(r"\\boxed +((?:\\\$|[^ ${])(?:\\\$|[^$])*?) *(?=\$|\\[])]|\\end)")
 # a minus after this subtracts
 BINARY = re.compile(r"(?:[^\W_]|[)\]}%]|[0-9]\$|[0-9%][ \t]{1,8})\Z")
-POWER = re.compile(r"(?:[0-9)]\*\*|[0-9)] \*\* |\^ ?[({]?)\Z")               # a number after this is a power
-RAISED = re.compile(r"\^(?!\{?\\circ)|\*\*[0-9(]| \*\* [0-9(]")              # a power; 90^\circ is none
+POWER = re.compile(r"(?:[0-9)]\*\*|[0-9)] \*\* |\^ ?[({]?)\Z")  # a number after this is a power
+RAISED = re.compile(r"\^(?!\{?\\circ)|\*\*[0-9(]| \*\* [0-9(]")  # a power; 90^\circ is none
 HUB = re.compile(r"(?!.*\.jsonl?\Z)([\w-][\w.-]*/[\w.-]+)(?:/([\w.-]+))?(?::([\w.%:[\]-]+))?")
 # instructions around each problem of DAPO: removed, because they ask for another form of answer
-DAPO = re.compile(r"\ASolve the following math problem[^\n]*\n\n|\n\nRemember to put your answer[^\n]*\Z")
+DAPO = re.compile(
+    r"\ASolve the following math problem[^\n]*\n\n|\n\nRemember to put your answer[^\n]*\Z"
+)
 # LaTeX that may keep sympy busy for hours: series, integrals, towers of powers or factorials, huge exponents
-HEAVY = re.compile(r"\\(?:sum|prod|i*int|lim|Gamma)(?![a-z])|\^ *(?:\{[^}]*|\w)[\^!]"
-                   r"|(?:!|[0-9]{6})(?:\\right|[)} ])*!|(?:\^|binom)[{( -]*[0-9]{6}"
-                   r"|\w *[-+][^()]*\) *\^[{ ]*[0-9]{3}")
+HEAVY = re.compile(
+    r"\\(?:sum|prod|i*int|lim|Gamma)(?![a-z])|\^ *(?:\{[^}]*|\w)[\^!]"
+    r"|(?:!|[0-9]{6})(?:\\right|[)} ])*!|(?:\^|binom)[{( -]*[0-9]{6}"
+    r"|\w *[-+][^()]*\) *\^[{ ]*[0-9]{3}"
+)
 # A fork judges each pair, so that sympy is loaded once. SIGPROF ends the fork even inside a multiplication
 WORKER = r"""import json, os, resource, signal, sys
 from math_verify import parse, verify
@@ -100,8 +112,8 @@ for line in sys.stdin:
 
 class Task(NamedTuple):
     train: list[dict]
-    held_out: list[dict]                                # never trained on
-    prompt: Callable[[dict], str | list]                # problem → the user's message, or a chat
+    held_out: list[dict]  # never trained on
+    prompt: Callable[[dict], str | list]  # problem → the user's message, or a chat
     # problem, text, ended? → 1.0 or 0.0; own: any number
     reward: Callable[[dict, str, bool], float]
 
@@ -110,14 +122,20 @@ def _arithmetic(question, operation, default, data=None, operands=None, held_out
     """All ordered pairs of operands from LOW-HIGH. Exactly held_out pairs are set aside, 3 * 4 together with
     4 * 3. ValueError: operands not LOW-HIGH; under 2·held_out problems, or over MAX_PAIRS; data given."""
     if data:
-        raise ValueError(f"{data}: the arithmetic tasks make their own problems: leave out --data and --test")
+        raise ValueError(
+            f"{data}: the arithmetic tasks make their own problems: leave out --data and --test"
+        )
     match = re.fullmatch("([0-9]{1,9})-([0-9]{1,9})", operands or default)
     if not match or int(match[1]) > int(match[2]):
-        raise ValueError(f"--operands {operands} must be LOW-HIGH with LOW <= HIGH, for example 2-12")
+        raise ValueError(
+            f"--operands {operands} must be LOW-HIGH with LOW <= HIGH, for example 2-12"
+        )
     low, high = map(int, match.groups())
     n = high - low + 1
     if not 2 * held_out <= n * n <= MAX_PAIRS:
-        raise ValueError(f"--operands {low}-{high} makes {n * n} problems, not {2 * held_out} to {MAX_PAIRS}")
+        raise ValueError(
+            f"--operands {low}-{high} makes {n * n} problems, not {2 * held_out} to {MAX_PAIRS}"
+        )
     # not --seed: every run holds out the same pairs
     rng, values = random.Random(0), range(low, high + 1)
     # a * a is 1 pair in n, and so of those held out; odd or even like held_out, as other pairs come in twos
@@ -127,14 +145,21 @@ def _arithmetic(question, operation, default, data=None, operands=None, held_out
         held += [(a, b), (b, a)]
     rng.shuffle(held)
     kept_apart = set(held)
-    return Task([{"a": a, "b": b} for a in values for b in values if (a, b) not in kept_apart],
-                [{"a": a, "b": b} for a, b in held], question.format_map,
-                lambda p, text, finished: float(finished and last_number(text) == operation(p["a"], p["b"])))
+    return Task(
+        [{"a": a, "b": b} for a in values for b in values if (a, b) not in kept_apart],
+        [{"a": a, "b": b} for a, b in held],
+        question.format_map,
+        lambda p, text, finished: float(
+            finished and last_number(text) == operation(p["a"], p["b"])
+        ),
+    )
 
 
 def gsm8k(data=None, operands=None, held_out=256):
     """Word problems. ValueError: no data, or a line that cannot be read; under 4 problems; operands given."""
-    return _split(read(data, _word_problem), held_out, data, operands, gsm8k_reward, GSM8K.format_map)
+    return _split(
+        read(data, _word_problem), held_out, data, operands, gsm8k_reward, GSM8K.format_map
+    )
 
 
 def gsm8k_reward(problem, text, finished):
@@ -146,20 +171,24 @@ def _word_problem(record):
     marked = _marked(_tail(problem["answer"]))
     if not marked or _value(marked) is None:
         raise ValueError("its answer must end with '#### number'; --task math takes a plain answer")
-    rest = marked.string[marked.end():].partition("\n")[0]
+    rest = marked.string[marked.end() :].partition("\n")[0]
     if re.search(r"\A *[!^²³]|[0-9]", re.sub(r"\(.*?\)", "", rest)):
-        raise ValueError(f"its answer {marked[0] + rest!r} is read as {marked[0]}: write one plain number")
+        raise ValueError(
+            f"its answer {marked[0] + rest!r} is read as {marked[0]}: write one plain number"
+        )
     return problem
 
 
 def math(data=None, operands=None, held_out=256):
     """Problems, or chats' user messages, with an answer in LaTeX. ValueError: as gsm8k; no math-verify."""
     equal("1", "1")
-    return _split(read(data, _latex_problem), held_out, data, operands, math_reward, MATH.format_map)
+    return _split(
+        read(data, _latex_problem), held_out, data, operands, math_reward, MATH.format_map
+    )
 
 
 def _latex_problem(record):
-    if isinstance(record.get("prompt"), list):                          # a chat
+    if isinstance(record.get("prompt"), list):  # a chat
         *before, last = [m if isinstance(m, dict) else {} for m in record["prompt"]] or [{}]
         if last.get("role") != "user" or any(m.get("role") != "system" for m in before):
             raise ValueError("a chat must be one message of the user, behind those of the system")
@@ -169,7 +198,9 @@ def _latex_problem(record):
     answer = BARE.sub(r"\\boxed{\1}", _text(record, "answer", "reward_model", "solution"))
     gold = (BOXED.findall(answer) or [answer.rpartition("####")[2]])[-1].strip()
     if not 0 < len(gold) <= GOLD:
-        raise ValueError(f"its answer must be short (1 to {GOLD} characters) or stand in \\boxed{{…}}")
+        raise ValueError(
+            f"its answer must be short (1 to {GOLD} characters) or stand in \\boxed{{…}}"
+        )
     return {"problem": DAPO.sub("", _text(record, "problem", "question", "prompt")), "answer": gold}
 
 
@@ -182,7 +213,7 @@ def math_reward(problem, text, finished):
     return float(equal(gold, answer))
 
 
-@lru_cache(4096)                                        # a group often repeats an answer
+@lru_cache(4096)  # a group often repeats an answer
 def equal(gold, answer):
     """math-verify's verdict on two texts in LaTeX; False if it needs over 1 s of processor time or 4 GB."""
     try:
@@ -190,13 +221,21 @@ def equal(gold, answer):
         return {"True\n": True, "False\n": False}[_worker().stdout.readline()]
     except (BrokenPipeError, KeyError):
         _worker.cache_clear()
-        raise ValueError("task math needs math-verify, which does not run: pip install math-verify") from None
+        raise ValueError(
+            "task math needs math-verify, which does not run: pip install math-verify"
+        ) from None
 
 
 @cache
 def _worker():
-    return subprocess.Popen([sys.executable, "-c", WORKER], start_new_session=True, text=True,
-                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(
+        [sys.executable, "-c", WORKER],
+        start_new_session=True,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
 
 
 def own(path, held_out=32):
@@ -205,40 +244,59 @@ def own(path, held_out=32):
     all answers; text keeps special tokens. prompt(problem) returns the user's message, or a chat: a list of
     {"role", "content"}. Without it, problem["prompt"] is one of them. ValueError: file, line and reason."""
     path = os.path.abspath(path)
-    sys.path.insert(1, folder := os.path.dirname(path))             # behind ours; for reward(), too
+    sys.path.insert(1, folder := os.path.dirname(path))  # behind ours; for reward(), too
 
     def attempt(name, function, *given):
         try:
             return function(*given)
         except (Exception, SystemExit) as error:
-            if getattr(error, "code", None) in (129, 143):          # launch.py's SIGHUP or SIGTERM
+            if getattr(error, "code", None) in (129, 143):  # launch.py's SIGHUP or SIGTERM
                 raise
-            lines = [f"{f.filename}, line {f.lineno}" for f in traceback.extract_tb(error.__traceback__)
-                     if os.path.dirname(f.filename) == folder and f.filename != __file__]
+            lines = [
+                f"{f.filename}, line {f.lineno}"
+                for f in traceback.extract_tb(error.__traceback__)
+                if os.path.dirname(f.filename) == folder and f.filename != __file__
+            ]
             what = " ".join(f"{type(error).__name__}: {error} in {name}{given!r:.2000}".split())
             raise ValueError(f"{[path, *lines][-1]}: {what}") from error
 
     def prompt(problem):
-        value = attempt("prompt", module.get("prompt", lambda problem: problem.get("prompt")), problem)
+        value = attempt(
+            "prompt", module.get("prompt", lambda problem: problem.get("prompt")), problem
+        )
         chat = value if isinstance(value, list) else [{"role": "user", "content": value}]
-        texts = [m.get(key) if isinstance(m, dict) else None for m in chat for key in ("role", "content")]
+        texts = [
+            m.get(key) if isinstance(m, dict) else None for m in chat for key in ("role", "content")
+        ]
         if {type(text) for text in texts} != {str}:
-            raise ValueError(f"{path}: the prompt of {problem!r:.99} is {value!r:.999}, no text and no list "
-                             "of {'role', 'content'}: define prompt(problem), or give problems a 'prompt'")
+            raise ValueError(
+                f"{path}: the prompt of {problem!r:.99} is {value!r:.999}, no text and no list "
+                "of {'role', 'content'}: define prompt(problem), or give problems a 'prompt'"
+            )
         return value
 
     def reward(problem, text, finished):
-        given = (problem, text, finished)[:2 + always]
-        value = attempt("reward", lambda *given: float(judge(*given)), *given) if finished or always else 0.0
+        given = (problem, text, finished)[: 2 + always]
+        value = (
+            attempt("reward", lambda *given: float(judge(*given)), *given)
+            if finished or always
+            else 0.0
+        )
         if not abs(value) <= 1e6:
-            raise ValueError(f"{path}: {value} is not between -1e6 and 1e6, the reward of {text!r:.999}")
+            raise ValueError(
+                f"{path}: {value} is not between -1e6 and 1e6, the reward of {text!r:.999}"
+            )
         return value
 
     module = attempt("import", lambda: runpy.run_path(path))
     if missing := {"problems", "reward"} - module.keys():
-        raise ValueError(f"{path} defines no {max(missing)}(), and a task needs problems() and reward()")
+        raise ValueError(
+            f"{path} defines no {max(missing)}(), and a task needs problems() and reward()"
+        )
     takes = attempt("reward", inspect.signature, judge := module["reward"]).parameters.values()
-    always = len([p for p in takes if p.kind < 3 and (p.default is p.empty or p.name == "finished")]) > 2
+    always = (
+        len([p for p in takes if p.kind < 3 and (p.default is p.empty or p.name == "finished")]) > 2
+    )
     problems = attempt("problems", lambda: list(module["problems"]()))
     return _split(problems, held_out, path, None, reward, prompt)
 
@@ -249,9 +307,13 @@ def tested(name, test, data=None, operands=None, trains=True):
     given = TASKS[name](data, operands) if trains or data else None
     task = TASKS[name](test, operands, held_out=0)
     asked = set(map(task.prompt, task.train))
-    train = [p for p in given.train + given.held_out if task.prompt(p) not in asked] if given else []
+    train = (
+        [p for p in given.train + given.held_out if task.prompt(p) not in asked] if given else []
+    )
     if given and not train:
-        raise ValueError(f"every problem of --data {data} is in --test {test}: none is left to train on")
+        raise ValueError(
+            f"every problem of --data {data} is in --test {test}: none is left to train on"
+        )
     return task._replace(train=train, held_out=task.train)
 
 
@@ -259,14 +321,22 @@ def _split(problems, held_out, source, operands, reward, prompt):
     """The Task. Problems with the same message are one. held_out problems, at most a quarter, are set aside:
     those with the smallest hashes, so that a line edited or deleted moves at most one other problem."""
     if operands:
-        raise ValueError(f"--operands {operands} has no meaning beside problems from {source}: leave it out")
+        raise ValueError(
+            f"--operands {operands} has no meaning beside problems from {source}: leave it out"
+        )
     found = {str(prompt(problem)): problem for problem in problems}
     if len(found) < (4 if held_out else 1):
-        raise ValueError(f"{source} has {len(found)} problems, too few: it takes 4, or 1 to test on")
+        raise ValueError(
+            f"{source} has {len(found)} problems, too few: it takes 4, or 1 to test on"
+        )
     order = sorted(found, key=lambda message: hashlib.sha256(message.encode()).digest())
-    held = set(order[:min(held_out, len(found) // 4)])
-    return Task([problem for message, problem in found.items() if message not in held],
-                [problem for message, problem in found.items() if message in held], prompt, reward)
+    held = set(order[: min(held_out, len(found) // 4)])
+    return Task(
+        [problem for message, problem in found.items() if message not in held],
+        [problem for message, problem in found.items() if message in held],
+        prompt,
+        reward,
+    )
 
 
 def read(source, check):
@@ -278,6 +348,7 @@ def read(source, check):
     try:
         if hub and not os.path.exists(source):
             from datasets import load_dataset
+
             rows = load_dataset(hub[1], hub[2], split=hub[3] or "train")
             lines = (json.dumps(row, default=str) for row in rows)
         else:
@@ -285,12 +356,16 @@ def read(source, check):
         for line in lines:
             number += 1
             if line.strip():
-                problems.append(check({**json.loads(line)}))            # TypeError for an array
-    except Exception as error:                          # datasets raises a dozen kinds
+                problems.append(check({**json.loads(line)}))  # TypeError for an array
+    except Exception as error:  # datasets raises a dozen kinds
         if number:
-            mend = dict.fromkeys((json.JSONDecodeError, TypeError), "; write one JSON object a line")
+            mend = dict.fromkeys(
+                (json.JSONDecodeError, TypeError), "; write one JSON object a line"
+            )
             mend[UnicodeDecodeError] = "; save it as UTF-8"
-            raise ValueError(f"{source}, line {number}: {error}{mend.get(type(error), '')}") from None
+            raise ValueError(
+                f"{source}, line {number}: {error}{mend.get(type(error), '')}"
+            ) from None
         reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
         raise ValueError(f"{source} cannot be read ({reason}): give {give}") from None
     return problems
@@ -300,7 +375,7 @@ def _text(record, *keys):
     for value in map(record.get, keys):
         # no NaN
         text = str(value).strip() if type(value) in (str, int, float) and value == value else ""
-        text.encode()                          # raises on half an emoji, which JSON allows, no tokenizer
+        text.encode()  # raises on half an emoji, which JSON allows, no tokenizer
         if text:
             return text
     raise ValueError(f"it must be an object in which {' or '.join(map(repr, keys))} is some text")
@@ -324,43 +399,62 @@ def final_answer(text):
 
 def _tail(text):
     """The end of a text; fractions and thousands in LaTeX become plain numbers, units lose their exponent."""
-    tail = text[-READ:].lstrip("0123456789.,/" if len(text) > READ else "")         # a number cut in two
+    tail = text[-READ:].lstrip("0123456789.,/" if len(text) > READ else "")  # a number cut in two
     tail = re.sub(r"(\\[dt]?frac) ?([0-9])([0-9])", r"\1{\2}{\3}", tail)
-    tail = FRAC.sub(lambda m: f"{m[1] + ' ' if m[1] else ''}{m[2]}/{m[3]}", tail.replace("{,}", ","))
+    tail = FRAC.sub(
+        lambda m: f"{m[1] + ' ' if m[1] else ''}{m[2]}/{m[3]}", tail.replace("{,}", ",")
+    )
     return SQUARE.sub(r"\1\2", tail)
 
 
 def _marked(text):
     """The match of the number after the last #### that a number follows; None without one."""
-    found = [NUMBER.match(text, mark.end()) for mark in MARK.finditer(text)
-             if not HEADING.match(text, mark.end())]
+    found = [
+        NUMBER.match(text, mark.end())
+        for mark in MARK.finditer(text)
+        if not HEADING.match(text, mark.end())
+    ]
     return next((number for number in reversed(found) if number), None)
 
 
 def _value(number):
     """The match as a Fraction; None for a power, a division by zero, or too many digits."""
-    before = number.string[max(0, number.start() - 9):number.start()]
+    before = number.string[max(0, number.start() - 9) : number.start()]
     exp = number["exp"] or "0"
     if sum(map(str.isdigit, number[0])) > MAX_DIGITS or abs(int(exp)) > MAX_DIGITS:
         return None
-    if POWER.search(before) or RAISED.match(number.string, number.end()) or int(number["under"] or 1) == 0:
+    if (
+        POWER.search(before)
+        or RAISED.match(number.string, number.end())
+        or int(number["under"] or 1) == 0
+    ):
         return None
     if number["decimal"]:
         value = Fraction(f"{number['decimal'].replace(',', '')}e{exp}")
     else:
         value = Fraction(int(number["over"]), int(number["under"]))
         if number["whole"] and value >= 1:
-            return value                                # "5 48/2" is two numbers, "1 1/2" is one
+            return value  # "5 48/2" is two numbers, "1 1/2" is one
         value += int(number["whole"] or 0)
     return -value if number["sign"] and not BINARY.search(before) else value
 
 
-TASKS = {"multiplication": partial(_arithmetic, "What is {a} * {b}?", operator.mul, "2-12"),
-         "addition": partial(_arithmetic, "What is {a} + {b}?", operator.add, "0-99"),
-         "gsm8k": gsm8k, "math": math}
+TASKS = {
+    "multiplication": partial(_arithmetic, "What is {a} * {b}?", operator.mul, "2-12"),
+    "addition": partial(_arithmetic, "What is {a} + {b}?", operator.add, "0-99"),
+    "gsm8k": gsm8k,
+    "math": math,
+}
 
 if __name__ == "__main__":
     example = {"question": "A pen costs $3. What do 6 pens cost?", "answer": "6 * 3 = 18\n#### 18"}
-    for text in ("#### 18", r"\boxed{18}", "It is $18.00.", "#### 17, or 18", "-18", "2 * 3**2", "18 or 20"):
+    for text in (
+        "#### 18",
+        r"\boxed{18}",
+        "It is $18.00.",
+        "#### 17, or 18",
+        "-18",
+        "2 * 3**2",
+        "18 or 20",
+    ):
         print(f"    {gsm8k_reward(example, text, True)}  {text}")
-

@@ -1,4 +1,5 @@
 """How the tests run train.py: in this process, or in a child that is forked from a warm server."""
+
 import gc
 import json
 import multiprocessing
@@ -20,8 +21,10 @@ ROOT = Path(train.__file__).parent
 # keys in which the record of a replayed step may differ
 TIMINGS = ("rollout_s", "update_s", "rollout_tok_s", "update_tok_s", "memory_gb", "segment")
 # six short steps with three checkpoints; short answers earn more, so rewards differ within a group
-FLAGS = ("--quant nvfp4 --steps 6 --prompts 4 --group-size 4 --max-new-tokens 8 --rank 4 --lr 5e-3 "
-         "--overlong penalty --eval-every 3 --save-every 2 --sigma-stages 3 --device cpu").split()
+FLAGS = (
+    "--quant nvfp4 --steps 6 --prompts 4 --group-size 4 --max-new-tokens 8 --rank 4 --lr 5e-3 "
+    "--overlong penalty --eval-every 3 --save-every 2 --sigma-stages 3 --device cpu"
+).split()
 
 
 # --- train.py in a new process, forked from a server that has already imported torch and our modules
@@ -79,8 +82,10 @@ def main(*flags):
 
 def outcome(folder):
     """What an accident must not change: both adapters' bytes, and the records except their timings."""
-    adapter, best = ((folder / f"{name}/adapter_model.safetensors").read_bytes()
-                     for name in ("adapter", "adapter-best"))
+    adapter, best = (
+        (folder / f"{name}/adapter_model.safetensors").read_bytes()
+        for name in ("adapter", "adapter-best")
+    )
     records = runs.read(folder).values()
     return adapter, [{k: v for k, v in r.items() if k not in TIMINGS} for r in records], best
 

@@ -1,4 +1,5 @@
 """AQN: the schedules, which norms take noise, reproducible draws, exact restoration."""
+
 import itertools
 import math
 
@@ -56,8 +57,15 @@ def test_sigma_follows_the_table():
         assert got == pytest.approx([want] * len(got), rel=3e-3)
 
 
-@pytest.mark.parametrize("schedule, quarter", [("exponential", 10**-2.5), ("linear", 7.525e-3),
-                                               ("cosine", 8.55018e-3), ("logarithmic", 6.46201e-3)])
+@pytest.mark.parametrize(
+    "schedule, quarter",
+    [
+        ("exponential", 10**-2.5),
+        ("linear", 7.525e-3),
+        ("cosine", 8.55018e-3),
+        ("logarithmic", 6.46201e-3),
+    ],
+)
 def test_every_schedule_runs_from_start_to_end(schedule, quarter):
     """Six stages put u at 0, ¼, … 1; the value at ¼ is worked out by hand, to six digits."""
     at = [aqn.sigma(step, 6, stages=6, schedule=schedule) for step in range(6)]
@@ -65,9 +73,17 @@ def test_every_schedule_runs_from_start_to_end(schedule, quarter):
     assert sorted(at[1:], reverse=True) == at[1:]
 
 
-@pytest.mark.parametrize("change, words", [(dict(schedule="step"), "'step'"), (dict(stages=2), "stages=2"),
-                                           (dict(end=0.0), "end=0.0"), (dict(start=0.0), "start=0.0"),
-                                           (dict(step=10), "step 10"), (dict(step=-1), "step -1")])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(schedule="step"), "'step'"),
+        (dict(stages=2), "stages=2"),
+        (dict(end=0.0), "end=0.0"),
+        (dict(start=0.0), "start=0.0"),
+        (dict(step=10), "step 10"),
+        (dict(step=-1), "step -1"),
+    ],
+)
 def test_what_sigma_refuses_it_names(change, words):
     with pytest.raises(ValueError, match=words):
         aqn.sigma(**dict(step=0, total_steps=10) | change)
@@ -85,8 +101,9 @@ def test_noise_moves_two_norms_of_each_layer_and_leaves_every_bit_as_it_was(mode
         with pytest.raises(KeyboardInterrupt), aqn.noisy_norms(model, sigma, 3, step) as changed:
             assert changed == 6 and aqn.is_noisy(model)
             assert moved(before, model) == {
-                f"layers.{i}.{name}.weight" for i in range(3) for name in aqn.NORMS}
-            assert abs((norm.weight - weight).std() / sigma - 1) < .44
+                f"layers.{i}.{name}.weight" for i in range(3) for name in aqn.NORMS
+            }
+            assert abs((norm.weight - weight).std() / sigma - 1) < 0.44
             # the logits change by about σ of their spread
             assert (logits(model) - clean).std() > sigma / 10 * clean.std()
             raise KeyboardInterrupt
@@ -101,7 +118,7 @@ def test_a_draw_is_a_function_of_seed_step_and_layer():
     # the correlation of 64 independent normals has a std of 1/8; .6 is 4.8 of these
     others = z, second, *draws(seed=6, step=7), *draws(seed=5, step=8), *draws(seed=7, step=5)
     for one, other in itertools.combinations(others, 2):
-        assert torch.corrcoef(torch.stack((one, other)))[0, 1].abs() < .6
+        assert torch.corrcoef(torch.stack((one, other)))[0, 1].abs() < 0.6
 
 
 def test_the_noise_has_mean_zero_and_the_std_asked_for():

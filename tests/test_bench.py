@@ -61,7 +61,7 @@ def test_rollout_times_decode_steps(tmp_path, capsys):
 
 
 def test_a_whole_rollout_is_timed_with_fewer_slots_than_rows(tmp_path):
-    r, = measured(rollout, tmp_path / "log", "--whole --batch 2 --quant bf16")
+    (r,) = measured(rollout, tmp_path / "log", "--whole --batch 2 --quant bf16")
     assert r["tok_s"] * r["seconds"] == pytest.approx(6 * r["mean_length"])
 
 
@@ -243,7 +243,7 @@ def test_trls_seconds_add_up(tmp_path, monkeypatch):
     chats = [[{"content": "#### 7"}]] * 2
     assert trainer._calculate_rewards(chats, [[5, 2], [5, 7]], [{"answer": "#### 7"}] * 2) == [1, 0]
     meter.on_step_end(None, SimpleNamespace(global_step=1), None)
-    r, = records(tmp_path / "log")
+    (r,) = records(tmp_path / "log")
     assert (r["step"], r["rollout_s"], r["update_s"], r["length"]) == (0, 48 + 4, 5, 2)
 
 
@@ -251,7 +251,7 @@ def test_qlora_times_a_step(tmp_path, monkeypatch, capsys):
     """Of a model without 4 bits. Its record is a row of the table of steps."""
     script = peer(monkeypatch, "qlora", bitsandbytes=SimpleNamespace())
     monkeypatch.setattr(script, "qlora", transformers.AutoModelForCausalLM.from_config)
-    r, = measured(script, tmp_path / "step_bench.jsonl", f"{STEP} --sampled 4 --micro-tokens 24")
+    (r,) = measured(script, tmp_path / "step_bench.jsonl", f"{STEP} --sampled 4 --micro-tokens 24")
     assert r["rollout_s"] * r["rollout_tok_s"] == pytest.approx(42)
     tables.step()
     row = "| 2 × 3 × 7 | 24 | transformers + bitsandbytes NF4 + PEFT * |"

@@ -1,4 +1,5 @@
 """python -m pytest tests/test_checkpoint.py -q"""
+
 import importlib.util
 import json
 import re
@@ -65,6 +66,7 @@ def write_gguf(path, family, tensors, parts=1, **fields):
 
 # --- refusals
 
+
 def test_a_name_that_leads_nowhere_is_refused(tmp_path, monkeypatch):
     """No folder, no file, no hub id, no wheel: the message has the name and the remedy."""
     refuses("no such model", "no such model", "owner/model")
@@ -106,12 +108,17 @@ def test_a_model_that_is_not_ours_is_refused(tmp_path):
     refuses(tmp_path, "GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM")
     linear = dict(rope_type="linear", factor=2.0, rope_theta=1e4)
     for family, changes, *words in (
-            ("llama", dict(mlp_bias=True), "mlp_bias", True),
-            ("llama", dict(hidden_act="gelu"), "hidden_act", "'gelu'"),
-            ("llama", dict(rope_parameters=linear | dict(partial_rotary_factor=.5)),
-             "rope_parameters", "linear"),
-            ("qwen3", dict(rope_parameters=linear | dict(rope_type="dynamic")), "dynamic"),
-            ("qwen2", dict(use_sliding_window=True, sliding_window=8), "use_sliding_window", True)):
+        ("llama", dict(mlp_bias=True), "mlp_bias", True),
+        ("llama", dict(hidden_act="gelu"), "hidden_act", "'gelu'"),
+        (
+            "llama",
+            dict(rope_parameters=linear | dict(partial_rotary_factor=0.5)),
+            "rope_parameters",
+            "linear",
+        ),
+        ("qwen3", dict(rope_parameters=linear | dict(rope_type="dynamic")), "dynamic"),
+        ("qwen2", dict(use_sliding_window=True, sliding_window=8), "use_sliding_window", True),
+    ):
         tiny_checkpoint(tmp_path / words[0], family, **changes)
         refuses(tmp_path / words[0], *words)
 
@@ -125,15 +132,16 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
     infinite[0, 5] = -torch.inf
     norm[5] = torch.nan
     for changed, *words in (
-            ({name: torch.zeros(96, 32)}, name, "(96, 32)", "(96, 64)"),
-            ({name: infinite}, f"{name} has NaN or infinite"),
-            ({"model.norm.weight": norm}, "model.norm.weight has NaN or infinite"),
-            ({name: infinite.to(torch.int64)}, f"{name} is torch.int64", "only NVFP4"),
-            ({name: infinite.to(torch.float8_e4m3fn)}, f"{name} is torch.float8_e4m3fn"),
-            ({"model.z": norm[:1].clone(), "model.extra": norm}, "2 tensors", "model.extra")):
+        ({name: torch.zeros(96, 32)}, name, "(96, 32)", "(96, 64)"),
+        ({name: infinite}, f"{name} has NaN or infinite"),
+        ({"model.norm.weight": norm}, "model.norm.weight has NaN or infinite"),
+        ({name: infinite.to(torch.int64)}, f"{name} is torch.int64", "only NVFP4"),
+        ({name: infinite.to(torch.float8_e4m3fn)}, f"{name} is torch.float8_e4m3fn"),
+        ({"model.z": norm[:1].clone(), "model.extra": norm}, "2 tensors", "model.extra"),
+    ):
         save_file(tensors | changed, file)
         refuses(tmp_path, *words)
-    old = "model.layers.0.self_attn.rotary_emb.inv_freq"                 # only old exports have it
+    old = "model.layers.0.self_attn.rotary_emb.inv_freq"  # only old exports have it
     save_file(tensors | {old: norm}, file)
     load(tmp_path)
     del tensors[name]
@@ -151,7 +159,7 @@ def test_a_tied_head_that_is_stored_twice_is_no_surplus(tmp_path):
     save_file(tensors, file)
     m = load(tmp_path)
     assert m.lm_head is m.embed_tokens
-    head[3, 5] += 1                                        # transformers would not tie these
+    head[3, 5] += 1  # transformers would not tie these
     save_file(tensors, file)
     refuses(tmp_path, "lm_head.weight is not the embeddings", "tie_word_embeddings")
 
@@ -183,7 +191,7 @@ def test_a_tokenizer_that_cannot_be_read_is_named(tiny_chat, tmp_path):
 @pytest.mark.parametrize("quant", ["bf16", "nvfp4"])
 def test_loading_holds_one_layer_beyond_the_model(tmp_path, monkeypatch, quant):
     """Only the weights of one GEMM are alive beside the model, and none afterwards."""
-    tiny_checkpoint(tmp_path).bfloat16().save_pretrained(tmp_path)      # stored fp32 would be kept
+    tiny_checkpoint(tmp_path).bfloat16().save_pretrained(tmp_path)  # stored fp32 would be kept
     source = checkpoint.open(str(tmp_path))
     alive, peak, read = {}, [], source.read
 
@@ -196,7 +204,7 @@ def test_loading_holds_one_layer_beyond_the_model(tmp_path, monkeypatch, quant):
 
     monkeypatch.setattr(source, "read", counting)
     loaded = model.load(source, quant=quant, rank=2)
-    assert loaded and not alive and max(peak) == 2 * 96 * 64     # gate and up, the largest GEMM
+    assert loaded and not alive and max(peak) == 2 * 96 * 64  # gate and up, the largest GEMM
 
 
 def test_stop_ids_gather_every_list(tmp_path):
@@ -224,14 +232,19 @@ def test_stop_ids_gather_every_list(tmp_path):
 
 # --- prompts
 
+
 def test_a_prompt_begins_with_one_bos_and_does_not_end_an_answer(tiny_chat):
     """Some tokenizers add a first and an end token to each text, and a template writes the first
     one too. Without a template the prompt is the text."""
     tokenizer = checkpoint.open(str(tiny_chat)).tokenizer()
     template, bare, asked = tokenizer.chat_template, [*"1+1"], ["<s>", *"1+1", "="]
     adding = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
-    for chat_template, adds, want in ((template, None, asked), (template, adding, asked),
-                                      (None, None, bare), (None, adding, ["<s>", *bare])):
+    for chat_template, adds, want in (
+        (template, None, asked),
+        (template, adding, asked),
+        (None, None, bare),
+        (None, adding, ["<s>", *bare]),
+    ):
         tokenizer.chat_template = chat_template
         tokenizer.backend_tokenizer.post_processor = adds
         assert tokenizer.convert_ids_to_tokens(checkpoint.encode(tokenizer, "1+1")) == want
@@ -265,10 +278,20 @@ def test_a_chat_without_a_template_is_joined_and_one_that_a_template_refuses_is_
 
 # --- GGUF
 
-HEADER = dict(block_count=3, context_length=128, embedding_length=64, feed_forward_length=96,
-              head_count=4, head_count_kv=2, layer_norm_rms_eps=1e-6, rope_freq_base=1e4,
-              vocab_size=97, tokenizer_model="gpt2", token_list=list(map(str, range(97))),
-              eos_token_id=2)
+HEADER = dict(
+    block_count=3,
+    context_length=128,
+    embedding_length=64,
+    feed_forward_length=96,
+    head_count=4,
+    head_count_kv=2,
+    layer_norm_rms_eps=1e-6,
+    rope_freq_base=1e4,
+    vocab_size=97,
+    tokenizer_model="gpt2",
+    token_list=list(map(str, range(97))),
+    eos_token_id=2,
+)
 
 
 def as_gguf(folder, name, family="llama", extra=(), **more):
@@ -303,12 +326,20 @@ def test_a_gguf_file_gives_the_checkpoint_back(tmp_path, family):
 def test_a_gguf_scales_rope_as_llama_3_or_is_refused(tmp_path):
     """config.json has the numbers of Llama 3's formula, a GGUF the divisor of each frequency."""
     tiny_checkpoint(tmp_path)
-    edit_config(tmp_path, rope_parameters=dict(
-        rope_type="llama3", rope_theta=1e4, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
-        original_max_position_embeddings=8192))
+    edit_config(
+        tmp_path,
+        rope_parameters=dict(
+            rope_type="llama3",
+            rope_theta=1e4,
+            factor=32.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=8192,
+        ),
+    )
     theirs = load(tmp_path).inv_freq
     factors = 1e4 ** -(torch.arange(0, 16, 2) / 16) / theirs
-    assert len(factors.unique()) > 2 and round(factors.max().item(), 3) == 32        # some between
+    assert len(factors.unique()) > 2 and round(factors.max().item(), 3) == 32  # some between
     scaled = as_gguf(tmp_path, "scaled.gguf", extra={"rope_freqs.weight": factors})
     ours = load(scaled).inv_freq
     assert (ours / theirs - 1).abs().max() < 1e-6
@@ -336,6 +367,7 @@ def test_a_gguf_is_dequantised_in_pieces_to_what_gguf_gives(smollm2, monkeypatch
 
 # --- NVFP4 of other quantisers
 
+
 def foreign(folder, layout, family="qwen2", fused=False):
     """Write a checkpoint as other quantisers do → the oracle, with the dequantised weights in fp32.
 
@@ -356,7 +388,7 @@ def foreign(folder, layout, family="qwen2", fused=False):
         layer = name.removesuffix("weight")
         if modelopt:
             tensors |= {name: q.packed, f"{name}_scale_2": q.global_scale}
-            tensors[f"{layer}input_scale"] = torch.tensor(.01)
+            tensors[f"{layer}input_scale"] = torch.tensor(0.01)
             if re.search("[kv]_proj", name):
                 tensors[f"{layer}{layer[-7]}_scale"] = torch.tensor(1.0)
         else:
@@ -375,9 +407,14 @@ def foreign(folder, layout, family="qwen2", fused=False):
         said = dict(quant_algo="NVFP4", kv_cache_quant_algo="FP8", group_size=16)
         (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
     else:
-        edit_config(folder, quantization_config={
-            "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
-            "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 16}}}})
+        edit_config(
+            folder,
+            quantization_config={
+                "quant_method": "compressed-tensors",
+                "format": "nvfp4-pack-quantized",
+                "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 16}}},
+            },
+        )
     return oracle
 
 
@@ -404,14 +441,19 @@ def test_a_foreign_4_bit_checkpoint_loads_as_it_is(tmp_path, layout, fused):
 Q = "model.layers.0.self_attn.q_proj.weight"
 
 
-@pytest.mark.parametrize("part, change, words", [
-    ("packed", None, ["no tensor", Q]), ("scale", None, [f"no tensor {Q}_scale"]),
-    ("packed", lambda t: t[:, 1:].clone(), ["(64, 31)", "(64, 32)"]),
-    ("scale", lambda t: t.view(torch.uint8), [Q, "NVFP4"]),
-    ("scale", lambda t: (-t.float()).to(t.dtype), [Q, "NVFP4"]),
-    ("global_scale", torch.zeros_like, [Q, "NVFP4"]),
-    ("global_scale", lambda t: t * torch.inf, [Q, "NVFP4"]),
-    ("global_scale", lambda t: t.expand(3).clone(), [Q, "NVFP4"])])
+@pytest.mark.parametrize(
+    "part, change, words",
+    [
+        ("packed", None, ["no tensor", Q]),
+        ("scale", None, [f"no tensor {Q}_scale"]),
+        ("packed", lambda t: t[:, 1:].clone(), ["(64, 31)", "(64, 32)"]),
+        ("scale", lambda t: t.view(torch.uint8), [Q, "NVFP4"]),
+        ("scale", lambda t: (-t.float()).to(t.dtype), [Q, "NVFP4"]),
+        ("global_scale", torch.zeros_like, [Q, "NVFP4"]),
+        ("global_scale", lambda t: t * torch.inf, [Q, "NVFP4"]),
+        ("global_scale", lambda t: t.expand(3).clone(), [Q, "NVFP4"]),
+    ],
+)
 def test_a_damaged_4_bit_checkpoint_is_refused(tmp_path, part, change, words):
     """A part missing, misshapen or no scale: the message names it."""
     foreign(tmp_path, "compressed-tensors", "llama")
@@ -429,19 +471,32 @@ def test_a_4_bit_checkpoint_with_too_much_is_refused(tmp_path):
     tensors = load_file(file)
     save_file(tensors | {f"{Q}_zero_point": torch.zeros(1)}, file)
     refuses(tmp_path, "1 tensors", f"{Q}_zero_point")
-    head = dict(packed=torch.zeros(97, 32, dtype=torch.uint8),
-                scale=torch.ones(97, 4).to(torch.float8_e4m3fn), global_scale=torch.ones(1))
+    head = dict(
+        packed=torch.zeros(97, 32, dtype=torch.uint8),
+        scale=torch.ones(97, 4).to(torch.float8_e4m3fn),
+        global_scale=torch.ones(1),
+    )
     save_file(tensors | {f"lm_head.weight_{part}": t for part, t in head.items()}, file)
     refuses(tmp_path, "lm_head.weight is quantised", "another checkpoint")
 
 
-@pytest.mark.parametrize("said, words", [
-    (dict(quant_method="gptq"), "gptq"),
-    (dict(quant_method="compressed-tensors", format="pack-quantized"), "pack-quantized"),
-    (dict(quant_method="compressed-tensors", format="nvfp4-pack-quantized", config_groups={
-        "a": ["Linear"], "g": {"weights": {"group_size": 8}}}), "nvfp4-pack-quantized 8"),
-    (dict(quant_method="modelopt", quant_algo="NVFP4", group_size=32), "modelopt NVFP4 32"),
-    (dict(quant_method="modelopt", quant_algo="NVFP4_AWQ"), "modelopt NVFP4_AWQ")])
+@pytest.mark.parametrize(
+    "said, words",
+    [
+        (dict(quant_method="gptq"), "gptq"),
+        (dict(quant_method="compressed-tensors", format="pack-quantized"), "pack-quantized"),
+        (
+            dict(
+                quant_method="compressed-tensors",
+                format="nvfp4-pack-quantized",
+                config_groups={"a": ["Linear"], "g": {"weights": {"group_size": 8}}},
+            ),
+            "nvfp4-pack-quantized 8",
+        ),
+        (dict(quant_method="modelopt", quant_algo="NVFP4", group_size=32), "modelopt NVFP4 32"),
+        (dict(quant_method="modelopt", quant_algo="NVFP4_AWQ"), "modelopt NVFP4_AWQ"),
+    ],
+)
 def test_other_quantisations_are_refused(tmp_path, said, words):
     """In config.json and ModelOpt's own file: the message has the file and the method it names."""
     tiny_checkpoint(tmp_path)

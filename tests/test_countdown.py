@@ -1,20 +1,36 @@
 """experiments/countdown.py: which formula scores 1, and which problems are made up."""
+
 import pytest
 
 import tasks
 from experiments import countdown
 
-FORMULAS = [    # text, reward: make 9 from 1, 2, 3
-    ("<answer>(1 + 2) * 3</answer>", 1), ("so <answer>3*(2+1)=9</answer>.", 1), ("3 + 6?\n(1 + 2) × 3", 1),
-    ("<answer>1</answer> no, <answer>(2+1)*3</answer>", 1), ("<answer>-(1 + 2) * -3</answer>", 1),
-    ("<answer>3 ÷ (1 ÷ (1 + 2))</answer>", 0), ("<answer>3 * 3</answer>", 0),
-    ("<answer>3 ** 2 * 1</answer>", 0), ("<answer>3^2</answer>", 0),
-    ("<answer>(1 + 2) * 3.0</answer>", 0), ("<answer>(1 + 2) * 3 // 1</answer>", 0), ("", 0),
-    ("<answer>(1 + 2 * 3</answer>", 0), ("<answer>(1)(2)(3)</answer>", 0),
-    ("<answer>1 / (2 - 2) * 3</answer>", 0), ("it is (1 + 2) * 3", 0), ("<answer>٣*(٢+١)</answer>", 0),
-    ("<answer>__import__('os')</answer>", 0), ("<answer>9**9**9**9</answer>", 0), ("-" * 199 + "1", 0),
-    ("<answer>" + "(" * 98 + "1" + ")" * 98 + "</answer>", 0), ("<answer>(*1)</answer>", 0),
-    ("<answer>(1 + 2) * 03</answer>", 0), ("</answer>(1 + 2) * 3", 0)]
+FORMULAS = [  # text, reward: make 9 from 1, 2, 3
+    ("<answer>(1 + 2) * 3</answer>", 1),
+    ("so <answer>3*(2+1)=9</answer>.", 1),
+    ("3 + 6?\n(1 + 2) × 3", 1),
+    ("<answer>1</answer> no, <answer>(2+1)*3</answer>", 1),
+    ("<answer>-(1 + 2) * -3</answer>", 1),
+    ("<answer>3 ÷ (1 ÷ (1 + 2))</answer>", 0),
+    ("<answer>3 * 3</answer>", 0),
+    ("<answer>3 ** 2 * 1</answer>", 0),
+    ("<answer>3^2</answer>", 0),
+    ("<answer>(1 + 2) * 3.0</answer>", 0),
+    ("<answer>(1 + 2) * 3 // 1</answer>", 0),
+    ("", 0),
+    ("<answer>(1 + 2 * 3</answer>", 0),
+    ("<answer>(1)(2)(3)</answer>", 0),
+    ("<answer>1 / (2 - 2) * 3</answer>", 0),
+    ("it is (1 + 2) * 3", 0),
+    ("<answer>٣*(٢+١)</answer>", 0),
+    ("<answer>__import__('os')</answer>", 0),
+    ("<answer>9**9**9**9</answer>", 0),
+    ("-" * 199 + "1", 0),
+    ("<answer>" + "(" * 98 + "1" + ")" * 98 + "</answer>", 0),
+    ("<answer>(*1)</answer>", 0),
+    ("<answer>(1 + 2) * 03</answer>", 0),
+    ("</answer>(1 + 2) * 3", 0),
+]
 
 
 @pytest.mark.parametrize("text, expected", FORMULAS)

@@ -1,4 +1,5 @@
 """export.py: others' tools read what it writes, and a failure leaves nothing at its place."""
+
 import functools
 import json
 import os
@@ -32,8 +33,11 @@ O_PROJ = "model.layers.0.self_attn.o_proj.weight"
 
 def projections(m):
     """{name: NVFP4Tensor} of each projection, from the model's packed bytes."""
-    names = [re.fullmatch(r"base_model\.model\.(.*)\.lora_A\.weight", name)[1]
-             for name in lora.adapter_tensors(m) if "lora_A" in name]
+    names = [
+        re.fullmatch(r"base_model\.model\.(.*)\.lora_A\.weight", name)[1]
+        for name in lora.adapter_tensors(m)
+        if "lora_A" in name
+    ]
     parts = []
     for layer in lora.lora_layers(m).values():
         parts += [nvfp4.NVFP4Tensor(*q) for q in fp4_gemm.unpack(layer.base.W)]
@@ -56,7 +60,7 @@ def runs(tmp_path_factory):
             (base / name).write_text("{}")
         m = model.load(str(base), quant, rank=4, alpha=8)
         for layer in lora.lora_layers(m).values():
-            layer.lora_B.data.normal_(0, .2)
+            layer.lora_B.data.normal_(0, 0.2)
         lora.refresh(m)
         lora.save_adapter(m, folder / "adapter", base)
         (folder / "config.json").write_text(json.dumps({"model": str(base), "quant": quant}))
@@ -84,11 +88,13 @@ def weights(folder):
 
 # --- in 4 bits
 
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compressed_tensors_decompresses_our_export_to_our_weights(runs, exported, family):
     """Its decompressor returns nvfp4.dequantize's bf16, bit for bit; other tensors are the same."""
     from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
     from compressed_tensors.quantization import QuantizationConfig
+
     folder, (run, m) = exported(family, "nvfp4"), runs(family)
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     scheme = QuantizationConfig.model_validate(config).config_groups["group_0"]
@@ -106,14 +112,18 @@ def test_compressed_tensors_decompresses_our_export_to_our_weights(runs, exporte
 def read_modelopt(folder):
     """An independent reader of ModelOpt's layout: projection → bf16 weight, code by code."""
     said = json.loads((folder / "hf_quant_config.json").read_text())["quantization"]
-    assert said == {"quant_algo": "W4A16_NVFP4", "kv_cache_quant_algo": None, "group_size": 16,
-                    "exclude_modules": ["lm_head"]}           # without the null vLLM refuses it
+    assert said == {
+        "quant_algo": "W4A16_NVFP4",
+        "kv_cache_quant_algo": None,
+        "group_size": 16,
+        "exclude_modules": ["lm_head"],
+    }  # without the null vLLM refuses it
     tensors, found = weights(folder), {}
     for name, packed in tensors.items():
         if packed.dtype != torch.uint8:
             continue
         code = torch.stack([packed & 15, packed >> 4], 2).flatten(1).long()
-        value = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6])[code & 7] * (1 - 2 * (code >> 3))
+        value = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[code & 7] * (1 - 2 * (code >> 3))
         scale = tensors[f"{name}_scale"].float().repeat_interleave(16, 1)
         weight = (value * scale * tensors[f"{name}_scale_2"]).bfloat16()
         found[name.removesuffix(".weight")] = weight
@@ -140,14 +150,15 @@ def test_transformers_and_peft_load_the_4_bit_export(runs, exported, family):
     packed = AutoModelForCausalLM.from_pretrained(folder)
     assert sum(hasattr(m, "weight_packed") for m in packed.modules()) == 21
     theirs = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, quantization_config=CompressedTensorsConfig(dequantize=True))
+        folder, dtype=torch.float32, quantization_config=CompressedTensorsConfig(dequantize=True)
+    )
     adapter = peft.PeftConfig.from_pretrained(folder / "adapter")
     assert adapter.base_model_name_or_path == str(folder)
     with torch.no_grad():
         plain, ours = theirs(IDS).logits, logits(runs(family)[1])
         adapted = peft.PeftModel.from_pretrained(theirs, folder / "adapter")(IDS).logits
         assert (packed(IDS).logits - plain).norm() < 14 * 2**-8 * plain.norm()
-    assert (adapted - ours).abs().max() < 1e-4 and (plain - ours).abs().mean() > .1
+    assert (adapted - ours).abs().max() < 1e-4 and (plain - ours).abs().mean() > 0.1
     for file in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
         assert (folder / file).is_file()
 
@@ -160,8 +171,9 @@ def test_4_bit_checkpoints_convert_into_each_other(exported, tmp_path):
     assert a.keys() == b.keys() and all(torch.equal(bits(a[n]), bits(b[n])) for n in a)
 
 
-@pytest.mark.parametrize("layout, other, fused", [
-    ("compressed-tensors", "modelopt", False), ("modelopt", "nvfp4", True)])
+@pytest.mark.parametrize(
+    "layout, other, fused", [("compressed-tensors", "modelopt", False), ("modelopt", "nvfp4", True)]
+)
 def test_a_foreign_4_bit_checkpoint_is_written_in_the_other_layout(tmp_path, layout, other, fused):
     """The codes are kept, and the logits (1e-4): only a global scale's inverse rounds, by 2⁻²⁴."""
     foreign(tmp_path / "in", layout, "qwen3", fused)
@@ -173,6 +185,7 @@ def test_a_foreign_4_bit_checkpoint_is_written_in_the_other_layout(tmp_path, lay
 
 
 # --- in 16 bits
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_peft_loads_the_adapter_export(runs, tmp_path, family):
@@ -220,9 +233,11 @@ def test_transformers_loads_the_merged_export(runs, tmp_path, family, quant):
 
 # --- refusals and accidents
 
+
 @pytest.fixture
 def command(monkeypatch, capsys):
     """command("RUN DST --format adapter") → exit code, stdout and stderr of python export.py."""
+
     def run(arguments):
         monkeypatch.setattr(sys, "argv", ["export.py", *arguments.split()])
         with pytest.raises(SystemExit) as stop:
@@ -233,7 +248,7 @@ def command(monkeypatch, capsys):
     return run
 
 
-REFUSED = [    # arguments, what the refusal names
+REFUSED = [  # arguments, what the refusal names
     ("run full --format bf16", "full exists and is not an empty folder"),
     ("base out --format adapter", "base has no adapter"),
     ("plain out --format nvfp4", "take --format bf16"),
@@ -242,7 +257,9 @@ REFUSED = [    # arguments, what the refusal names
     ("base out --format bf16 --adapter text", "lora_alpha='16'"),
     ("base out --format bf16 --quant int3", "quant='int3'"),
     ("unsaved out --format nvfp4", "unsaved has no adapter: .* python train.py --resume"),
-    ("absent out --format bf16", "hub id"), ("run full/mine/out --format bf16", "full/mine")]
+    ("absent out --format bf16", "hub id"),
+    ("run full/mine/out --format bf16", "full/mine"),
+]
 
 
 def test_the_command_exports_a_run_or_says_why_not(runs, tmp_path, monkeypatch, command):
@@ -274,6 +291,7 @@ def test_an_export_that_is_interrupted_or_wrong_is_not_there(exported, tmp_path,
 
     A wrong one is moved to another name, which the message has.
     """
+
     def interrupted(tensors, folder):
         save_file(tensors, folder / "model.safetensors")
         raise KeyboardInterrupt
@@ -287,10 +305,11 @@ def test_an_export_that_is_interrupted_or_wrong_is_not_there(exported, tmp_path,
         save_file(tensors | {name: half}, folder / "model.safetensors")
 
     for write, format, error, says in (
-            (interrupted, "nvfp4", KeyboardInterrupt, None),
-            (full, "nvfp4", ValueError, "out cannot be written: No space left on device$"),
-            (damaged, "nvfp4", ValueError, r"out was not made: .* in .*out\.wrong, .*$"),
-            (damaged, "bf16", ValueError, r"out was not made: .* in .*out\.wrong, .*$")):
+        (interrupted, "nvfp4", KeyboardInterrupt, None),
+        (full, "nvfp4", ValueError, "out cannot be written: No space left on device$"),
+        (damaged, "nvfp4", ValueError, r"out was not made: .* in .*out\.wrong, .*$"),
+        (damaged, "bf16", ValueError, r"out was not made: .* in .*out\.wrong, .*$"),
+    ):
         monkeypatch.setattr(huggingface_hub, "save_torch_state_dict", write)
         with pytest.raises(error, match=says):
             export.export(exported("qwen2", "nvfp4"), tmp_path / "out", format)

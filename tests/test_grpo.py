@@ -1,4 +1,5 @@
 """Advantages and losses against numbers worked out by hand and the papers' formulas."""
+
 import math
 
 import pytest
@@ -9,11 +10,11 @@ import grpo
 import model as decoder
 
 LOSSES = ["dapo", "grpo", "dr_grpo", "gspo", "cispo"]
-LENGTHS = torch.tensor([4, 1, 6, 0, 3, 6])                # one answer is masked out
+LENGTHS = torch.tensor([4, 1, 6, 0, 3, 6])  # one answer is masked out
 MAX = 6
 
 
-def batch(spread=.5):
+def batch(spread=0.5):
     """→ ([new, old, ref, weights], advantages, mask): off-policy, float64, NaN outside the mask."""
     mask = torch.arange(MAX) < LENGTHS[:, None]
     new, old, ref = (torch.randn(6, MAX, dtype=torch.float64) * spread - 2 for _ in range(3))
@@ -31,16 +32,22 @@ def gradient(logprobs, old, adv, mask, normalizer, kind, **options):
 def papers_loss(kind, new, old, ref, weights, adv, low, high, cispo_max, beta):
     """The papers' objectives, row by row and token by token, negated, divided by each paper's own divisor."""
     total, tokens, rows = 0, int(LENGTHS.sum()), int((LENGTHS > 0).sum())
-    divisor = {"dapo": tokens, "cispo": tokens, "grpo": rows, "gspo": rows, "dr_grpo": rows * MAX}[kind]
+    divisor = {"dapo": tokens, "cispo": tokens, "grpo": rows, "gspo": rows, "dr_grpo": rows * MAX}[
+        kind
+    ]
     for i, n in enumerate(LENGTHS.tolist()):
         objective, per_row = 0, 1 / n if kind in ("grpo", "gspo") and n else 1
-        if kind == "gspo" and n:                          # one ratio per answer, times its mean weight
+        if kind == "gspo" and n:  # one ratio per answer, times its mean weight
             s = torch.exp(sum(new[i, t] - old[i, t] for t in range(n)) / n)
-            objective += weights[i, :n].sum() * torch.min(s * adv[i], s.clamp(1 - low, 1 + high) * adv[i])
+            objective += weights[i, :n].sum() * torch.min(
+                s * adv[i], s.clamp(1 - low, 1 + high) * adv[i]
+            )
         for t in range(n):
             ratio = torch.exp(new[i, t] - old[i, t])
             if kind == "cispo":
-                objective += weights[i, t] * ratio.detach().clamp(max=cispo_max) * adv[i] * new[i, t]
+                objective += (
+                    weights[i, t] * ratio.detach().clamp(max=cispo_max) * adv[i] * new[i, t]
+                )
             elif kind != "gspo":
                 clipped = ratio.clamp(1 - low, 1 + high)
                 objective += weights[i, t] * torch.min(ratio * adv[i], clipped * adv[i])
@@ -50,7 +57,7 @@ def papers_loss(kind, new, old, ref, weights, adv, low, high, cispo_max, beta):
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-@pytest.mark.parametrize("beta", [0.0, .04])
+@pytest.mark.parametrize("beta", [0.0, 0.04])
 def test_each_loss_equals_its_papers_formula_however_the_batch_is_cut(kind, beta):
     """Value and gradient, off-policy, with weights and KL, agree to 1e-12; NaN in padding is ignored.
 
@@ -59,16 +66,32 @@ def test_each_loss_equals_its_papers_formula_however_the_batch_is_cut(kind, beta
     """
     (new, old, ref, weights), adv, mask = batch()
     n = grpo.normalizer(kind, LENGTHS, MAX)
-    want = papers_loss(kind, new, old, ref, weights, adv, .1, .3, 1.5, beta)
+    want = papers_loss(kind, new, old, ref, weights, adv, 0.1, 0.3, 1.5, beta)
     expected = torch.autograd.grad(want, new)[0].nan_to_num()
-    for rows, size, width in ((torch.arange(6), 6, 0), (torch.arange(6), 2, 3),
-                              (torch.randperm(6), 1, 5)):
+    for rows, size, width in (
+        (torch.arange(6), 6, 0),
+        (torch.arange(6), 2, 3),
+        (torch.randperm(6), 1, 5),
+    ):
         value, new.grad = 0, None
         for part in rows.split(size):
-            a, b, c, w = (pad(t[part], (0, width), value=math.nan) for t in (new, old, ref, weights))
+            a, b, c, w = (
+                pad(t[part], (0, width), value=math.nan) for t in (new, old, ref, weights)
+            )
             loss, _ = grpo.policy_loss(
-                a, b, adv[part], pad(mask[part], (0, width)), n, kind, w, clip_low=.1, clip_high=.3,
-                cispo_max=1.5, ref_logprobs=c, beta=beta)
+                a,
+                b,
+                adv[part],
+                pad(mask[part], (0, width)),
+                n,
+                kind,
+                w,
+                clip_low=0.1,
+                clip_high=0.3,
+                cispo_max=1.5,
+                ref_logprobs=c,
+                beta=beta,
+            )
             loss.backward()
             value += loss.detach()
         assert (value - want).abs() < 1e-12 and (new.grad - expected).abs().max() < 1e-12
@@ -79,21 +102,23 @@ def test_each_loss_equals_its_papers_formula_however_the_batch_is_cut(kind, beta
 def test_advantages_worked_out_by_hand():
     """(1, 0, 0, 0) has mean ¼ and unbiased std ½. Rewards .1 and .1001 get different advantages."""
     rewards = torch.tensor([[1.0, 0, 0, 0], [3, 1, 1, 3]])
-    a, b = .75 / .5001, 1 / (math.sqrt(4 / 3) + 1e-4)
+    a, b = 0.75 / 0.5001, 1 / (math.sqrt(4 / 3) + 1e-4)
     want = torch.tensor([[a, -a / 3, -a / 3, -a / 3], [b, -b, -b, b]])
-    assert (grpo.advantages(rewards) - want).abs().max() < 1e-6     # fp32 rounds by 1.2e-7 near 1.5
+    assert (grpo.advantages(rewards) - want).abs().max() < 1e-6  # fp32 rounds by 1.2e-7 near 1.5
     assert grpo.advantages(rewards, scale="none").tolist() == [
-        [.75, -.25, -.25, -.25], [1, -1, -1, 1]]
+        [0.75, -0.25, -0.25, -0.25],
+        [1, -1, -1, 1],
+    ]
     # the std of (.1, .1001) is 7.07e-5: ± 5e-5 / 1.707e-4; fp32 rounds the rewards by 4e-5 of that
-    near = grpo.advantages(torch.tensor([[.1, .1001]]))[0]
-    assert near.tolist() == pytest.approx([-.2929, .2929], rel=1e-3)
+    near = grpo.advantages(torch.tensor([[0.1, 0.1001]]))[0]
+    assert near.tolist() == pytest.approx([-0.2929, 0.2929], rel=1e-3)
 
 
 def test_a_group_of_equal_rewards_gets_exact_zeros():
     """Even for .1, which floating-point means do not reproduce, and if groups differ from each other."""
     for dtype in (torch.float32, torch.float64):
         for G in (2, 3, 7):
-            rewards = torch.tensor([[0.0], [1.0], [.1], [1e4], [-2.3]], dtype=dtype).expand(5, G)
+            rewards = torch.tensor([[0.0], [1.0], [0.1], [1e4], [-2.3]], dtype=dtype).expand(5, G)
             assert (grpo.advantages(rewards) == 0).all()
 
 
@@ -103,13 +128,19 @@ def test_a_group_is_normalised_by_itself_and_rows_keep_their_order():
     a = grpo.advantages(rewards)
     assert (grpo.advantages(rewards + torch.tensor([[0.0], [5.0], [-9.0]])) - a).abs().max() < 1e-6
     for p in range(3):
-        assert torch.equal(a.flatten()[4 * p:4 * p + 4], grpo.advantages(rewards[p:p + 1])[0])
+        assert torch.equal(a.flatten()[4 * p : 4 * p + 4], grpo.advantages(rewards[p : p + 1])[0])
         assert torch.equal(a[p].argsort(), rewards[p].argsort()) and a[p].sum().abs() < 1e-6
 
 
-@pytest.mark.parametrize("rewards, scale, words", [
-    ([[1.0], [0.0]], "group", "group of 1"), ([[1.0, math.nan]], "group", "1 rewards are NaN"),
-    ([[1.0, math.inf]], "none", "1 rewards"), ([[1.0, 0.0]], "batch", "'batch'")])
+@pytest.mark.parametrize(
+    "rewards, scale, words",
+    [
+        ([[1.0], [0.0]], "group", "group of 1"),
+        ([[1.0, math.nan]], "group", "1 rewards are NaN"),
+        ([[1.0, math.inf]], "none", "1 rewards"),
+        ([[1.0, 0.0]], "batch", "'batch'"),
+    ],
+)
 def test_what_advantages_refuses_it_names(rewards, scale, words):
     with pytest.raises(ValueError, match=words):
         grpo.advantages(torch.tensor(rewards), scale)
@@ -121,7 +152,8 @@ def test_on_policy_gradients_are_reinforce():
     (new, *_), adv, mask = batch()
     row_mean = LENGTHS.clamp(min=1)[:, None] * 5
     for kind, divisor in dict(
-            dapo=20, cispo=20, dr_grpo=5 * MAX, grpo=row_mean, gspo=row_mean).items():
+        dapo=20, cispo=20, dr_grpo=5 * MAX, grpo=row_mean, gspo=row_mean
+    ).items():
         grad = gradient(new, new.detach(), adv, mask, grpo.normalizer(kind, LENGTHS, MAX), kind)
         assert (grad - -adv[:, None] * mask / divisor).abs().max() < 1e-15
     full = torch.ones(6, MAX, dtype=torch.bool)
@@ -132,7 +164,7 @@ def test_on_policy_gradients_are_reinforce():
         n = grpo.normalizer(kind, same, MAX)
         grad = gradient(logprobs, logprobs, centred, full, n, kind)
         assert (grad + centred[:, None] / 36).abs().max() < 1e-15
-        if kind != "cispo":                               # its value is Σ A ln π
+        if kind != "cispo":  # its value is Σ A ln π
             assert grpo.policy_loss(logprobs, logprobs, centred, full, n, kind)[0].abs() < 1e-15
 
 
@@ -140,12 +172,18 @@ def test_on_policy_gradients_are_reinforce():
 def test_the_clip_stops_the_gradient_on_the_gaining_side_only(kind):
     """Clipped: a good answer that is likelier already, a bad one that is rarer. 1.25 is within .28 only."""
     mask = torch.ones(1, 3, dtype=torch.bool)
-    for sign, ratio, stopped in ((1, 1.29, True), (1, .5, False), (1, 1.25, kind != "dapo"),
-                                 (-1, .79, True), (-1, .81, kind == "gspo"), (-1, 1.35, False)):
+    for sign, ratio, stopped in (
+        (1, 1.29, True),
+        (1, 0.5, False),
+        (1, 1.25, kind != "dapo"),
+        (-1, 0.79, True),
+        (-1, 0.81, kind == "gspo"),
+        (-1, 1.35, False),
+    ):
         new = torch.full((1, 3), math.log(ratio), dtype=torch.float64, requires_grad=True)
         adv = torch.tensor([float(sign)])
         loss, clipped = grpo.policy_loss(new, torch.zeros(1, 3), adv, mask, 3, kind)
-        grad, = torch.autograd.grad(loss, new)
+        (grad,) = torch.autograd.grad(loss, new)
         assert clipped == 3 * stopped
         assert (grad == 0).all() if stopped else (grad * sign < 0).all()
 
@@ -154,20 +192,28 @@ def test_gspos_bounds_are_tiny_and_cispo_never_loses_a_token():
     """gspo clips at 1 + 4e-4 and 1 − 3e-4. cispo bounds a token's weight at 5 but keeps its gradient."""
     ones, adv = torch.ones(1, 2).bool(), torch.tensor([1.0])
     for log_ratio, sign, stopped in (
-            (3.8e-4, 1, 0), (4.2e-4, 1, 2), (-2.8e-4, -1, 0), (-3.2e-4, -1, 2)):
+        (3.8e-4, 1, 0),
+        (4.2e-4, 1, 2),
+        (-2.8e-4, -1, 0),
+        (-3.2e-4, -1, 2),
+    ):
         new = torch.full((1, 2), log_ratio, dtype=torch.float64)
         assert grpo.policy_loss(new, torch.zeros(1, 2), sign * adv, ones, 1, "gspo")[1] == stopped
-    new = torch.tensor([[2.0, .5]], requires_grad=True)
+    new = torch.tensor([[2.0, 0.5]], requires_grad=True)
     loss, clipped = grpo.policy_loss(new, torch.zeros(1, 2), adv, ones, 1, "cispo")
-    assert clipped == 1                                   # e² = 7.4 > 5 > e^.5
-    assert torch.autograd.grad(loss, new)[0][0].tolist() == pytest.approx([-5, -math.exp(.5)], rel=1e-6)
+    assert clipped == 1  # e² = 7.4 > 5 > e^.5
+    assert torch.autograd.grad(loss, new)[0][0].tolist() == pytest.approx(
+        [-5, -math.exp(0.5)], rel=1e-6
+    )
 
 
 def test_importance_weights_are_capped_and_carry_no_gradient():
     """Ratios ½, 1, 1.9, 5 → ½, 1, 1.9, 2. No gradient flows through the weights of a loss."""
-    old = torch.tensor([.5, 1, 1.9, 5], dtype=torch.float64).log().requires_grad_()
+    old = torch.tensor([0.5, 1, 1.9, 5], dtype=torch.float64).log().requires_grad_()
     weights = grpo.importance_weights(old, torch.zeros(4))
-    assert weights.tolist() == pytest.approx([.5, 1, 1.9, 2], rel=1e-12) and not weights.requires_grad
+    assert (
+        weights.tolist() == pytest.approx([0.5, 1, 1.9, 2], rel=1e-12) and not weights.requires_grad
+    )
     new = torch.zeros(1, 4, dtype=torch.float64, requires_grad=True)
     live = torch.rand(1, 4, dtype=torch.float64, requires_grad=True)
     mask = torch.ones(1, 4).bool()
@@ -189,7 +235,7 @@ def test_the_soft_overlong_penalty_of_dapo():
     """DAPO, eq. 13 with L_max = 20, L_cache = 4: 0 up to 16 tokens, then (16 − n)/4, −1 from 20 on."""
     lengths = torch.tensor([0, 15, 16, 17, 18, 19, 20, 25])
     got = grpo.overlong_penalty(lengths, max_new_tokens=20, cache=4)
-    assert got.tolist() == [0, 0, 0, -.25, -.5, -.75, -1, -1]
+    assert got.tolist() == [0, 0, 0, -0.25, -0.5, -0.75, -1, -1]
 
 
 def test_the_end_token_is_trained():

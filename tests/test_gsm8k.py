@@ -25,7 +25,9 @@ SHORT = dict(steps=4, prompts=2, group_size=2, max_new_tokens=4, rank=4, alpha=4
 def problems(tmp_path_factory):
     """A file of word problems in the characters of the tiny chat's tokenizer."""
     path = tmp_path_factory.mktemp("gsm8k") / "problems.jsonl"
-    lines = [json.dumps({"question": f"What is {n}?", "answer": f"{n}\n#### {n}"}) for n in range(12)]
+    lines = [
+        json.dumps({"question": f"What is {n}?", "answer": f"{n}\n#### {n}"}) for n in range(12)
+    ]
     path.write_text("\n".join(lines))
     return path
 
@@ -41,7 +43,9 @@ def test_nf4_rounds_to_the_nearest_of_its_sixteen_levels_block_by_block():
     levels = torch.tensor(gsm8k.NF4)
     blocks = w.view(-1, 64)
     scaled = blocks / blocks.abs().amax(1, keepdim=True)
-    nearest = levels[(scaled[..., None] - levels).abs().argmin(-1)] * blocks.abs().amax(1, keepdim=True)
+    nearest = levels[(scaled[..., None] - levels).abs().argmin(-1)] * blocks.abs().amax(
+        1, keepdim=True
+    )
     assert torch.allclose(gsm8k.nf4(w), nearest.view(4, 128))
 
 
@@ -79,7 +83,11 @@ def test_a_stopped_run_goes_on_and_its_log_equals_that_of_a_run_without_a_stop(
     whole, stopped = read(tmp_path / "whole", job), read(tmp_path / "stopped", job)
     assert whole.ended and stopped.ended and [start["step"] for start in stopped.starts] == [0, 2]
     timed = (*TIMINGS, "seconds")
-    for a, b in ((whole.step, stopped.step), (whole.eval, stopped.eval), (whole.tests, stopped.tests)):
+    for a, b in (
+        (whole.step, stopped.step),
+        (whole.eval, stopped.eval),
+        (whole.tests, stopped.tests),
+    ):
         assert a.keys() == b.keys()
         for key in a:
             assert {k: v for k, v in a[key].items() if k not in timed} == {
@@ -88,7 +96,9 @@ def test_a_stopped_run_goes_on_and_its_log_equals_that_of_a_run_without_a_stop(
     assert set(whole.tests) == (set() if job.phase == "rate" else {"greedy", "pass", "paper"})
     assert len(whole.step) == 4 and all("sampler_entropy" in r for r in whole.step.values())
     assert len(whole.eval) == 2 * (job.phase == "rate")
-    assert not (tmp_path / "runs" / "whole" / job.name).exists(), "an ended run leaves no checkpoint"
+    assert not (tmp_path / "runs" / "whole" / job.name).exists(), (
+        "an ended run leaves no checkpoint"
+    )
 
 
 # --- the logs
@@ -114,12 +124,16 @@ def test_the_paired_test_gives_textbook_numbers():
     found = compare([2, 4, 6, 8], [1, 2, 3, 4])
     assert found.mean == 2.5 and found.p == pytest.approx(0.0305, abs=1e-4)
     assert found.half == pytest.approx(3.18245 * 0.645497, rel=1e-5)
-    assert compare([1, 1, 1], [0, 0, 0]) == (1.0, 0.0, 0.0) and compare([1, 1, 1], [1, 1, 1]).p == 1.0
+    assert (
+        compare([1, 1, 1], [0, 0, 0]) == (1.0, 0.0, 0.0) and compare([1, 1, 1], [1, 1, 1]).p == 1.0
+    )
     assert math.isnan(compare([1, 2], [0, 0]).half) and compare([1, 2], [0, 0]).mean == 1.5
 
 
 def test_holm_and_the_verdicts():
-    assert holm([0.01, 0.04, math.nan, 0.03]) == pytest.approx([0.03, 0.06, math.nan, 0.06], nan_ok=True)
+    assert holm([0.01, 0.04, math.nan, 0.03]) == pytest.approx(
+        [0.03, 0.06, math.nan, 0.06], nan_ok=True
+    )
     assert holm([0.6, 0.7]) == [1.0, 1.0]
     for difference, expected in (
         (Difference(0.05, 0.01, 0.01), "holds"),
@@ -137,18 +151,33 @@ def test_a_recipe_is_two_commands_with_the_papers_batch_and_evaluation(name, tmp
     """A stand-in for python writes down what it was called with."""
     (tmp_path / "python").write_text('#!/bin/bash\nprintf "%s\\n" "$*" >> "$COMMANDS"\n')
     (tmp_path / "python").chmod(0o755)
-    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "COMMANDS": str(tmp_path / "commands")}
-    subprocess.run(["bash", ROOT / "experiments/recipes.sh", name, "--seed", "7"], env=env, check=True)
+    env = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "COMMANDS": str(tmp_path / "commands"),
+    }
+    subprocess.run(
+        ["bash", ROOT / "experiments/recipes.sh", name, "--seed", "7"], env=env, check=True
+    )
     lines = (tmp_path / "commands").read_text().splitlines()
     assert len(lines) == 2 and all(line.startswith("train.py ") for line in lines)
     trained, evaluated = (parse(line.split()[1:]) for line in lines)
     assert trained.prompts * trained.group_size == 128 and trained.warmup * 10 == trained.steps
     assert trained.seed == 7 and trained.model == evaluated.model
     assert evaluated.steps == 0 and evaluated.adapter == f"{trained.out}/adapter" and evaluated.test
-    assert (evaluated.temperature, evaluated.eval_top_p, evaluated.max_new_tokens) == (0.6, 0.95, 4096)
-    assert (evaluated.quant, evaluated.rank, evaluated.alpha) == (trained.quant, trained.rank, trained.alpha)
+    assert (evaluated.temperature, evaluated.eval_top_p, evaluated.max_new_tokens) == (
+        0.6,
+        0.95,
+        4096,
+    )
+    assert (evaluated.quant, evaluated.rank, evaluated.alpha) == (
+        trained.quant,
+        trained.rank,
+        trained.alpha,
+    )
 
 
 def test_an_unknown_recipe_is_refused_by_name():
-    done = subprocess.run(["bash", ROOT / "experiments/recipes.sh", "1b"], capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", ROOT / "experiments/recipes.sh", "1b"], capture_output=True, text=True
+    )
     assert done.returncode == 2 and "1b" in done.stderr

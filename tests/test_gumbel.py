@@ -1,4 +1,5 @@
 """Philox against its authors' vectors, samples against the softmax, kernels against plain torch."""
+
 import pytest
 import torch
 from conftest import compile_with_a_wait, each_generation
@@ -6,11 +7,18 @@ from conftest import compile_with_a_wait, each_generation
 import gumbel
 
 
-@pytest.mark.parametrize("counter, key, expected", [
-    ((0,) * 4, (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-    ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
-     (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1))])
+@pytest.mark.parametrize(
+    "counter, key, expected",
+    [
+        ((0,) * 4, (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
 def test_philox_gives_its_authors_vectors(counter, key, expected):
     """The known-answer vectors of Random123, its authors' library, for philox4x32 with 10 rounds."""
     counter = (torch.tensor(word) for word in counter)
@@ -18,9 +26,17 @@ def test_philox_gives_its_authors_vectors(counter, key, expected):
     assert tuple(int(word) for word in result) == expected
 
 
-@pytest.mark.parametrize("axis, temperature, top_p, limit", [
-    ("sequence", 0.7, 1, 40), ("sequence", 2.0, 1, 40), ("position", 0.7, 1, 40),
-    ("step", 1.0, 1, 40), ("seed", 2.0, 1, 40), ("sequence", 0.8, 0.95, 33)])
+@pytest.mark.parametrize(
+    "axis, temperature, top_p, limit",
+    [
+        ("sequence", 0.7, 1, 40),
+        ("sequence", 2.0, 1, 40),
+        ("position", 0.7, 1, 40),
+        ("step", 1.0, 1, 40),
+        ("seed", 2.0, 1, 40),
+        ("sequence", 0.8, 0.95, 33),
+    ],
+)
 def test_samples_follow_the_softmax(axis, temperature, top_p, limit):
     """Chi-square over 7 tokens, rare ones too, while only one part of the counter or the key varies. Of the
     nucleus, the 4 tokens that reach .95, the renormalised softmax; the other 3 are never drawn."""
@@ -38,7 +54,7 @@ def test_samples_follow_the_softmax(axis, temperature, top_p, limit):
     chi2 = ((torch.bincount(tokens, minlength=7) - expected) ** 2 / expected)[kept].sum()
     # 6 degrees of freedom: P(chi2 > 40) = e⁻²⁰ (1 + 20 + 200) = 5e-7; 3: P(chi2 > 33) = 3e-7
     assert kept[tokens].all() and chi2 < limit
-    assert (logprobs - log_p[tokens]).abs().max() < 1e-6    # |logits / T| < 5: a few fp32 roundings
+    assert (logprobs - log_p[tokens]).abs().max() < 1e-6  # |logits / T| < 5: a few fp32 roundings
 
 
 def test_no_random_word_decides_alone(monkeypatch):
@@ -53,12 +69,18 @@ def test_a_draw_is_its_own():
     sequence, position = torch.tensor([3, 1 << 20, 0, 77]), torch.tensor([8, 0, 8, 5])
     noise = gumbel.noise(11, 1 << 40, 6, sequence, position)
     for b in range(4):
-        alone = gumbel.noise(11, 1 << 40, 6, sequence[b:b + 1], position[b:b + 1])
+        alone = gumbel.noise(11, 1 << 40, 6, sequence[b : b + 1], position[b : b + 1])
         assert torch.equal(alone[0], noise[b])
     assert torch.equal(gumbel.noise(9, 1 << 40, 6, sequence, position), noise[:, :9])
-    others = [gumbel.noise(11, *what) for what in (
-        (1 << 41, 6, sequence, position), (1 << 40, 7, sequence, position),
-        (1 << 40, 6, sequence + 1, position), (1 << 40, 6, sequence, position + 1))]
+    others = [
+        gumbel.noise(11, *what)
+        for what in (
+            (1 << 41, 6, sequence, position),
+            (1 << 40, 7, sequence, position),
+            (1 << 40, 6, sequence + 1, position),
+            (1 << 40, 6, sequence, position + 1),
+        )
+    ]
     assert len({x.item() for x in torch.cat([noise, *others]).flatten()}) == 5 * 4 * 11
 
 
@@ -67,6 +89,7 @@ def test_the_nucleus_is_that_of_transformers(temperature, top_p):
     """nucleus keeps the logits of the same tokens; in fp64, so that rounding decides about no token."""
     # not above: the process that interprets kernels imports this file too
     from transformers import TopPLogitsWarper
+
     logits = (torch.randn(50, 1000) * 3).double()
     cut = gumbel.nucleus(logits, temperature, top_p)
     theirs = TopPLogitsWarper(top_p)(None, logits / temperature) > -torch.inf
@@ -81,9 +104,16 @@ def test_the_nucleus_by_hand(monkeypatch, temperature):
     monkeypatch.setattr(gumbel, "NUCLEUS", 3)
     tied, other = [0.125, 0.5, 0.25, 0.125], [0.1, 0.3, 0.2, 0.15, 0.25]
     for p, top_p, kept in (
-            (tied, 1e-9, [1]), (tied, 0.5, [1]), (tied, 0.51, [1, 2]), (tied, 0.75, [1, 2]),
-            (tied, 0.8, [0, 1, 2, 3]), (other, 0.3, [1]), (other, 0.5, [1, 4]),
-            (other, 0.7, [1, 2, 4]), (other, 0.9, [1, 2, 4])):
+        (tied, 1e-9, [1]),
+        (tied, 0.5, [1]),
+        (tied, 0.51, [1, 2]),
+        (tied, 0.75, [1, 2]),
+        (tied, 0.8, [0, 1, 2, 3]),
+        (other, 0.3, [1]),
+        (other, 0.5, [1, 4]),
+        (other, 0.7, [1, 2, 4]),
+        (other, 0.9, [1, 2, 4]),
+    ):
         cut = gumbel.nucleus(torch.tensor([p]).log(), temperature, top_p)
         assert cut.isfinite().nonzero()[:, 1].tolist() == kept, (p, top_p)
 
@@ -105,14 +135,28 @@ def test_append_ends_rows_at_stops_and_at_the_limit():
 
 def check_append(append, device):
     from rollout import Rollout
-    fields = torch.zeros(6, 20).long(), torch.zeros(6, 20), torch.tensor([0, 3, 3, 4, 0, 2]), \
-        torch.zeros(6).bool(), torch.ones(6).long()
+
+    fields = (
+        torch.zeros(6, 20).long(),
+        torch.zeros(6, 20),
+        torch.tensor([0, 3, 3, 4, 0, 2]),
+        torch.zeros(6).bool(),
+        torch.ones(6).long(),
+    )
     rollout = Rollout(*(field.to(device) for field in fields))
-    token, rows = torch.tensor([77, 9, 8, 7], device=device), torch.tensor([5, 0, 2, 3], device=device)
-    positions, last = torch.tensor([4, -1, 7, 8], device=device), torch.full((4,), 50, device=device)
+    token, rows = (
+        torch.tensor([77, 9, 8, 7], device=device),
+        torch.tensor([5, 0, 2, 3], device=device),
+    )
+    positions, last = (
+        torch.tensor([4, -1, 7, 8], device=device),
+        torch.full((4,), 50, device=device),
+    )
     logprob = torch.tensor([-1.0, -2, -3, -4], device=device)
     with torch.no_grad():
-        append(token, logprob, rows, positions, torch.tensor([77, 2], device=device), 5, last, rollout)
+        append(
+            token, logprob, rows, positions, torch.tensor([77, 2], device=device), 5, last, rollout
+        )
     assert positions.tolist() == [-1, -1, 8, -1] and last.tolist() == [77, 50, 8, 7]
     assert rollout.lengths.tolist() == [0, 3, 4, 5, 0, 3]
     assert rollout.finished.tolist() == [False] * 5 + [True]
@@ -122,6 +166,7 @@ def check_append(append, device):
 
 
 # --- Triton kernels without a GPU
+
 
 def same_draws(logits, temperature, seed, step, sequence, position, atol):
     """The kernels draw what the plain lines draw."""
@@ -134,12 +179,12 @@ def same_draws(logits, temperature, seed, step, sequence, position, atol):
 def interpreted():
     """Each kernel against its plain torch lines, on sizes that no tile divides."""
     rows = torch.arange(2) + 9, torch.tensor([3, 2**20])
-    logits = torch.randn(2, 5001) * 3                       # three tiles; fp32 sums of 5001 exponentials
+    logits = torch.randn(2, 5001) * 3  # three tiles; fp32 sums of 5001 exponentials
     for temperature, seed, step in ((0.7, 2**40 + 7, -1), (1.0, -5, 1), (0.0, 0, 0)):
         same_draws(logits, temperature, seed, step, *rows, 1e-5)
         # the padding of the last tile never wins; 200 · 2⁻²⁴ = 1e-5
         same_draws(logits - 200, temperature, 0, 0, *rows, 5e-5)
-    same_draws(logits[:1].expand(2, -1), 0.7, 5, 1, *rows, 1e-5)                 # all rows share memory
+    same_draws(logits[:1].expand(2, -1), 0.7, 5, 1, *rows, 1e-5)  # all rows share memory
     # whole tiles of −inf: the one in the middle, all but the last, all but the first
     for low, high, temperature in ((2048, 4096, 0.0), (0, 4096, 0.7), (2048, 5001, 0.7)):
         cut = logits.clone()
@@ -157,13 +202,24 @@ def test_kernels_in_the_interpreter(interpret):
 @each_generation
 def test_kernels_compile(cc, everything):
     compile_with_a_wait(
-        cc, [(gumbel._tile_kernel, dict(GREEDY=False, TILE=gumbel.VOCAB_TILE), 4, 128),
-             (gumbel._merge_kernel, dict(TILES=64), 1, 64), (gumbel._append_kernel, {}, 1, 64)],
-        {"*i1": "finished", "*fp32": "logits found logprob logprobs", "fp32": "temperature",
-         "*i64": "positions sequence position winner token rows stops last tokens lengths"}, ("V",))
+        cc,
+        [
+            (gumbel._tile_kernel, dict(GREEDY=False, TILE=gumbel.VOCAB_TILE), 4, 128),
+            (gumbel._merge_kernel, dict(TILES=64), 1, 64),
+            (gumbel._append_kernel, {}, 1, 64),
+        ],
+        {
+            "*i1": "finished",
+            "*fp32": "logits found logprob logprobs",
+            "fp32": "temperature",
+            "*i64": "positions sequence position winner token rows stops last tokens lengths",
+        },
+        ("V",),
+    )
 
 
 # --- on a GPU
+
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("V", [1000, 49152, 152064])

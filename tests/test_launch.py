@@ -1,4 +1,5 @@
 """python -m pytest tests/test_launch.py"""
+
 import dataclasses
 import json
 import math
@@ -24,15 +25,28 @@ from tasks import Task
 from tools.flags import Config, check, parse
 
 # what the run of an adapter was trained with; each differs from its default
-SCORED = dict(model="/there/model", quant="bf16", rank=4, alpha=8, task="gsm8k",
-              data="/there/data.jsonl", test="a/b:test", max_new_tokens=99, temperature=.5,
-              eval_problems=9, eval_samples=3, eval_top_p=.5, seed=7)
+SCORED = dict(
+    model="/there/model",
+    quant="bf16",
+    rank=4,
+    alpha=8,
+    task="gsm8k",
+    data="/there/data.jsonl",
+    test="a/b:test",
+    max_new_tokens=99,
+    temperature=0.5,
+    eval_problems=9,
+    eval_samples=3,
+    eval_top_p=0.5,
+    seed=7,
+)
 
 
 @pytest.fixture
 def ended(tmp_path):
     """ended(flags) → a folder with an adapter's folder, the config, the (empty) log and the
     checkpoint of a run: enough to parse --resume and --adapter."""
+
     def make(**flags):
         folder = tmp_path / "ended"
         (folder / "adapter").mkdir(parents=True)
@@ -40,6 +54,7 @@ def ended(tmp_path):
         (folder / "checkpoint.safetensors").touch()
         (folder / "config.json").write_text(json.dumps(vars(Config()) | flags))
         return str(folder)
+
     return make
 
 
@@ -54,10 +69,12 @@ def command(tiny_chat, tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit) as stop:
             launch.main(train.train, train.preflight)
         return stop.value.code, capsys.readouterr().err
+
     return run
 
 
 # --- what the flags become
+
 
 def flag(name):
     return f"--{name.replace('_', '-')}"
@@ -81,10 +98,10 @@ def test_every_flag_of_a_number_or_a_switch_sets_its_field():
             values[f.name] = not f.default
             given.append(f"--no-{f.name}" if f.default else flag(f.name))
         elif f.type is not str:
-            values[f.name] = 3 if f.type is int else .5
+            values[f.name] = 3 if f.type is int else 0.5
             given.append(f"{flag(f.name)}={values[f.name]}")
     want = Config(**values)
-    assert repr(parse(given)) == repr(want)          # 3 is not 3.0
+    assert repr(parse(given)) == repr(want)  # 3 is not 3.0
     assert parse([]) == Config()
 
 
@@ -97,11 +114,15 @@ def test_a_wrong_type_stops_with_2(flags, capsys):
     assert flags[:4] in error
 
 
-@pytest.mark.parametrize("case", [
-    "--stepz=3 | --stepz=3; the nearest are --steps, ",
-    "--lr 1 --clip 2 | --clip; the nearest are --clip-low, --clip-high, ",
-    "--max_new_tokens 9 | --max_new_tokens; the nearest are --max-new-tokens, ",
-    "gsm8k | gsm8k; the nearest are --task, "])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "--stepz=3 | --stepz=3; the nearest are --steps, ",
+        "--lr 1 --clip 2 | --clip; the nearest are --clip-low, --clip-high, ",
+        "--max_new_tokens 9 | --max_new_tokens; the nearest are --max-new-tokens, ",
+        "gsm8k | gsm8k; the nearest are --task, ",
+    ],
+)
 def test_an_unknown_flag_names_those_nearest_to_it(case):
     """A prefix of a flag, or an underscore in it, counts as unknown."""
     flags, near = case.split(" | ")
@@ -109,14 +130,26 @@ def test_an_unknown_flag_names_those_nearest_to_it(case):
         parse(flags.split())
 
 
-@pytest.mark.parametrize("names, least, most, below", [
-    ("steps warmup resample eval_problems", 0, 10**9, -1),
-    ("prompts max_new_tokens updates_per_rollout eval_every "
-     "eval_samples save_every micro_tokens alpha", 1, 10**9, 0),
-    ("group_size", 2, 10**9, 1), ("sigma_stages", 3, 10**9, 2), ("rank", 1, 512, 0),
-    ("seed", 0, 2**32 - 1, -1), ("beta clip_low clip_high lr weight_decay", 0, 10**9, -.1),
-    ("temperature max_grad_norm sigma_start sigma_end", 1e-9, 10**9, 0.),
-    ("eval_top_p", 1e-9, 1, 0.)])
+@pytest.mark.parametrize(
+    "names, least, most, below",
+    [
+        ("steps warmup resample eval_problems", 0, 10**9, -1),
+        (
+            "prompts max_new_tokens updates_per_rollout eval_every "
+            "eval_samples save_every micro_tokens alpha",
+            1,
+            10**9,
+            0,
+        ),
+        ("group_size", 2, 10**9, 1),
+        ("sigma_stages", 3, 10**9, 2),
+        ("rank", 1, 512, 0),
+        ("seed", 0, 2**32 - 1, -1),
+        ("beta clip_low clip_high lr weight_decay", 0, 10**9, -0.1),
+        ("temperature max_grad_norm sigma_start sigma_end", 1e-9, 10**9, 0.0),
+        ("eval_top_p", 1e-9, 1, 0.0),
+    ],
+)
 def test_a_number_outside_its_range_is_refused_by_name_and_value(names, least, most, below):
     """The largest --clip-high and --max-grad-norm are as good as none."""
     for name in names.split():
@@ -127,13 +160,25 @@ def test_a_number_outside_its_range_is_refused_by_name_and_value(names, least, m
                 check(Config(**{name: value}))
 
 
-@pytest.mark.parametrize("case", [
-    "--quant nonsense | bf16", "--task nonsense | gsm8k", "--loss nonsense | cispo",
-    "--correction nonsense | bypass", "--overlong nonsense | mask", "--schedule nonsense | cosine",
-    "--sigma-schedule nonsense | logarithmic", "--device cuda:1 | cpu", "--prompts 8 | ranks",
-    "--updates-per-rollout 3 | 16 steps", "--loss gspo --correction bypass | none or tis",
-    "--task mine.py --data some.jsonl | --data", "--task mine.py --test some.jsonl | --test",
-    "--task mine.py --operands 1-9 | --operands"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "--quant nonsense | bf16",
+        "--task nonsense | gsm8k",
+        "--loss nonsense | cispo",
+        "--correction nonsense | bypass",
+        "--overlong nonsense | mask",
+        "--schedule nonsense | cosine",
+        "--sigma-schedule nonsense | logarithmic",
+        "--device cuda:1 | cpu",
+        "--prompts 8 | ranks",
+        "--updates-per-rollout 3 | 16 steps",
+        "--loss gspo --correction bypass | none or tis",
+        "--task mine.py --data some.jsonl | --data",
+        "--task mine.py --test some.jsonl | --test",
+        "--task mine.py --operands 1-9 | --operands",
+    ],
+)
 def test_a_value_that_cannot_work_is_refused_by_name_with_what_can(monkeypatch, case):
     """Three ranks share the prompts. A task of one's own would ignore data and operands."""
     monkeypatch.setenv("WORLD_SIZE", "3")
@@ -153,6 +198,7 @@ def test_paths_are_stored_absolute(tmp_path, monkeypatch):
 
 
 # --- flags that a run brings
+
 
 @pytest.mark.parametrize("name", ["ended", "ended/adapter/", "ended/adapter-best"])
 def test_an_adapter_of_a_run_is_used_as_it_was_trained(ended, tmp_path, monkeypatch, capsys, name):
@@ -181,10 +227,23 @@ def test_an_adapter_from_elsewhere_brings_no_flags(tmp_path, capsys):
     assert config == Config(adapter=str(adapter)) and not capsys.readouterr().out
 
 
-@pytest.mark.parametrize("given", [
-    "--model other", "--quant rtn", "--rank 3", "--alpha 3", "--task addition", "--data x.jsonl",
-    "--test x.jsonl", "--operands 2-9", "--out other", "--adapter other", "--updates-per-rollout 2",
-    "--eval-problems 99"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--model other",
+        "--quant rtn",
+        "--rank 3",
+        "--alpha 3",
+        "--task addition",
+        "--data x.jsonl",
+        "--test x.jsonl",
+        "--operands 2-9",
+        "--out other",
+        "--adapter other",
+        "--updates-per-rollout 2",
+        "--eval-problems 99",
+    ],
+)
 def test_a_resume_keeps_what_its_checkpoint_was_trained_on(ended, given):
     """Refused before anything is loaded. Other problems would have accuracies that the best one
     so far cannot be compared with."""
@@ -194,27 +253,38 @@ def test_a_resume_keeps_what_its_checkpoint_was_trained_on(ended, given):
 
 
 def test_a_resume_takes_the_runs_own_flags_and_those_given_beside_it_win(
-        ended, tmp_path, monkeypatch):
+    ended, tmp_path, monkeypatch
+):
     """The run's own value may be given again, a path from anywhere. An integer in config.json is
     accepted for a float."""
     data = tmp_path / "data.jsonl"
     data.touch()
-    own = SCORED | dict(data=str(data), overlong="penalty", beta=1, clip_low=.1)
+    own = SCORED | dict(data=str(data), overlong="penalty", beta=1, clip_low=0.1)
     folder = ended(**own)
     monkeypatch.chdir(folder)
-    want = Config(**own | dict(lr=1., seed=2), resume=folder, out=folder)
+    want = Config(**own | dict(lr=1.0, seed=2), resume=folder, out=folder)
     given = ["--resume", folder, "--lr", "1", "--seed=2"]
     assert parse(given) == want
     again = ["--data", "../data.jsonl", "--rank", "4", "--model", own["model"], "--out", folder]
     assert parse(given + again) == want
 
 
-@pytest.mark.parametrize("text, words", [
-    ("{", "Expecting"), ("[1]", "mapping"), ('{"steps": null, "lr": 1}', "NoneType"),
-    ('{"steps": 2.5}', "'steps': 2.5"), ('{"clip_low": "0.1"}', "'clip_low': '0.1'"),
-    ('{"steps": 1e999}', "infinity"), ('{"scale": "group"}', "'scale'"), (None, "No such file")])
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("{", "Expecting"),
+        ("[1]", "mapping"),
+        ('{"steps": null, "lr": 1}', "NoneType"),
+        ('{"steps": 2.5}', "'steps': 2.5"),
+        ('{"clip_low": "0.1"}', "'clip_low': '0.1'"),
+        ('{"steps": 1e999}', "infinity"),
+        ('{"scale": "group"}', "'scale'"),
+        (None, "No such file"),
+    ],
+)
 def test_a_config_that_is_damaged_or_of_another_version_is_named_with_the_way_on(
-        ended, text, words):
+    ended, text, words
+):
     """For --resume and --adapter."""
     folder = ended()
     config = Path(folder, "config.json")
@@ -225,7 +295,8 @@ def test_a_config_that_is_damaged_or_of_another_version_is_named_with_the_way_on
 
 
 def test_a_run_of_ones_own_task_goes_on_and_is_scored_from_anywhere(
-        start, tmp_path, monkeypatch, capsys):
+    start, tmp_path, monkeypatch, capsys
+):
     """Another folder has another file of the task's name. The scores, greedy and sampled, are those
     at the end of the run, to the last digit. A bound on the problems to evaluate leaves those to
     train on as they are, and the run says both."""
@@ -233,7 +304,8 @@ def test_a_run_of_ones_own_task_goes_on_and_is_scored_from_anywhere(
     (tmp_path / "there/mine.py").write_text("1 / 0")
     (tmp_path / "mine.py").write_text(
         "problems = lambda: [{'prompt': str(n)} for n in range(40)]\n"
-        "reward = lambda p, text, finished: len(text)")
+        "reward = lambda p, text, finished: len(text)"
+    )
     monkeypatch.chdir(tmp_path)
     flags = "--eval-samples", 2, "--eval-problems", 5, "--seed", 3
     assert start("--task", "mine.py", "--steps", 1, *flags) == 0
@@ -251,6 +323,7 @@ def test_a_run_of_ones_own_task_goes_on_and_is_scored_from_anywhere(
 
 # --- what a command says and refuses
 
+
 def interrupted(*_, **__):
     signal.raise_signal(signal.SIGINT)
 
@@ -259,33 +332,46 @@ def out_of_memory(*_, **__):
     raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 20 GiB")
 
 
-@pytest.mark.parametrize("where, name, ends, code, said", [
-    (launch, "load", interrupted, 130, ""),
-    (Sampler, "generate", interrupted, 130, "\nstopped after 0 steps; go on with: .*\n"),
-    (launch, "load", out_of_memory, 2, "train.py: .*--gradient-checkpointing.*\n")])
+@pytest.mark.parametrize(
+    "where, name, ends, code, said",
+    [
+        (launch, "load", interrupted, 130, ""),
+        (Sampler, "generate", interrupted, 130, "\nstopped after 0 steps; go on with: .*\n"),
+        (launch, "load", out_of_memory, 2, "train.py: .*--gradient-checkpointing.*\n"),
+    ],
+)
 def test_a_stop_before_the_first_step_has_no_traceback(
-        command, monkeypatch, where, name, ends, code, said):
+    command, monkeypatch, where, name, ends, code, said
+):
     """Ctrl-C while the model is loaded, or the first evaluation samples; too little memory."""
     monkeypatch.setattr(where, name, ends)
     got, error = command()
     assert got == code and re.fullmatch(said, error)
 
 
-@pytest.mark.parametrize("case", [
-    "--model /nonexistent | /nonexistent is neither", "--resume {tmp}/nowhere | nowhere",
-    "--task gsm8k --data {tmp}/missing.jsonl | missing.jsonl",
-    "--task gsm8k | --data FILE.jsonl", "--operands 3 | --operands 3",
-    "--task gsm8k --test {tmp}/missing.jsonl | needs problems: give --data",
-    "--task gsm8k --test {tmp}/missing.jsonl --steps 0 | missing.jsonl",
-    "--test {tmp}/file | leave out --data and --test", "--out {tmp}/file | file",
-    "--adapter {tmp} | adapter_config.json",
-    "--max-new-tokens 129 | --max-new-tokens 129 leaves 1 to -1",
-    "--max-new-tokens 127 | the prompt '",
-    "--preflight --resume {tmp}/ended | --adapter {tmp}/ended/adapter",
-    "--task gsm8k --data {tmp}/long.jsonl | the prompt '1+1+1+",
-    "--task gsm8k --data {tmp}/half.jsonl | half.jsonl, line 5: 'utf-8'"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "--model /nonexistent | /nonexistent is neither",
+        "--resume {tmp}/nowhere | nowhere",
+        "--task gsm8k --data {tmp}/missing.jsonl | missing.jsonl",
+        "--task gsm8k | --data FILE.jsonl",
+        "--operands 3 | --operands 3",
+        "--task gsm8k --test {tmp}/missing.jsonl | needs problems: give --data",
+        "--task gsm8k --test {tmp}/missing.jsonl --steps 0 | missing.jsonl",
+        "--test {tmp}/file | leave out --data and --test",
+        "--out {tmp}/file | file",
+        "--adapter {tmp} | adapter_config.json",
+        "--max-new-tokens 129 | --max-new-tokens 129 leaves 1 to -1",
+        "--max-new-tokens 127 | the prompt '",
+        "--preflight --resume {tmp}/ended | --adapter {tmp}/ended/adapter",
+        "--task gsm8k --data {tmp}/long.jsonl | the prompt '1+1+1+",
+        "--task gsm8k --data {tmp}/half.jsonl | half.jsonl, line 5: 'utf-8'",
+    ],
+)
 def test_what_a_user_can_get_wrong_is_one_line_and_exit_code_2(
-        command, tiny_chat, tmp_path, ended, case):
+    command, tiny_chat, tmp_path, ended, case
+):
     flags, words = case.format(tmp=tmp_path).split(" | ")
     (tmp_path / "file").write_text("not a folder")
     ended(model=str(tiny_chat), rank=4)
@@ -325,14 +411,16 @@ def test_a_prompt_that_the_model_cannot_take_is_named_by_its_text(tiny_chat):
 
 
 def test_a_chat_is_trained_on_or_refused_before_the_model_loads(
-        start, tiny_chat, tmp_path, monkeypatch):
+    start, tiny_chat, tmp_path, monkeypatch
+):
     """Not at the first step, because the template of this model takes no system message. Without
     problems to evaluate on there is no evaluation."""
     (tmp_path / "mine.py").write_text(
         "def problems():\n    return [{'n': str(n)} for n in range(40)]\n"
         "def prompt(problem):\n    return [{'role': 'system', 'content': '1+1'},\n"
         "            {'role': 'user', 'content': problem['n']}]\n"
-        "def reward(problem, text):\n    return float(len(text))\n")
+        "def reward(problem, text):\n    return float(len(text))\n"
+    )
     flags = "--task", tmp_path / "mine.py", "--steps", 1, "--eval-problems", 0
     assert start(*flags) == 0
     assert list(runs.read(tmp_path / "run")) == [("step", 0)]
@@ -347,12 +435,14 @@ def test_a_chat_is_trained_on_or_refused_before_the_model_loads(
 
 # --- several ranks
 
+
 def ranks(count=2):
     """→ the environment variables that torchrun would give to each of its processes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    meeting = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(count),
-                   OMP_NUM_THREADS="1")
+    meeting = dict(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(count), OMP_NUM_THREADS="1"
+    )
     return [meeting | dict(RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(count)]
 
 
@@ -385,15 +475,15 @@ def test_two_ranks_train_as_one_process(start, tiny_chat, tmp_path, monkeypatch,
     assert start(*flags) == 0
     one, two = runs.read(tmp_path / "run"), runs.read(folder)
     assert list(one) == list(two) and len(lines(folder)) == len(two)
-    assert one["step", 1]["grad_norm"]                                    # the first gradient
+    assert one["step", 1]["grad_norm"]  # the first gradient
     for where in list(one)[:3]:
         for key in one[where].keys() - {"kind", *TIMINGS}:
-            want = one[where][key] or 0                                  # None: not measured
+            want = one[where][key] or 0  # None: not measured
             assert (two[where][key] or 0) == pytest.approx(want, rel=1e-4), (where, key)
     assert said.count("run folder") == 1 and said.count("step    0") == 1
     threads = re.findall("threads: (.+)", said)
     assert len(threads) == 2 and "gloo" not in "".join(threads)
-    assert main("--resume", folder, "--steps", 3) == 0                          # by one process
+    assert main("--resume", folder, "--steps", 3) == 0  # by one process
     records = runs.read(folder)
     assert 0 <= records["step", 0]["rollout_idle"] < 1 and "rollout_idle" not in records["step", 2]
 
@@ -405,9 +495,11 @@ def test_a_rank_that_fails_ends_the_job_with_its_error(tiny_chat, tmp_path):
         "problems = lambda: [{'prompt': str(n)} for n in range(40)]\n"
         "def reward(problem, text):\n"
         "    assert os.environ['RANK'] == '0', 'rank 1 fell over'\n"
-        "    return 0.0\n")
+        "    return 0.0\n"
+    )
     flags = "--task", tmp_path / "mine.py", "--eval-problems", 0, "--out", tmp_path / "run"
-    first, second = (Command(tmp_path, *FLAGS, "--model", tiny_chat, *flags, env=env)
-                     for env in ranks())
+    first, second = (
+        Command(tmp_path, *FLAGS, "--model", tiny_chat, *flags, env=env) for env in ranks()
+    )
     assert second.code not in (0, None) and "rank 1 fell over" in second.said
     assert first.code not in (0, None) and "rank 1 fell over" not in first.said

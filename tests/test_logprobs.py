@@ -1,4 +1,5 @@
 """Log-probabilities and their gradient against autograd over whole logits; the kernel without a GPU."""
+
 import weakref
 
 import pytest
@@ -29,12 +30,12 @@ def compare(found, exact, inputs, of_exact, **tolerance):
     for ours, theirs in zip(found, exact, strict=True):
         torch.testing.assert_close(ours.double(), theirs, **tolerance)
     weight = torch.randn(len(found[0]), device=inputs.device)
-    ours, = torch.autograd.grad((found[0] * weight).sum(), inputs)
-    theirs, = torch.autograd.grad((exact[0] * weight).sum(), of_exact)
+    (ours,) = torch.autograd.grad((found[0] * weight).sum(), inputs)
+    (theirs,) = torch.autograd.grad((exact[0] * weight).sum(), of_exact)
     return ours, theirs
 
 
-@pytest.mark.parametrize("temperature, at_once", [(.6, 1), (1., 1 << 26), (2., 3 * 97)])
+@pytest.mark.parametrize("temperature, at_once", [(0.6, 1), (1.0, 1 << 26), (2.0, 3 * 97)])
 def test_results_and_gradient_equal_autograd_over_whole_logits(monkeypatch, temperature, at_once):
     """In chunks of one token, of all, and of three; in fp64, so that only the formula counts."""
     monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", at_once)
@@ -65,10 +66,10 @@ def test_a_chunk_is_freed_before_the_next(monkeypatch):
     monkeypatch.setattr(logprobs, "logits", next_logits)
     monkeypatch.setattr(logprobs, "softmax", watched_softmax)
     hidden, targets, W = example()
-    TokenLogprobs.apply(hidden, targets, W, 1.)
-    assert len(made) == 4 * 2                       # 7 tokens are four chunks
+    TokenLogprobs.apply(hidden, targets, W, 1.0)
+    assert len(made) == 4 * 2  # 7 tokens are four chunks
     made.clear()
-    TokenLogprobs.apply(hidden.detach(), targets, W, 1.)
+    TokenLogprobs.apply(hidden.detach(), targets, W, 1.0)
     assert len(made) == 4
 
 
@@ -78,9 +79,9 @@ def by_kernel(z, targets, temperature, *results):
 
 def interpreted():
     """The kernel against the plain lines, in fp32: vocabularies of less than, exactly and over a tile."""
-    for V, temperature in ((50, 1.), (64, 50.), (201, .6), (201, 1.)):
+    for V, temperature in ((50, 1.0), (64, 50.0), (201, 0.6), (201, 1.0)):
         z, targets = 5 * torch.randn(4, V), torch.tensor([0, V - 1, 5, 6])
-        z[2, 5], z[3] = 80, -3e4                                  # certain; far from 0, all alike
+        z[2, 5], z[3] = 80, -3e4  # certain; far from 0, all alike
         found = []
         for softmax in (logprobs.softmax, by_kernel):
             results = [*torch.empty(4, 4), torch.empty(4, V)]
@@ -101,8 +102,16 @@ def test_kernel_in_the_interpreter(interpret):
 def test_kernel_compiles(cc, everything):
     """With dz and, slowly, without: no spills, few registers, so that two CTAs fit on an SM."""
     names_of = {"*fp32": "z logprob entropy", "*i64": "targets", "*bf16": "dz", "fp32": "scale"}
-    for absent in [{}, {"dz": None}][:1 + everything]:
-        build(logprobs._softmax_kernel, cc, {"TILE": 4096} | absent, names_of, ("V",), 8, registers=128)
+    for absent in [{}, {"dz": None}][: 1 + everything]:
+        build(
+            logprobs._softmax_kernel,
+            cc,
+            {"TILE": 4096} | absent,
+            names_of,
+            ("V",),
+            8,
+            registers=128,
+        )
 
 
 @pytest.mark.gpu
@@ -113,7 +122,7 @@ def test_gpu_equals_float64(V):
     bf16's rounding of each of two products' inputs and results."""
     hidden, targets, W = example(300, 64, V, torch.bfloat16, "cuda")
     wide = hidden.detach().double().requires_grad_()
-    exact = by_autograd(wide, targets, W.double(), .7)
-    found = TokenLogprobs.apply(hidden, targets, W, .7)
+    exact = by_autograd(wide, targets, W.double(), 0.7)
+    found = TokenLogprobs.apply(hidden, targets, W, 0.7)
     ours, theirs = compare(found, exact, hidden, wide, rtol=1e-5, atol=1e-4)
     assert (ours.double() - theirs).norm() / theirs.norm() < 2**-7

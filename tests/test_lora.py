@@ -1,4 +1,5 @@
 """LoRA against merged matrices, and PEFT in both directions."""
+
 import json
 import os
 import re
@@ -29,12 +30,13 @@ def logits(model):
 def randomise(model):
     """Give lora_B values large enough that the adapter changes the logits by about their size."""
     for layer in lora.lora_layers(model).values():
-        layer.lora_B.data.normal_(0, .2)
+        layer.lora_B.data.normal_(0, 0.2)
     lora.refresh(model)
     return model
 
 
 # --- one layer
+
 
 def test_a_fused_adapter_equals_the_merged_matrix():
     """Forward and every gradient agree in float64 up to the order of sums of 20 terms (1e-12)."""
@@ -89,6 +91,7 @@ def test_a_base_that_fuses_gets_copies_that_refresh_rewrites_in_place():
 
 # --- a model
 
+
 def test_a_fresh_adapter_is_the_identity_and_alone_is_trained(tmp_path):
     """lora_B = 0 gives the oracle's logits (fp32, 1e-4); the seed decides lora_A in ±1/√K."""
     oracle = tiny_checkpoint(tmp_path)
@@ -99,9 +102,9 @@ def test_a_fresh_adapter_is_the_identity_and_alone_is_trained(tmp_path):
     layers, other = lora.lora_layers(model), lora.lora_layers(load(tmp_path, rank=64, seed=1))
     assert len(layers) == 4 * 3
     for name, layer in layers.items():
-        A, bound = layer.lora_A, layer.base.in_features ** -.5
+        A, bound = layer.lora_A, layer.base.in_features**-0.5
         # P(the largest of 4 096 or more uniform numbers is below .99 of the bound) = e⁻²⁰
-        assert .99 * bound < min(A.max(), -A.min()) <= A.abs().max() <= bound
+        assert 0.99 * bound < min(A.max(), -A.min()) <= A.abs().max() <= bound
         assert not torch.equal(A, other[name].lora_A) and not layer.lora_B.any()
 
 
@@ -159,7 +162,7 @@ def test_peft_reads_our_adapter_and_we_read_its(family, tmp_path):
         plain = oracle(IDS).logits
         wrapped = peft.PeftModel.from_pretrained(oracle, ours)
         assert (wrapped(IDS).logits - logits(model)).abs().max() < 1e-4
-        assert (wrapped(IDS).logits - plain).abs().mean() > .1
+        assert (wrapped(IDS).logits - plain).abs().mean() > 0.1
     assert wrapped.peft_config["default"].lora_dropout == 0, "PEFT would train on as we did"
 
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=PROJECTIONS, init_lora_weights=False)
@@ -173,19 +176,28 @@ def test_peft_reads_our_adapter_and_we_read_its(family, tmp_path):
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("name, found", [
-    ("smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"), ("a/b", "a/b")])
+@pytest.mark.parametrize(
+    "name, found", [("smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"), ("a/b", "a/b")]
+)
 def test_an_adapter_names_a_base_that_peft_finds(name, found, tiny, tmp_path):
-    """"smollm2" is a name of ours alone."""
+    """ "smollm2" is a name of ours alone."""
     lora.save_adapter(load(tiny), tmp_path, name)
     assert peft.PeftConfig.from_pretrained(tmp_path).base_model_name_or_path == found
 
 
 LAST = "base_model.model.model.layers.2.self_attn.v_proj.lora_B.weight"
-SETTINGS = {    # of adapter_config.json: values that do not fit
-    "peft_type": "LOHA", "r": 8, "lora_alpha": 16, "use_dora": True, "use_rslora": True,
-    "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 2}, "modules_to_save": ["lm_head"],
-    "alora_invocation_tokens": [5], "init_lora_weights": "pissa"}
+SETTINGS = {  # of adapter_config.json: values that do not fit
+    "peft_type": "LOHA",
+    "r": 8,
+    "lora_alpha": 16,
+    "use_dora": True,
+    "use_rslora": True,
+    "rank_pattern": {"q_proj": 2},
+    "alpha_pattern": {"q_proj": 2},
+    "modules_to_save": ["lm_head"],
+    "alora_invocation_tokens": [5],
+    "init_lora_weights": "pissa",
+}
 
 
 @pytest.fixture(scope="module")
@@ -215,9 +227,14 @@ def test_an_adapter_of_other_settings_is_refused(key, value, refuses, tmp_path):
     refuses(f"adapter_config.json has {key}={value!r}")
 
 
-@pytest.mark.parametrize("file, text", [
-    ("adapter_config.json", "{"), ("adapter_config.json", "[1]"),
-    ("adapter_model.safetensors", "{")])
+@pytest.mark.parametrize(
+    "file, text",
+    [
+        ("adapter_config.json", "{"),
+        ("adapter_config.json", "[1]"),
+        ("adapter_model.safetensors", "{"),
+    ],
+)
 def test_a_file_of_an_adapter_that_is_damaged_or_missing_is_refused(file, text, refuses, tmp_path):
     (tmp_path / file).write_text(text)
     refuses("holds a damaged adapter")
@@ -233,9 +250,10 @@ def test_an_adapter_of_other_tensors_is_refused(refuses, tmp_path):
     damaged = last.clone()
     damaged[3, 2] = torch.nan
     for more, words in (
-            ({}, f"{LAST} is missing"),
-            ({LAST: last, f"{LAST}x": last.clone()}, f"{LAST}x is (32, 4)"),
-            ({LAST: last[:5].clone()}, f"{LAST} is (5, 4), the model has (32, 4)"),
-            ({LAST: damaged}, f"{LAST} has NaN")):
+        ({}, f"{LAST} is missing"),
+        ({LAST: last, f"{LAST}x": last.clone()}, f"{LAST}x is (32, 4)"),
+        ({LAST: last[:5].clone()}, f"{LAST} is (5, 4), the model has (32, 4)"),
+        ({LAST: damaged}, f"{LAST} has NaN"),
+    ):
         save_file(tensors | more, file)
         refuses(words)

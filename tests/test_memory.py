@@ -2,6 +2,7 @@
 
 python -m pytest tests/test_memory.py
 """
+
 import json
 import shutil
 from pathlib import Path
@@ -22,9 +23,16 @@ EARLY = {"1eb07c3", "5fae82c", "dc3b966", "f0c3297", "ab4a418", "7098454-dirty"}
 
 
 # SmolLM2-135M and Qwen2.5 on the hub
-RELEASED = {"135m": 134_515_008, "0.5b": 494_032_768, "1.5b": 1_543_714_304, "3b": 3_085_938_688,
-            "7b": 7_615_616_512, "14b": 14_770_033_664, "32b": 32_763_876_352,
-            "72b": 72_706_203_648}
+RELEASED = {
+    "135m": 134_515_008,
+    "0.5b": 494_032_768,
+    "1.5b": 1_543_714_304,
+    "3b": 3_085_938_688,
+    "7b": 7_615_616_512,
+    "14b": 14_770_033_664,
+    "32b": 32_763_876_352,
+    "72b": 72_706_203_648,
+}
 
 
 @pytest.mark.parametrize("shape", memory.MODELS)
@@ -34,9 +42,14 @@ def test_a_shape_has_as_many_parameters_as_the_released_model(shape):
     assert model.num_parameters() == RELEASED[shape]
 
 
-@pytest.mark.parametrize("family, changes", [
-    ("llama", {}), ("qwen3", dict(head_dim=24)),
-    ("qwen2", dict(tie_word_embeddings=True, hidden_size=80))])
+@pytest.mark.parametrize(
+    "family, changes",
+    [
+        ("llama", {}),
+        ("qwen3", dict(head_dim=24)),
+        ("qwen2", dict(tie_word_embeddings=True, hidden_size=80)),
+    ],
+)
 @pytest.mark.parametrize("quant", ["nvfp4", "bf16"])
 def test_weights_and_adapters_are_counted_as_they_are_stored(tmp_path, family, changes, quant):
     """Packed words and scales, or bf16 weights beside their block-diagonal lora_B; the head in
@@ -80,8 +93,18 @@ def test_the_plan_is_within_a_twentieth_of_the_measured_peaks():
     for r in later:
         c, length = memory.config(r["shape"]), r["prompt_length"] + r["new"]
         prefill = r["prompts"] * r["prompt_length"]
-        planned = memory.plan(c, r["weights"], r.get("rank", 32), r["slots"], length,
-                              r["micro_tokens"], prefill=prefill).peak / 1e9
+        planned = (
+            memory.plan(
+                c,
+                r["weights"],
+                r.get("rank", 32),
+                r["slots"],
+                length,
+                r["micro_tokens"],
+                prefill=prefill,
+            ).peak
+            / 1e9
+        )
         if r["commit"] in EARLY:
             planned += 2e-9 * c.vocab_size * c.hidden_size
         assert abs(planned / r["peak_gb"] - 1) < 0.05, (r, planned)
@@ -107,16 +130,21 @@ def printed(capsys, *arguments):
 
 def test_the_command_reads_a_config_alone_and_refuses_what_makes_no_sense(tiny, tmp_path, capsys):
     """A refusal names the value."""
-    shutil.copy(tiny / "config.json", tmp_path)                       # and no weights
+    shutil.copy(tiny / "config.json", tmp_path)  # and no weights
     flags = "--model", tmp_path, "--prompt-length", 20, "--max-new-tokens", 30, "--memory-gb", 4
-    row, = printed(capsys, *flags).values()
-    assert row["longest"] == "128" and row["--micro-tokens"] == "6400"       # context, 128 answers
-    for flag, value in (("--max-new-tokens", "0"), ("--rank", "0"), ("--memory-gb", "nan"),
-                        ("--max-new-tokens", "109")):
+    (row,) = printed(capsys, *flags).values()
+    assert row["longest"] == "128" and row["--micro-tokens"] == "6400"  # context, 128 answers
+    for flag, value in (
+        ("--max-new-tokens", "0"),
+        ("--rank", "0"),
+        ("--memory-gb", "nan"),
+        ("--max-new-tokens", "109"),
+    ):
         with pytest.raises(ValueError, match=f"{flag} {value}.*: give 1 or more, .* of 128 tokens"):
             printed(capsys, *flags, flag, value)
     (tmp_path / "config.json").write_text(
-        '{"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}')
+        '{"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}'
+    )
     with pytest.raises(ValueError, match="^Gemma2ForCausalLM is not supported"):
         printed(capsys, *flags)
 
@@ -133,14 +161,15 @@ def test_the_table_says_what_the_plan_of_each_card_says(capsys):
 
         def plan(slots, length, micro, c=c):
             return memory.plan(c, "nvfp4", 16, slots, length, micro, prefill=min(8192, slots * 256))
+
         slots, longest, micro = (int(row[key]) for key in ("answers", "longest", "--micro-tokens"))
         one = plan(1, 1280, 1280)
         assert plan(slots, 1280, 1280).peak <= room < plan(slots + 1, 1280, 1280).peak
         assert plan(1, 1280, micro).peak <= room < plan(1, 1280, micro + 1280).peak
         assert plan(8, longest, longest).peak <= room < plan(8, longest + 1, longest + 1).peak
-        assert float(row["needs"]) == pytest.approx((one.peak + memory.BESIDE) / 2**30, abs=.06)
+        assert float(row["needs"]) == pytest.approx((one.peak + memory.BESIDE) / 2**30, abs=0.06)
         for part, value in one._asdict().items():
-            assert float(row[part]) == pytest.approx(value / 1e9, abs=.006)
+            assert float(row[part]) == pytest.approx(value / 1e9, abs=0.006)
 
 
 @pytest.mark.gpu

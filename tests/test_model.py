@@ -1,4 +1,5 @@
 """The decoder against transformers, and its log-probabilities and gradients against their definitions."""
+
 import sys
 
 import pytest
@@ -16,9 +17,13 @@ import nvfp4
 from rollout import Sampler
 
 SHORT = {"original_max_position_embeddings": 32}
-ROPE = {"default": {}, "linear": {"factor": 2.0}, "yarn": {"factor": 4.0} | SHORT,
-        "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | SHORT}
-END = 2                                      # the tiny models' end token, and their padding
+ROPE = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "yarn": {"factor": 4.0} | SHORT,
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | SHORT,
+}
+END = 2  # the tiny models' end token, and their padding
 
 
 def load(folder, quant="bf16", device="cpu", learned=True):
@@ -42,7 +47,7 @@ def check_against(oracle, m, ids, new):
     theirs = oracle.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False)
     ours = Sampler(m).generate(ids.tolist(), 1, new, 0.0, [], 0, 0).tokens
     assert ours.tolist() == theirs.tolist()
-    return theirs[:, ids.shape[1]:]
+    return theirs[:, ids.shape[1] :]
 
 
 def answers(m):
@@ -58,7 +63,7 @@ def alone(m, tokens, prompts, lengths, temperature):
     """(logprobs, entropy) by definition: one row at a time, without padding, whole logits in float64."""
     result = torch.zeros(2, *tokens.shape, dtype=torch.float64)
     for b, (p, n) in enumerate(zip(prompts.tolist(), lengths.tolist(), strict=True)):
-        ids = tokens[b:b + 1, :p + n]
+        ids = tokens[b : b + 1, : p + n]
         logits = m.logits(m(ids, torch.arange(p + n)[None])[0])
         log_p = (logits.double() / temperature).log_softmax(-1)
         for t in range(p, p + n):
@@ -76,13 +81,17 @@ def test_a_terminal_sees_which_layer_is_loaded(tiny, monkeypatch, capsys, termin
     assert not out and ("0/3" in err and err.endswith(" \r") if terminal else not err)
 
 
-@pytest.mark.parametrize("family, rope, changes", [
-    ("llama", "llama3", {}),
-    ("llama", "default", {"attention_bias": True}),
-    ("qwen2", "yarn", {}),
-    ("qwen2", "linear", {"tie_word_embeddings": True}),
-    ("qwen3", "default", {"head_dim": 24}),
-    ("qwen3", "yarn", {"head_dim": 24, "attention_bias": True})])
+@pytest.mark.parametrize(
+    "family, rope, changes",
+    [
+        ("llama", "llama3", {}),
+        ("llama", "default", {"attention_bias": True}),
+        ("qwen2", "yarn", {}),
+        ("qwen2", "linear", {"tie_word_embeddings": True}),
+        ("qwen3", "default", {"head_dim": 24}),
+        ("qwen3", "yarn", {"head_dim": 24, "attention_bias": True}),
+    ],
+)
 def test_logits_and_greedy_tokens_equal_transformers(tmp_path, family, rope, changes):
     """Every family and every RoPE scaling; the prompt is longer than the scaled kinds' original context."""
     parameters = {"rope_type": rope, "rope_theta": 10000.0} | ROPE[rope]
@@ -95,8 +104,9 @@ def test_smollm2_equals_transformers(smollm2):
     """The default model, also after its end token. A wrong order of GGUF's q and k rows fails here."""
     source, tokenizer = smollm2
     with source.parsed():
-        oracle = AutoModelForCausalLM.from_pretrained(source.folder, gguf_file=source.path.name,
-                                                      dtype=torch.float32)
+        oracle = AutoModelForCausalLM.from_pretrained(
+            source.folder, gguf_file=source.path.name, dtype=torch.float32
+        )
     texts = "What is 7 * 8?", "Name a colour, in a word!"
     prompts = [checkpoint.encode(tokenizer, text) for text in texts]
     n = min(map(len, prompts))
@@ -119,7 +129,7 @@ def test_sharded_and_half_precision_checkpoints_load(tmp_path, shard, dtype):
 def test_a_quantised_model_is_the_model_with_rounded_weights(tmp_path, quant):
     """Only the seven projections are rounded; q, k, v share a global scale, and so do gate and up."""
     oracle = tiny_checkpoint(tmp_path, "qwen2", tie_word_embeddings=True)
-    for layer in oracle.model.layers:                         # the largest is in a later part
+    for layer in oracle.model.layers:  # the largest is in a later part
         layer.self_attn.v_proj.weight.data *= 4
         layer.mlp.up_proj.weight.data *= 4
     oracle.save_pretrained(tmp_path)
@@ -173,10 +183,10 @@ def test_gradients_equal_the_plain_computation(tiny, monkeypatch, quant, checkpo
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         result = m.logprobs(tokens, prompts, lengths, 0.7)[0]
-    assert (len(saved) < 40) == checkpointing      # each layer's input, or all activations
+    assert (len(saved) < 40) == checkpointing  # each layer's input, or all activations
     (result * weight).sum().backward()
     for p, b in zip(parameters, ref, strict=True):
-        assert (p.grad - b).norm() / b.norm() < 1e-5       # fp32 sums of 22 terms
+        assert (p.grad - b).norm() / b.norm() < 1e-5  # fp32 sums of 22 terms
 
 
 def test_logits_of_all_tokens_never_exist(tmp_path, monkeypatch):
@@ -200,18 +210,20 @@ def test_logits_of_all_tokens_never_exist(tmp_path, monkeypatch):
 
 def test_a_three_word_language_gives_its_own_table(tmp_path):
     """With attention and MLP at 0, j follows i with probability table[i, j]; a shifted index would not."""
-    table = torch.tensor([[.5, .25, .25], [.1, .2, .7], [.6, .3, .1]])
+    table = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7], [0.6, 0.3, 0.1]])
     tiny_checkpoint(tmp_path, vocab_size=3, num_hidden_layers=1)
     m = load(tmp_path, learned=False)
     m.layers[0].self_attn.o_proj.base.W.weight.zero_()
     m.layers[0].mlp.down_proj.base.W.weight.zero_()
     m.embed_tokens.zero_()[:, :3] = torch.eye(3)
-    m.norm.weight.fill_(1)                                 # it scales one-hot 1 to √D = 8
+    m.norm.weight.fill_(1)  # it scales one-hot 1 to √D = 8
     m.lm_head.zero_()[:, :3] = table.log().T / 8
     tokens = torch.tensor([[0, 1, 2, 0, 1]])
     found, _ = m.logprobs(tokens, torch.tensor([2]), torch.tensor([3]), 1.0)
     # the norm's eps of 1e-6 beside a mean square of 1/64 changes the logits, 0.2 to 2.3, by 3e-5 of them
-    torch.testing.assert_close(found.exp(), torch.tensor([[1, 1, .7, .6, .25]]), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        found.exp(), torch.tensor([[1, 1, 0.7, 0.6, 0.25]]), atol=1e-4, rtol=0
+    )
 
 
 def gradients(folder, quant, device, copies, checkpointing):

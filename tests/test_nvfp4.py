@@ -1,4 +1,5 @@
 """NVFP4 against blocks worked out by hand, all 127 block scales, and compressed-tensors' bytes."""
+
 import math
 
 import pytest
@@ -21,24 +22,26 @@ def block_errors(w, q):
 
 def brute_force(w, global_scale):
     """→ (blocks, 127) squared error of each block under each scale, with weights at the nearest code."""
-    values = E4M3[:, None, None] * torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6])              # (127, 1, 8)
-    blocks = (w.double() / global_scale).abs().view(-1, 1, nvfp4.BLOCK, 1)                # (n, 1, 16, 1)
+    values = E4M3[:, None, None] * torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # (127, 1, 8)
+    blocks = (w.double() / global_scale).abs().view(-1, 1, nvfp4.BLOCK, 1)  # (n, 1, 16, 1)
     return (blocks - values).abs().amin(-1).square().sum(-1) * global_scale.double() ** 2
 
 
 def test_a_block_worked_out_by_hand():
     """The largest weight, 6, gives scale 1. Ties round to the even code. The low nibble is the even k."""
-    w = torch.tensor([[6, .25, .75, 1.25, 1.75, 2.5, 3.5, 5, -6, -.25, -.75, .5, 3, -3, 1.5, 2.2]])
+    w = torch.tensor(
+        [[6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -6, -0.25, -0.75, 0.5, 3, -3, 1.5, 2.2]]
+    )
     q = nvfp4.quantize(w, "rtn", global_scale=1.0)
     assert q.block_scale.item() == 1 and q.global_scale.shape == ()
     assert q.packed.tolist() == [[0x07, 0x22, 0x44, 0x66, 0x8F, 0x1A, 0xD5, 0x43]]
-    rounded = [6, 0, 1, 1, 2, 2, 4, 4, -6, 0, -1, .5, 3, -3, 1.5, 2]
+    rounded = [6, 0, 1, 1, 2, 2, 4, 4, -6, 0, -1, 0.5, 3, -3, 1.5, 2]
     assert nvfp4.dequantize(q).tolist() == [rounded]
 
 
 def test_a_weight_one_ulp_from_a_tie_rounds_to_its_own_side():
     """On every tie between two codes: the next number above takes the upper code, below it the lower."""
-    ties = torch.tensor([.25, .75, 1.25, 1.75, 2.5, 3.5, 5])
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])
     above = torch.nextafter(ties, ties + 1)
     below = torch.nextafter(ties, ties - 1)
     w = torch.cat([torch.tensor([6.0]), above, -below, torch.zeros(1)])
@@ -86,7 +89,7 @@ def test_dequantize_is_exact_in_bf16(method, size):
     assert torch.equal(nvfp4.dequantize(q).float(), nvfp4.dequantize(q, torch.float32))
     # known relative squared errors on Gaussian weights; over 192 blocks they scatter by a tenth
     lost = block_errors(w, q).sum() / w.double().square().sum()
-    assert abs(lost / {"rtn": .0090, "sweep": .0065}[method] - 1) < .3
+    assert abs(lost / {"rtn": 0.0090, "sweep": 0.0065}[method] - 1) < 0.3
 
 
 @pytest.mark.parametrize("given_scale", [None, 1.0])
@@ -95,9 +98,13 @@ def test_what_cannot_be_quantised_is_refused_by_name(given_scale):
     w = torch.randn(4, 32)
     nan, infinite = w.clone(), w.clone()
     nan[1, 2], infinite[0, :2] = math.nan, math.inf
-    for bad, method, words in ((w[:, :24], "sweep", r"\(4, 24\).*16"), (w[0], "rtn", r"\(32,\)"),
-                               (nan, "sweep", "1 weights"), (infinite, "rtn", "2 weig"),
-                               (w, "awq", "awq")):
+    for bad, method, words in (
+        (w[:, :24], "sweep", r"\(4, 24\).*16"),
+        (w[0], "rtn", r"\(32,\)"),
+        (nan, "sweep", "1 weights"),
+        (infinite, "rtn", "2 weig"),
+        (w, "awq", "awq"),
+    ):
         with pytest.raises(ValueError, match=words):
             nvfp4.quantize(bad, method, given_scale)
 
@@ -144,7 +151,7 @@ def test_sweep_finds_what_trying_all_127_scales_finds():
     w = torch.cat((torch.randn(16, 256), torch.randn(16, 256) ** 3))
     q = nvfp4.quantize(w)
     best = brute_force(w, q.global_scale).amin(1)
-    assert ((block_errors(w, q) - best).abs() <= 1e-5 * best).all()                  # fp32 sums of 16
+    assert ((block_errors(w, q) - best).abs() <= 1e-5 * best).all()  # fp32 sums of 16
     lone = torch.tensor([[14.16] + [12.0] * 15])
     assert E4M3[brute_force(lone, torch.tensor(1.0)).argmin()] == 4
     assert nvfp4.quantize(lone, global_scale=1.0).block_scale.item() == 4
@@ -152,7 +159,7 @@ def test_sweep_finds_what_trying_all_127_scales_finds():
 
 def test_a_shared_global_scale_fits_all_and_changes_nothing_else():
     """The largest of three weights decides the scale. Quantised apart or joined, they are the same."""
-    parts = [torch.randn(16, 64) * size for size in (1, 30, .03)]
+    parts = [torch.randn(16, 64) * size for size in (1, 30, 0.03)]
     shared, own = nvfp4.shared_global_scale(*parts), [nvfp4.shared_global_scale(w) for w in parts]
     assert shared == own[1] > own[0] > own[2]
     joined = nvfp4.quantize(torch.cat(parts))
@@ -173,15 +180,19 @@ def test_compressed_tensors_reads_and_writes_the_same_bytes(method):
     from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
     from compressed_tensors.quantization import preset_name_to_scheme
     from compressed_tensors.quantization.utils import calculate_qparams
+
     scheme = preset_name_to_scheme("NVFP4A16", ["Linear"])
-    w = torch.randn(48, 160) * torch.logspace(-2, 1, 48)[:, None]      # block scales from 2⁻³ to 448
+    w = torch.randn(48, 160) * torch.logspace(-2, 1, 48)[:, None]  # block scales from 2⁻³ to 448
     q = nvfp4.quantize(w, method)
     inverse = 1 / q.global_scale.view(1)
     written = NVFP4PackedCompressor.compress(
-        {"weight": w, "weight_scale": q.block_scale.float(), "weight_global_scale": inverse}, scheme)
+        {"weight": w, "weight_scale": q.block_scale.float(), "weight_global_scale": inverse}, scheme
+    )
     assert torch.equal(written["weight_packed"], q.packed)
     theirs = NVFP4PackedCompressor.decompress(
-        {"weight_packed": q.packed, "weight_scale": q.block_scale, "weight_global_scale": inverse}, scheme)
+        {"weight_packed": q.packed, "weight_scale": q.block_scale, "weight_global_scale": inverse},
+        scheme,
+    )
     assert torch.equal(theirs["weight"], nvfp4.dequantize(q))
     if method == "rtn":
         blocks = w.view(48, -1, nvfp4.BLOCK)

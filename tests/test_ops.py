@@ -1,4 +1,5 @@
 """A block's operations against transformers and a plain attention; kernels against plain torch."""
+
 from types import SimpleNamespace
 
 import pytest
@@ -15,11 +16,12 @@ def same(ours, plain, atol):
 def test_norm_rope_and_swiglu_equal_their_references():
     """transformers' RMSNorm and rotation, and the formula of SwiGLU, on odd sizes."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
     x, norm = torch.randn(3, 5, 37).bfloat16(), LlamaRMSNorm(37, 1e-3)
     weight = norm.weight.data.normal_()
     ours = ops.rms_norm(x.float(), weight, 1e-3)
     same(ours, norm(x.float()), 2e-6)
-    same(ops.rms_norm(x, weight, 1e-3), ours.bfloat16(), 0)      # bf16 is rounded once, at the end
+    same(ops.rms_norm(x, weight, 1e-3), ours.bfloat16(), 0)  # bf16 is rounded once, at the end
     q, angle = torch.randn(3, 5, 7, 6), torch.randn(3, 5, 3)
     twice = angle.repeat(1, 1, 2)
     theirs, _ = apply_rotary_pos_emb(q, q, twice.cos(), twice.sin(), unsqueeze_dim=2)
@@ -32,7 +34,7 @@ def attention_by_hand(q, k, v):
     """One query (H, Dh), keys and values (n, Hkv, Dh) → (H·Dh,) f64, with a key head for each query head."""
     H, Dh = q.shape
     k, v = (x.double().repeat_interleave(H // x.shape[1], 1) for x in (k, v))
-    weights = (torch.einsum("hd,nhd->hn", q.double(), k) / Dh ** 0.5).softmax(1)
+    weights = (torch.einsum("hd,nhd->hn", q.double(), k) / Dh**0.5).softmax(1)
     return torch.einsum("hn,nhd->hd", weights, v).flatten()
 
 
@@ -41,8 +43,8 @@ def test_causal_attention_equals_its_definition(H, Hkv):
     """Also where query heads share a key head."""
     q, k, v = torch.randn(2, 9, H + 2 * Hkv, 7).split((H, Hkv, Hkv), 2)
     full = ops.causal_attention(q, k, v)
-    for t in range(9):                                  # fp32 sums of 9 products of about 3
-        by_hand = attention_by_hand(q[1, t], k[1, :t + 1], v[1, :t + 1])
+    for t in range(9):  # fp32 sums of 9 products of about 3
+        by_hand = attention_by_hand(q[1, t], k[1, : t + 1], v[1, : t + 1])
         same(full[1, t].double(), by_hand, 2e-6)
 
 
@@ -55,12 +57,18 @@ def decode_step(H, Hkv, Dh, positions, length, head_norms, dtype=torch.float32):
     k, v = kv = torch.randn(2, 2, B + 2, Hkv, length, Dh, dtype=dtype)
     shared, leaders = torch.zeros_like(slots), slots.clone()
     for b in range(1, B, 2):
-        n = max(0, int(positions[b - 1:b + 1].min()))
+        n = max(0, int(positions[b - 1 : b + 1].min()))
         leaders[b], shared[b] = slots[b - 1], n
         kv[:, :, slots[b], :, :n] = kv[:, :, slots[b - 1], :, :n]
-    cache = SimpleNamespace(k=k, v=v, slots=slots, shared=shared, leaders=leaders,
-                            pieces=-(-length // ops.SPLIT),
-                            counters=torch.zeros((B + 2) * Hkv, dtype=torch.int32))
+    cache = SimpleNamespace(
+        k=k,
+        v=v,
+        slots=slots,
+        shared=shared,
+        leaders=leaders,
+        pieces=-(-length // ops.SPLIT),
+        counters=torch.zeros((B + 2) * Hkv, dtype=torch.int32),
+    )
     angle = positions[:, None] * torch.rand(Dh // 2)
     norms = (*(torch.rand(2, Dh) + 0.5), 1e-5) if head_norms else None
     qkv = torch.randn(B, (H + 2 * Hkv) * Dh, dtype=dtype)
@@ -71,7 +79,7 @@ def spoil(cache):
     """Overwrite the copies of shared positions that fill a tile of any size: only a leader's may be read."""
     for b in range(1, len(cache.slots), 2):
         n = cache.shared[b] // 256 * 256
-        cache.k[:, cache.slots[b], :, :n] = cache.v[:, cache.slots[b], :, :n] = 100.
+        cache.k[:, cache.slots[b], :, :n] = cache.v[:, cache.slots[b], :, :n] = 100.0
 
 
 @pytest.mark.parametrize("H, Hkv, head_norms", [(6, 6, False), (6, 2, True), (5, 1, False)])
@@ -105,7 +113,7 @@ EDGES = [0, 127, 128, 255, 256, 511, 512, 599, -1]
 def learning(D, F, H, Dh):
     """→ (kernels, plain lines, inputs with a gradient, others without) of each function that learns."""
     x, y, w = torch.randn(5, D), torch.randn(5, D), torch.randn(D)
-    part = torch.randn(2, 3, H + 3, Dh)[:, :, 1:H + 1]                    # strided, like q in qkv
+    part = torch.randn(2, 3, H + 3, Dh)[:, :, 1 : H + 1]  # strided, like q in qkv
     angle = torch.rand(2, 3, Dh // 2) * 7
     yield ops.AddNorm.apply, ops.add_norm, [x, y], [w, 1e-5, torch.float32]
     yield ops.AddNorm.apply, ops.add_norm, [x, None], [w, 1e-5, torch.float32]
@@ -117,6 +125,7 @@ def learning(D, F, H, Dh):
 def with_gradients(function, inputs, others, turned=False):
     """→ results, and the gradients of their sum in which each element has its own weight.
     turned: inputs and gradients have their last two dimensions transposed in memory."""
+
     def placed(t):
         return t.mT.contiguous().mT if turned else t
 
@@ -125,7 +134,7 @@ def with_gradients(function, inputs, others, turned=False):
     out = [out] if torch.is_tensor(out) else out
     total = 0
     for o in out:
-        weight = torch.arange(o.numel()).view(o.shape).mul(.37).cos()
+        weight = torch.arange(o.numel()).view(o.shape).mul(0.37).cos()
         total += (o * placed(weight)).sum()
     return [*out, *torch.autograd.grad(total, [t for t in inputs if t is not None])]
 
@@ -160,17 +169,24 @@ def interpreted():
         for kernels, plain, *inputs in learning(D, F, H, Dh):
             for turned in (False, True):
                 found = [with_gradients(f, *inputs, turned) for f in (kernels, plain)]
-                same(*found, 4e-6)                # sums of up to 97 terms: a few fp32 roundings
-        table, ids, out = torch.randn(5, D), torch.tensor([[4, 0, 2], [1, 4, 3]]), torch.empty(2, 3, D)
+                same(*found, 4e-6)  # sums of up to 97 terms: a few fp32 roundings
+        table, ids, out = (
+            torch.randn(5, D),
+            torch.tensor([[4, 0, 2], [1, 4, 3]]),
+            torch.empty(2, 3, D),
+        )
         ops._embed_kernel[6,](ids, table, out, **ops._row(out))
         same(out, ops.embed(ids, table), 0)
-    for H, Hkv, Dh, head_norms, positions in ((8, 4, 16, False, EDGES), (14, 2, 40, True, [5, 300, -1, 599]),
-                                              (2, 1, 128, False, [1023, 1024, 1300]),       # 6 pieces
-                                              (4, 2, 16, False, [5, 300, 599])):
+    for H, Hkv, Dh, head_norms, positions in (
+        (8, 4, 16, False, EDGES),
+        (14, 2, 40, True, [5, 300, -1, 599]),
+        (2, 1, 128, False, [1023, 1024, 1300]),  # 6 pieces
+        (4, 2, 16, False, [5, 300, 599]),
+    ):
         arguments = decode_step(H, Hkv, Dh, positions, max(positions) + 1, head_norms)
         qkv, _, cos, sin, cache, *_ = arguments
         tolerance = 4e-6
-        if H == 4:                                # all scores near −16 · 12² / 4: fp32 rounds scores of 600
+        if H == 4:  # all scores near −16 · 12² / 4: fp32 rounds scores of 600
             cos.fill_(1)
             sin.zero_()
             qkv[:, :64] -= 12
@@ -191,9 +207,13 @@ def test_kernels_in_the_interpreter(interpret):
 @each_generation
 def test_kernels_compile(cc, everything):
     """Compile for the widest heads. On each path the attention's PTX waits for its predecessor (PDL)."""
-    names_of = {"*bf16": "qkv k_cache v_cache gate_up y out d_out dy table", "*i32": "counters",
-                "*i64": "slots leaders shared positions ids", "fp32": "eps scale sign",
-                "*fp32": "sums maxima cos sin x weight q_weight k_weight total d_total dx"}
+    names_of = {
+        "*bf16": "qkv k_cache v_cache gate_up y out d_out dy table",
+        "*i32": "counters",
+        "*i64": "slots leaders shared positions ids",
+        "fp32": "eps scale sign",
+        "*fp32": "sums maxima cos sin x weight q_weight k_weight total d_total dx",
+    }
     wide = dict(DH=128, REP=7, HALF=64)
     narrow = dict(DH=64, REP=3, HALF=32, q_weight=None, k_weight=None)
     # few rows: four warps and large tiles, where shared memory has room for them
@@ -201,25 +221,38 @@ def test_kernels_compile(cc, everything):
     for shape, tile, warps in jobs if everything else jobs[:2]:
         if warps == 2 or cc in (90, 100):
             constants = shape | dict(SPLIT=ops.SPLIT, ROWS=8, PDL=cc >= 90, TILE=tile)
-            ptx, _ = build(ops._attention_kernel, cc, constants, names_of, (), warps,
-                           registers=168 if tile == 64 else 255)              # 168: six CTAs on an SM
+            ptx, _ = build(
+                ops._attention_kernel,
+                cc,
+                constants,
+                names_of,
+                (),
+                warps,
+                registers=168 if tile == 64 else 255,
+            )  # 168: six CTAs on an SM
             waits = ptx.count("griddepcontrol.wait")
             assert waits == 2 * (cc >= 90), "one that does not wait lets the next overtake"
     row = dict(D=8192, TILE=8192)
-    jobs = [(ops._embed_kernel, row, 8, 128), (ops._add_norm_kernel, row, 8, 128),
-            (ops._add_norm_backward_kernel, row, 8, 255),
-            (ops._swiglu_kernel, dict(TILE=1024, d_out=None), 4, 64),
-            (ops._swiglu_kernel, dict(TILE=512, d_out=None), 2, 64),
-            (ops._swiglu_kernel, dict(TILE=1024), 4, 64),
-            (ops._rope_kernel, dict(DH=128, ROWS=128, HALF=64), 8, 128)]
+    jobs = [
+        (ops._embed_kernel, row, 8, 128),
+        (ops._add_norm_kernel, row, 8, 128),
+        (ops._add_norm_backward_kernel, row, 8, 255),
+        (ops._swiglu_kernel, dict(TILE=1024, d_out=None), 4, 64),
+        (ops._swiglu_kernel, dict(TILE=512, d_out=None), 2, 64),
+        (ops._swiglu_kernel, dict(TILE=1024), 4, 64),
+        (ops._rope_kernel, dict(DH=128, ROWS=128, HALF=64), 8, 128),
+    ]
     compile_with_a_wait(cc, jobs, names_of, ("F_",))
 
 
 # --- on a GPU
 
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("H, Hkv, Dh, head_norms", [(28, 4, 128, False), (9, 3, 64, False),
-                                                    (16, 8, 128, True), (5, 1, 80, True)])
+@pytest.mark.parametrize(
+    "H, Hkv, Dh, head_norms",
+    [(28, 4, 128, False), (9, 3, 64, False), (16, 8, 128, True), (5, 1, 80, True)],
+)
 @pytest.mark.parametrize("positions", [EDGES * 6 + [1023, 1024, 1300, 2450], [1300, 2450, 0, -1]])
 def test_gpu_attention(H, Hkv, Dh, head_norms, positions):
     """bf16 against the plain torch lines in fp32; 50 calls give the same bits; many rows, and few."""
@@ -254,7 +287,10 @@ def test_gpu_an_update_may_have_more_rows_than_a_grid_is_high():
 @pytest.mark.gpu
 def test_gpu_reads_embeddings_in_pinned_host_memory():
     """The same bits as from a table on the GPU, also when a CUDA graph is replayed with other ids."""
-    table, ids = torch.randn(999, 896).bfloat16().pin_memory(), torch.randint(999, (3, 70), device="cuda")
+    table, ids = (
+        torch.randn(999, 896).bfloat16().pin_memory(),
+        torch.randint(999, (3, 70), device="cuda"),
+    )
     ops.embed(ids, table)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -276,18 +312,21 @@ def test_gpu_norm_swiglu_and_rope():
         return ops.add_norm(x, y, w, 1e-5, torch.bfloat16 if x.is_cuda else torch.float32)
 
     for function, learn, others in (
-            (add_norm, [x, y.bfloat16()], [w[0]]),
-            (lambda x, w: add_norm(x, None, w)[1], [x], [w[0]]),
-            (ops.rope, [part.bfloat16()], [cos, sin]),
-            (ops.swiglu, [gate_up.bfloat16()], []),
-            (ops.swiglu, [gate_up[:9].bfloat16()], [])):
+        (add_norm, [x, y.bfloat16()], [w[0]]),
+        (lambda x, w: add_norm(x, None, w)[1], [x], [w[0]]),
+        (ops.rope, [part.bfloat16()], [cos, sin]),
+        (ops.swiglu, [gate_up.bfloat16()], []),
+        (ops.swiglu, [gate_up[:9].bfloat16()], []),
+    ):
         found = []
         for device, dtype in (("cuda", None), ("cpu", torch.float32)):
             leaves = [t.to(device, dtype).detach().requires_grad_() for t in learn]
             out = function(*leaves, *(t.to(device) for t in others))
             out = [out] if torch.is_tensor(out) else list(out)
-            weights = [torch.arange(o.numel(), device=device).view(o.shape).mul(.37).cos() for o in out]
+            weights = [
+                torch.arange(o.numel(), device=device).view(o.shape).mul(0.37).cos() for o in out
+            ]
             total = sum((o.float() * v).sum() for o, v in zip(out, weights, strict=True))
             found.append(out + list(torch.autograd.grad(total, leaves)))
-        for ours, plain in zip(*found, strict=True):      # a few bf16 roundings of 2⁻⁹ each
+        for ours, plain in zip(*found, strict=True):  # a few bf16 roundings of 2⁻⁹ each
             assert (ours.float().cpu() - plain).norm() / plain.norm() < 2**-7

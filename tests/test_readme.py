@@ -96,7 +96,9 @@ def test_links_and_pictures_lead_to_files_and_headings(path):
 
 def test_the_lines_of_the_terminal_are_those_of_the_committed_run():
     """Seed 0 of results/quickstart, as train.py prints a record."""
-    printed = {runs.line(record) for record in runs.read(ROOT / "results/quickstart/seed0").values()}
+    printed = {
+        runs.line(record) for record in runs.read(ROOT / "results/quickstart/seed0").values()
+    }
     shown = re.findall(r"^    ((?:step|eval after) +\d.*)$", README, re.M)
     assert len(shown) >= 3 and set(shown) <= printed
 
@@ -114,12 +116,16 @@ def test_the_glossary_explains_the_keys_of_the_committed_logs_and_no_others():
 def test_the_command_for_a_gpu_machine_leaves_out_torch_alone():
     """As pasted: what grep hands to pip is requirements.txt without its pin of torch."""
     (command,) = re.findall(r"^    (grep .*?) \| pip install -r /dev/stdin &&", README, re.M)
-    kept = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    kept = subprocess.run(
+        command, shell=True, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     every = (ROOT / "requirements.txt").read_text().splitlines()
     assert [line for line in every if line not in kept.splitlines()] == ["torch==2.13.0"]
 
 
-def test_the_lines_for_peft_transformers_and_pandas_run_as_printed(tiny_chat, tmp_path, monkeypatch, capsys):
+def test_the_lines_for_peft_transformers_and_pandas_run_as_printed(
+    tiny_chat, tmp_path, monkeypatch, capsys
+):
     """After README's exports of a run of a tiny model whose weights are exact in NVFP4, so that PEFT's base
     is what was trained on. The merged checkpoint has PEFT's logits, up to the rounding of weights to bf16: an
     error of 2⁻⁸ in each of 10 matrices. Without the adapter they are further away."""
@@ -160,7 +166,9 @@ def test_the_line_of_ones_own_word_problems_is_one_that_gsm8k_reads(tmp_path, mo
     (line,) = re.findall(r'^    (\{"question".*)$', README, re.M)
     (command,) = re.findall(r"`python train.py (--task gsm8k --data mine.jsonl)`", README)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.jsonl").write_text("".join(line.replace("Ann", name) + "\n" for name in "ABCDEFGH"))
+    (tmp_path / "mine.jsonl").write_text(
+        "".join(line.replace("Ann", name) + "\n" for name in "ABCDEFGH")
+    )
     config = parse(command.split())
     task = tasks.TASKS[config.task](config.data)
     assert len(task.train) == 6 and len(task.held_out) == 2
@@ -171,12 +179,17 @@ def test_the_line_of_ones_own_word_problems_is_one_that_gsm8k_reads(tmp_path, mo
 def test_ci_runs_the_test_command_of_the_readme(tmp_path):
     """.ci/run picks it from README.md, runs it in an environment of its own and exits with its code."""
     commands = [line.strip() for line in README.splitlines() if line.startswith("    pip install")]
-    assert [command.rpartition("&& ")[2] for command in commands] == ["python train.py", "python -m pytest"]
+    assert [command.rpartition("&& ")[2] for command in commands] == [
+        "python train.py",
+        "python -m pytest",
+    ]
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci/run", tmp_path / ".ci")
     probe = "echo in $VIRTUAL_ENV && python -c 'exit(7)' -m pytest"
     (tmp_path / "README.md").write_text(README.replace(commands[1], probe))
     done = subprocess.run([tmp_path / ".ci/run"], cwd="/", capture_output=True, text=True)
     said = done.stdout.splitlines()
-    assert done.returncode == 7 and said[0].endswith(f" {probe}") and said[1].startswith("in /"), done
+    assert done.returncode == 7 and said[0].endswith(f" {probe}") and said[1].startswith("in /"), (
+        done
+    )
     assert said[1] != f"in {sys.prefix}" and not Path(said[1][3:]).exists()

@@ -1,4 +1,5 @@
 """The sampler against the trainer's log-probabilities; slots, graphs and memory change no token."""
+
 from contextlib import nullcontext
 from itertools import count
 from types import SimpleNamespace
@@ -18,10 +19,11 @@ import rollout
 from rollout import Rollout, Sampler
 
 # of eight different lengths, so that a length tells the prompt
-PROMPTS = [[(7 * i + 3 * t) % 90 + 5 for t in range(n)]
-           for i, n in enumerate((3, 11, 1, 6, 17, 8, 2, 5))]
-STOPS = [2, 11, 23, 37, 41, 59, 73]                # 7 of 97 tokens: answers of about a dozen tokens
-DRAW = PROMPTS, 4, 20, 1.0, STOPS, 5, 2            # 32 answers of at most 20 tokens
+PROMPTS = [
+    [(7 * i + 3 * t) % 90 + 5 for t in range(n)] for i, n in enumerate((3, 11, 1, 6, 17, 8, 2, 5))
+]
+STOPS = [2, 11, 23, 37, 41, 59, 73]  # 7 of 97 tokens: answers of about a dozen tokens
+DRAW = PROMPTS, 4, 20, 1.0, STOPS, 5, 2  # 32 answers of at most 20 tokens
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +82,7 @@ def check_same(s, r):
 
 
 # --- log-probabilities
+
 
 # both compute in fp32 and differ by 1e-5, the order of sums; temperature on one side only would give 1
 @pytest.mark.parametrize("quant, temperature", [("bf16", 1.0), ("rtn", 0.7)])
@@ -143,6 +146,7 @@ def test_temperature_0_is_greedy(m):
 
 # --- what a sample depends on
 
+
 def test_a_sample_depends_on_its_number_alone(m, r):
     """Not on the batch, the group size or max_new_tokens; but on the seed and the step."""
     rows = r.answers()
@@ -174,9 +178,9 @@ def test_rows_are_prompt_major_and_hold_the_sampled_ids(m, monkeypatch):
         p, n = len(PROMPTS[b // 2]), int(r.lengths[b])
         places, token, logprob = (list(x) for x in zip(*drawn[b], strict=True))
         assert places == list(range(n))
-        assert r.prompt_lengths[b] == p and r.tokens[b, :p + n].tolist() == PROMPTS[b // 2] + token
-        assert r.logprobs[b, p:p + n].tolist() == logprob
-        assert answers[b] == token[:n - int(r.finished[b])]
+        assert r.prompt_lengths[b] == p and r.tokens[b, : p + n].tolist() == PROMPTS[b // 2] + token
+        assert r.logprobs[b, p : p + n].tolist() == logprob
+        assert answers[b] == token[: n - int(r.finished[b])]
 
 
 def test_every_stop_token_ends_an_answer(m):
@@ -185,23 +189,26 @@ def test_every_stop_token_ends_an_answer(m):
     assert (whole.lengths == 20).all() and not whole.finished.any()
     row = whole.tokens[1, 3:].tolist()
     for at, new in ((0, 20), (7, 20), (19, 20), (19, 19)):
-        assert row.index(row[at]) == at              # else choose another row
+        assert row.index(row[at]) == at  # else choose another row
         s = generate(m, PROMPTS[:1], new=new, stops=[row[at], 96])
         n = min(at + 1, new)
         assert s.lengths[1] == n and s.finished[1] == (at < new)
-        assert s.tokens[1, 3:3 + n].tolist() == row[:n] and s.answers()[1] == row[:at]
+        assert s.tokens[1, 3 : 3 + n].tolist() == row[:n] and s.answers()[1] == row[:at]
 
 
 def test_a_prompt_that_does_not_fit_is_refused_by_number(m):
     """A context of 128 tokens holds 108 + 20, not 109 + 20; an empty prompt has no token to read."""
     generate(m, [[5] * 108], G=1)
-    for prompts, words in (([[5], [5] * 109], "prompt 1 .*109.*20.*128.*--max-new-tokens"),
-                           ([[5], [6], []], "prompt 2 is empty")):
+    for prompts, words in (
+        ([[5], [5] * 109], "prompt 1 .*109.*20.*128.*--max-new-tokens"),
+        ([[5], [6], []], "prompt 2 is empty"),
+    ):
         with pytest.raises(ValueError, match=words):
             generate(m, prompts)
 
 
 # --- slots, graphs and memory
+
 
 @pytest.fixture
 def attention(monkeypatch):
@@ -253,16 +260,17 @@ def reads(m, monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("slots", [2, 5, 13, 31, 300, *(pytest.param(n, marks=pytest.mark.slow)
-                                                    for n in (1, 8, 17))])
+@pytest.mark.parametrize(
+    "slots", [2, 5, 13, 31, 300, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 8, 17))]
+)
 def test_slots_change_nothing(m, r, attention, reads, monkeypatch, slots):
     """With fewer slots than rows, rows wait for free slots, but every row draws the same tokens. A prompt is
     read once for its group, and again only if none of its group runs; finished rows leave."""
-    monkeypatch.setattr(m, "gradient_checkpointing", True)          # must not bypass the cache
+    monkeypatch.setattr(m, "gradient_checkpointing", True)  # must not bypass the cache
     monkeypatch.setattr(rollout, "time", SimpleNamespace(perf_counter=count().__next__))
     sampler = Sampler(m, slots=slots)
     check_same(sampler.generate(*DRAW), r)
-    slots = min(slots, 32)                                          # never more slots than rows
+    slots = min(slots, 32)  # never more slots than rows
     waiting, running, starts, prompts, batches = list(enumerate(r.lengths.tolist())), [], 0, [], []
     while waiting or running:
         # rows start when an eighth of the slots, or enough for all waiting rows, is free
@@ -278,8 +286,15 @@ def test_slots_change_nothing(m, r, attention, reads, monkeypatch, slots):
     assert sorted([t for t in row if t] for row in prefilled) == sorted(prompts)
     # the clock counts its readings: two for each start of rows, two for each step
     steps = len(batches)
-    assert sampler.stats == dict(slots=slots, length=37, prefill=136, steps=steps,
-                                 prefill_s=starts, decode_s=steps, capture_s=0)
+    assert sampler.stats == dict(
+        slots=slots,
+        length=37,
+        prefill=136,
+        steps=steps,
+        prefill_s=starts,
+        decode_s=steps,
+        capture_s=0,
+    )
 
 
 def test_prefill_in_pieces_changes_nothing(m, r, reads, monkeypatch):
@@ -314,8 +329,9 @@ def call_graphs(monkeypatch):
     monkeypatch.setattr(rollout, "_Batch", Batch)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "graph",
-                        lambda graph, pool: captured.append(graph) or nullcontext())
+    monkeypatch.setattr(
+        torch.cuda, "graph", lambda graph, pool: captured.append(graph) or nullcontext()
+    )
 
 
 @pytest.mark.parametrize("slots", [3, 13, 32, pytest.param(1, marks=pytest.mark.slow)])
@@ -329,9 +345,17 @@ def test_what_the_host_does_for_a_gpu(m, r, attention, monkeypatch, slots):
 def test_a_smaller_graph_is_captured_when_it_is_wanted_twice():
     """Until then a larger graph is replayed, but never one with too few rows or pieces."""
     batch = SimpleNamespace(graphs={}, requested=None)
-    for wanted, chosen in (((256, 1), (256, 1)), ((64, 1), (256, 1)), ((32, 1), (256, 1)),
-                           ((32, 1), (32, 1)), ((32, 2), (32, 2)), ((16, 1), (32, 1)),
-                           ((16, 2), (32, 2)), ((16, 2), (16, 2)), ((16, 1), (16, 2))):
+    for wanted, chosen in (
+        ((256, 1), (256, 1)),
+        ((64, 1), (256, 1)),
+        ((32, 1), (256, 1)),
+        ((32, 1), (32, 1)),
+        ((32, 2), (32, 2)),
+        ((16, 1), (32, 1)),
+        ((16, 2), (32, 2)),
+        ((16, 2), (16, 2)),
+        ((16, 1), (16, 2)),
+    ):
         assert rollout._Batch.choose(batch, *wanted) == chosen
         batch.graphs[chosen] = None
 
@@ -344,10 +368,10 @@ def test_out_of_memory_halves_the_slots_and_loses_nothing(m, r, attention, monke
     def short(*arguments):
         _, _, rows, positions, *_, rolled = arguments
         batches.append(len(rows))
-        if len(batches) in (6, 11):           # spoil the running rows: the restart must clear them
+        if len(batches) in (6, 11):  # spoil the running rows: the restart must clear them
             going = rows[positions >= 0]
             rolled.tokens[going, 17:] = 99
-            rolled.logprobs[going] = 99.
+            rolled.logprobs[going] = 99.0
             raise torch.OutOfMemoryError("CUDA out of memory")
         append(*arguments)
 
@@ -380,6 +404,7 @@ def test_rows_join_and_micro_batches_lose_nothing(r):
 
 # --- on a GPU
 
+
 @pytest.fixture(scope="module")
 def real(smollm2):
     """→ SmolLM2 in NVFP4 on a GPU with lora_B ≠ 0."""
@@ -388,8 +413,10 @@ def real(smollm2):
 
 def gpu_prompts(n):
     """→ n prompts with lengths near the attention's pieces of 256, so that answers cross their edges."""
-    return [[(7 * i + 3 * t) % 40_000 + 50 for t in range(length)]
-            for i, length in enumerate((1, 2, 250, 254, 255, 256, 257, 40, 130, 300)[:n])]
+    return [
+        [(7 * i + 3 * t) % 40_000 + 50 for t in range(length)]
+        for i, length in enumerate((1, 2, 250, 254, 255, 256, 257, 40, 130, 300)[:n])
+    ]
 
 
 @pytest.mark.gpu
@@ -413,7 +440,7 @@ def test_gpu_recorded_logprobs_are_the_trainers_when_the_adapter_is_small(smollm
     """256 rows, lora_B = ±5e-4 as after one step of AdamW: sampler and trainer differ by a KL that bf16
     rounding explains, below 1e-3 nats a token."""
     source, tokenizer = smollm2
-    m = learned(model.load(source, device="cuda"), 1.)
+    m = learned(model.load(source, device="cuda"), 1.0)
     for layer in lora.lora_layers(m).values():
         layer.lora_B.data.sign_().mul_(5e-4)
     lora.refresh(m)

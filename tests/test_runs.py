@@ -2,6 +2,7 @@
 
 python -m pytest tests/test_runs.py
 """
+
 import dataclasses
 import itertools
 import json
@@ -28,7 +29,7 @@ import runs
 import train
 from tools.flags import Config, flags_of_run
 
-GOOD = dict(signal=.5, finished=.9, mismatch=1.01)
+GOOD = dict(signal=0.5, finished=0.9, mismatch=1.01)
 # for runs of which only the last checkpoint matters: nothing is saved on the way, little evaluated
 BARE = ("--save-every", 100, "--eval-every", 2, "--eval-problems", 4)
 
@@ -41,6 +42,7 @@ def from_call(monkeypatch, number, of, name, do, *arguments):
         if next(count) >= number:
             do(*arguments)
         return real(*args, **more)
+
     monkeypatch.setattr(of, name, call)
 
 
@@ -93,16 +95,24 @@ def resumed(folder, **flags):
 
 # --- what a run writes
 
+
 def test_a_run_leaves_its_files_and_another_seed_is_another_run(whole, start, tmp_path):
     """The run of the tests has gradients, evaluations and all the files."""
     records = runs.read(whole)
     steps = [r for r in records.values() if r["kind"] == "step"]
     assert [step for kind, step in records if kind == "eval"] == [0, 3, 6]
     assert sum(r["grad_norm"] is not None for r in steps) >= 4
-    assert [r["mismatch"] is not None for r in steps] == [True] + [False] * 5       # every ten
+    assert [r["mismatch"] is not None for r in steps] == [True] + [False] * 5  # every ten
     assert {p.name for p in whole.iterdir()} == {
-        "adapter", "adapter-best", "checkpoint.previous.safetensors", "checkpoint.safetensors",
-        "config.json", "curves.png", "metrics.jsonl", "samples.jsonl"}
+        "adapter",
+        "adapter-best",
+        "checkpoint.previous.safetensors",
+        "checkpoint.safetensors",
+        "config.json",
+        "curves.png",
+        "metrics.jsonl",
+        "samples.jsonl",
+    }
     assert start("--seed", 1, "--steps", 1, "--eval-problems", 0) == 0
     assert runs.show([tmp_path / "run"]) not in runs.show([whole])
 
@@ -111,18 +121,24 @@ def test_samples_hold_the_best_and_the_worst_answer(whole, tmp_path):
     """Two records of each step after an evaluation. show() leaves out a line that a crash cut off
     within a character, and the next record has a line of its own."""
     assert [(s["step"], s["which"]) for s in runs.jsonl(whole / "samples.jsonl")] == [
-        (0, "worst"), (0, "best"), (3, "worst"), (3, "best")]
+        (0, "worst"),
+        (0, "best"),
+        (3, "worst"),
+        (3, "best"),
+    ]
     run = runs.Run(Config(out=str(tmp_path)))
     (tmp_path / "samples.jsonl").write_bytes('{"step": 6, "answer": "é'.encode()[:-1])
-    texts = [(f"p{b}", f"a{b}\u2028b\x85") for b in range(4)]        # two line ends of Unicode's
-    run.sample(7, texts, [.5, 1.0, -2.0, 0.0], [.1, .9, -1.5, -.2])
+    texts = [(f"p{b}", f"a{b}\u2028b\x85") for b in range(4)]  # two line ends of Unicode's
+    run.sample(7, texts, [0.5, 1.0, -2.0, 0.0], [0.1, 0.9, -1.5, -0.2])
     assert runs.show([tmp_path]).split("\n") == [
         "step    7 worst | reward -2.00 | advantage -1.50 | 'p2' → 'a2\\u2028b\\x85'",
-        "step    7 best  | reward +1.00 | advantage +0.90 | 'p1' → 'a1\\u2028b\\x85'"]
+        "step    7 best  | reward +1.00 | advantage +0.90 | 'p1' → 'a1\\u2028b\\x85'",
+    ]
 
 
 def test_an_evaluation_is_named_by_its_task_and_logged_in_six_digits(
-        whole, tmp_path, monkeypatch, capsys):
+    whole, tmp_path, monkeypatch, capsys
+):
     """The reward of one's own task need not be an accuracy. JSON has no NaN. A folder that is not
     given is named after the task."""
     monkeypatch.chdir(tmp_path)
@@ -130,8 +146,8 @@ def test_an_evaluation_is_named_by_its_task_and_logged_in_six_digits(
     changes = dict(rollout_s=200 / 3, eval_sampled=math.nan)
     run.log("eval", 0, runs.read(whole)["eval", 0] | changes)
     assert " mean reward, " in capsys.readouterr().out
-    folder, = (tmp_path / "runs").glob("my-*")
-    record, = lines(folder)
+    (folder,) = (tmp_path / "runs").glob("my-*")
+    (record,) = lines(folder)
     assert (record["rollout_s"], record["eval_sampled"]) == (66.6667, None)
 
 
@@ -154,21 +170,35 @@ def test_a_step_tells_how_long_the_rest_will_take(ended, whole, monkeypatch, cap
 
 def test_the_last_record_of_a_step_holds_and_they_come_in_order(tmp_path):
     """An evaluation precedes the step of its number. Lines cut off or made by hand are left out."""
-    keys = [("step", 0, 0), ("step", 1, 0), ("eval", 2, 0), ("step", 2, 0), ("step", 1, 1),
-            ("eval", 2, 1), ("step", "x", 0), ([], 1, 0), ("step", 1, None)]
+    keys = [
+        ("step", 0, 0),
+        ("step", 1, 0),
+        ("eval", 2, 0),
+        ("step", 2, 0),
+        ("step", 1, 1),
+        ("eval", 2, 1),
+        ("step", "x", 0),
+        ([], 1, 0),
+        ("step", 1, None),
+    ]
     log = [json.dumps(dict(kind=kind, step=step, segment=n)) for kind, step, n in keys]
     by_hand = ["5", "[" * 99_999]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*log, *by_hand, '{"kind": "st']))
     assert [(*key, r["segment"]) for key, r in runs.read(tmp_path).items()] == [
-        ("step", 0, 0), ("step", 1, 1), ("eval", 2, 1), ("step", 2, 0)]
+        ("step", 0, 0),
+        ("step", 1, 1),
+        ("eval", 2, 1),
+        ("step", 2, 0),
+    ]
 
 
 def test_the_best_adapter_is_kept_over_a_resume_and_the_first_of_equals(tmp_path, monkeypatch):
     """Before a step there is no adapter of the run's. The adapter is saved before the record of
     its evaluation, so that a crash in between costs nothing. A quiet rank keeps none."""
     kept, config = [], Config(out=str(tmp_path / "run"))
-    monkeypatch.setattr(lora, "save_adapter",
-                        lambda model, folder, base: kept.append(len(lines(folder.parent))))
+    monkeypatch.setattr(
+        lora, "save_adapter", lambda model, folder, base: kept.append(len(lines(folder.parent)))
+    )
 
     def evaluated(config, *scores, quiet=False):
         """Log the evaluations (step, accuracy) of a run → how many records precede each kept
@@ -177,42 +207,65 @@ def test_the_best_adapter_is_kept_over_a_resume_and_the_first_of_equals(tmp_path
         run = runs.Run(config, quiet)
         run.model = None
         for step, score in scores:
-            run.log("eval", step, dict(
-                eval_greedy=score, eval_greedy_loose=1., eval_sampled=0., rollout_s=1))
+            run.log(
+                "eval",
+                step,
+                dict(eval_greedy=score, eval_greedy_loose=1.0, eval_sampled=0.0, rollout_s=1),
+            )
         return list(kept), run.best
-    assert evaluated(config, (0, .9), (4, -.5), (8, .5), (12, .5), (20, .4)) == ([1, 2], .5)
+
+    assert evaluated(config, (0, 0.9), (4, -0.5), (8, 0.5), (12, 0.5), (20, 0.4)) == ([1, 2], 0.5)
     again = dataclasses.replace(config, resume=config.out)
-    assert evaluated(again, (8, .5), (12, .4), (24, .6), (28, .6)) == ([7], .6)
-    evaluated(again, (24, .5), (28, .5))            # a GPU's replay is not bit for bit the same
-    assert evaluated(again) == ([], .6)
-    assert evaluated(config, (4, -.5), quiet=True) == ([], -math.inf)
+    assert evaluated(again, (8, 0.5), (12, 0.4), (24, 0.6), (28, 0.6)) == ([7], 0.6)
+    evaluated(again, (24, 0.5), (28, 0.5))  # a GPU's replay is not bit for bit the same
+    assert evaluated(again) == ([], 0.6)
+    assert evaluated(config, (4, -0.5), quiet=True) == ([], -math.inf)
 
 
 def test_the_end_names_the_best_adapter_which_has_its_accuracy(
-        start, tmp_path, monkeypatch, capsys):
+    start, tmp_path, monkeypatch, capsys
+):
     """The last evaluation is made the worst, so that the last adapter is not the best. The last
     one is saved though it is not due."""
     (tmp_path / "digits.py").write_text(
         "problems = lambda: [{'prompt': f'{n} + {m}'} for n in range(10) for m in range(10)]\n"
-        "reward = lambda problem, text, end: -sum(map(str.isdigit, text)) - (not end) / 7\n")
+        "reward = lambda problem, text, end: -sum(map(str.isdigit, text)) - (not end) / 7\n"
+    )
     folder, evaluate, made = tmp_path / "run", train.evaluate, itertools.count(1)
 
     def worse(*args):
         result = evaluate(*args)
         result["eval_greedy"] -= 9 * (next(made) == 3)
         return result
+
     monkeypatch.setattr(train, "evaluate", worse)
-    assert start("--lr", .05, "--task", tmp_path / "digits.py", "--steps", 2, "--save-every", 100,
-                 "--eval-every", 1, "--eval-problems", 8) == 0
+    assert (
+        start(
+            "--lr",
+            0.05,
+            "--task",
+            tmp_path / "digits.py",
+            "--steps",
+            2,
+            "--save-every",
+            100,
+            "--eval-every",
+            1,
+            "--eval-problems",
+            8,
+        )
+        == 0
+    )
     first = runs.read(folder)["eval", 1]
     assert capsys.readouterr().out.splitlines()[-1] == (
         f"done: {folder}/curves.png, adapter in {folder}/adapter, the best "
-        f"({first['eval_greedy']:.2f}) in {folder}/adapter-best")
+        f"({first['eval_greedy']:.2f}) in {folder}/adapter-best"
+    )
     adapter, _, best = outcome(folder)
     assert adapter != best
     again = tmp_path / "again"
     assert start("--steps", 0, "--adapter", folder / "adapter-best", "--out", again) == 0
-    got, = runs.read(again).values()
+    (got,) = runs.read(again).values()
     keys = "eval_greedy", "eval_greedy_loose", "eval_sampled", "problems"
     assert [got[key] for key in keys] == [first[key] for key in keys]
 
@@ -227,13 +280,23 @@ def test_peak_memory_is_in_units_of_1e9_bytes(monkeypatch):
 
 # --- a run that is stopped
 
-@pytest.mark.parametrize("what, where, call", [
-    (signal.SIGINT, "collect", 3), (signal.SIGINT, "update", 2), (signal.SIGINT, "evaluate", 2),
-    (signal.SIGTERM, "update", 2), (signal.SIGHUP, "update", 2),
-    (RuntimeError, "collect", 3), (ValueError, "collect", 3),
-    (torch.OutOfMemoryError, "backward", 3)])
+
+@pytest.mark.parametrize(
+    "what, where, call",
+    [
+        (signal.SIGINT, "collect", 3),
+        (signal.SIGINT, "update", 2),
+        (signal.SIGINT, "evaluate", 2),
+        (signal.SIGTERM, "update", 2),
+        (signal.SIGHUP, "update", 2),
+        (RuntimeError, "collect", 3),
+        (ValueError, "collect", 3),
+        (torch.OutOfMemoryError, "backward", 3),
+    ],
+)
 def test_a_stopped_run_saves_its_last_whole_step(
-        two, start, tmp_path, monkeypatch, capsys, what, where, call):
+    two, start, tmp_path, monkeypatch, capsys, what, where, call
+):
     """A signal drops the step that samples, and waits for the end of the step that updates. An
     error drops the step: RuntimeError is PyTorch's when another rank ends, ValueError a reward's.
     The checkpoint is the one of a run that saved after two steps."""
@@ -251,7 +314,8 @@ def test_a_stopped_run_saves_its_last_whole_step(
 
 
 def test_the_same_seed_gives_the_same_run_and_nohup_protects_it(
-        whole, start, tmp_path, monkeypatch):
+    whole, start, tmp_path, monkeypatch
+):
     """A signal that is ignored when the run starts stays ignored, also during an update."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for name in ("collect", "update"):
@@ -260,9 +324,13 @@ def test_the_same_seed_gives_the_same_run_and_nohup_protects_it(
     assert outcome(tmp_path / "run") == outcome(whole)
 
 
-@pytest.mark.parametrize("name, then, ends, words, step", [
-    ("_digest", signal.SIGINT, KeyboardInterrupt, "^$", "3"),
-    ("save_file", SafetensorError, OSError, "run: an accident; the last checkpoint holds", "2")])
+@pytest.mark.parametrize(
+    "name, then, ends, words, step",
+    [
+        ("_digest", signal.SIGINT, KeyboardInterrupt, "^$", "3"),
+        ("save_file", SafetensorError, OSError, "run: an accident; the last checkpoint holds", "2"),
+    ],
+)
 def test_what_happens_while_ctrl_c_saves(begun, monkeypatch, name, then, ends, words, step):
     """A second Ctrl-C costs nothing. A full disk, for which safetensors has an error of its own,
     costs the step since the last checkpoint."""
@@ -285,7 +353,8 @@ def test_half_an_optimizer_step_is_not_saved(two, begun):
 
 
 def test_a_stop_before_there_is_anything_to_save_writes_nothing(
-        ended, start, tmp_path, monkeypatch):
+    ended, start, tmp_path, monkeypatch
+):
     """Ctrl-C while a model is half loaded from a checkpoint, or in the first evaluation."""
     before = contents(ended)
     with monkeypatch.context() as patch:
@@ -315,6 +384,7 @@ def test_a_run_whose_output_nobody_reads_any_more_is_saved(whole, tiny_chat, tmp
 
 # --- a file that is not written, or not wholly
 
+
 def test_a_save_that_is_cut_off_leaves_the_checkpoint_before_it(begun, monkeypatch):
     """The disk is full after half of a file; or the run dies before any of its renames, of two
     files of the adapter and two checkpoints. What is read afterwards is whole."""
@@ -325,6 +395,7 @@ def test_a_save_that_is_cut_off_leaves_the_checkpoint_before_it(begun, monkeypat
     def full(tensors, path, metadata):
         Path(path).write_bytes(b"half a file")
         raise OSError("no space left on device")
+
     for of, name in ((runs, "checkpoint"), (lora, "adapter/adapter_model")):
         before = (begun / f"{name}.safetensors").read_bytes()
         with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
@@ -341,8 +412,9 @@ def test_a_save_that_is_cut_off_leaves_the_checkpoint_before_it(begun, monkeypat
 
 # renames of a run that is resumed after two steps: config.json (1), the best adapter (2, 3), two
 # saves of four files each (4 to 7, 8 to 11); the seventh is that of the checkpoint itself
-@pytest.mark.parametrize("crash", [
-    7, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 12) if n != 7)])
+@pytest.mark.parametrize(
+    "crash", [7, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 12) if n != 7)]
+)
 def test_a_crash_between_any_two_files_loses_nothing(whole, begun, monkeypatch, crash):
     """Resumed, the run ends like one without an accident. The steps after the last checkpoint are
     in the log twice, and their last record counts."""
@@ -352,7 +424,7 @@ def test_a_crash_between_any_two_files_loses_nothing(whole, begun, monkeypatch, 
             main("--resume", begun)
     assert main("--resume", begun) == 0
     assert outcome(begun) == outcome(whole)
-    assert runs.read(begun)["eval", 6]["segment"] == 2 - (crash == 1)        # it had logged nothing
+    assert runs.read(begun)["eval", 6]["segment"] == 2 - (crash == 1)  # it had logged nothing
 
 
 def test_a_full_disk_is_one_sentence_and_keeps_the_checkpoint(whole, two, begun, tmp_path):
@@ -363,16 +435,20 @@ def test_a_full_disk_is_one_sentence_and_keeps_the_checkpoint(whole, two, begun,
     code = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))"
     run = Command(tmp_path, "--resume", begun, code=code)
     assert run.code == 2, run.said
-    assert re.fullmatch("train.py: .*/run: .*File too large.*; the last checkpoint holds: go on "
-                        "with: python train.py --resume .*run\n", run.said)
+    assert re.fullmatch(
+        "train.py: .*/run: .*File too large.*; the last checkpoint holds: go on "
+        "with: python train.py --resume .*run\n",
+        run.said,
+    )
     assert saved(begun) == saved(two)
     assert (begun / "metrics.jsonl").stat().st_size == limit
     assert main("--resume", begun) == 0
     assert outcome(begun) == outcome(whole)
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "config.json",
-                                  "adapter-best/adapter_config.json"])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "samples.jsonl", "config.json", "adapter-best/adapter_config.json"]
+)
 def test_any_file_that_cannot_be_written_is_named(start, tmp_path, name):
     """A folder of the file's name prevents writing; root could write to a file of any mode."""
     (tmp_path / "run" / name).mkdir(parents=True)
@@ -390,7 +466,7 @@ def test_a_checkpoint_is_read_whole_or_not_at_all(ended, capfd):
     path, previous = ended / "checkpoint.safetensors", ended / "checkpoint.previous.safetensors"
     before, good = previous.read_bytes(), path.read_bytes()
     assert run.load(model, optimizer) == 6
-    damaged = [good[:int(share * len(good))] for share in (0, .001, .3, .999)]
+    damaged = [good[: int(share * len(good))] for share in (0, 0.001, 0.3, 0.999)]
     for bit in (*range(8, 1200, 8), *range(1200, 8 * len(good), len(good) // 4)):
         data = bytearray(good)
         data[bit // 8] ^= 1 << bit % 8
@@ -398,7 +474,7 @@ def test_a_checkpoint_is_read_whole_or_not_at_all(ended, capfd):
     for data in damaged:
         path.write_bytes(data)
         assert run.load(model, optimizer) == 4
-        warning, = capfd.readouterr().err.splitlines()
+        (warning,) = capfd.readouterr().err.splitlines()
         assert f"{path} is damaged (" in warning
     run.save(model, optimizer)
     assert saved(ended)["step"] == "4" and previous.read_bytes() == before
@@ -416,7 +492,7 @@ def test_kills_at_random_moments_change_nothing(whole, tiny_chat, tmp_path):
     flags = (*FLAGS, "--model", tiny_chat, "--out", folder)
     for _ in range(3):
         run = Command(tmp_path, *flags)
-        run.process.join(random.SystemRandom().uniform(.2, 1.5))      # a whole run takes about 1.5
+        run.process.join(random.SystemRandom().uniform(0.2, 1.5))  # a whole run takes about 1.5
         run.process.kill()
         assert run.code in (0, -signal.SIGKILL), run.said
         if (folder / "config.json").exists():
@@ -426,6 +502,7 @@ def test_kills_at_random_moments_change_nothing(whole, tiny_chat, tmp_path):
 
 
 # --- which folder a run may use
+
 
 def test_a_folder_holds_one_run_and_one_writer(ended):
     """A second run in that folder is refused, and so is a second process; neither writes a byte."""
@@ -438,7 +515,7 @@ def test_a_folder_holds_one_run_and_one_writer(ended):
         runs.Run(config)
     del first
     assert contents(ended) == before
-    (ended / "metrics.jsonl").unlink()                                # a checkpoint is a run, too
+    (ended / "metrics.jsonl").unlink()  # a checkpoint is a run, too
     with pytest.raises(ValueError, match="holds a run already"):
         runs.Run(again)
 
@@ -464,7 +541,8 @@ def test_a_checkpoint_of_another_rank_is_refused(ended):
 
 
 def test_a_run_from_an_adapter_that_dies_at_once_resumes_from_it(
-        whole, start, tmp_path, monkeypatch):
+    whole, start, tmp_path, monkeypatch
+):
     """It has no checkpoint yet."""
     more = ("--adapter", whole / "adapter", "--steps", 2, "--eval-problems", 4)
     assert start(*more, "--out", tmp_path / "straight") == 0
@@ -477,9 +555,11 @@ def test_a_run_from_an_adapter_that_dies_at_once_resumes_from_it(
 
 # --- steps that go wrong, and the advice
 
+
 @pytest.mark.parametrize("loss, gradient", [(math.inf, 0), (0, math.nan)])
 def test_a_step_without_a_finite_gradient_is_skipped_and_counted(
-        start, tmp_path, monkeypatch, capsys, loss, gradient):
+    start, tmp_path, monkeypatch, capsys, loss, gradient
+):
     """The first loss is infinite, or the first gradient is NaN: it reaches neither the adapter nor
     AdamW, and later steps learn."""
     real, trained = train.backward, itertools.count(1)
@@ -490,10 +570,11 @@ def test_a_step_without_a_finite_gradient_is_skipped_and_counted(
             stats["loss"] += loss
             next(model.parameters()).grad[0, 0] += gradient
         return stats
+
     monkeypatch.setattr(train, "backward", backward)
     assert start("--steps", 4, "--save-every", 1, "--eval-problems", 0) == 0
     steps = lines(tmp_path / "run")
-    skipped, = (r for r in steps if "skipped" in r)
+    (skipped,) = (r for r in steps if "skipped" in r)
     assert (skipped["grad_norm"] is None) == math.isnan(gradient)
     assert capsys.readouterr().err.count("the step was skipped") == 1
     tensors, _ = runs._read(tmp_path / "run/checkpoint.safetensors")
@@ -520,12 +601,17 @@ def test_five_skipped_steps_in_a_row_stop_the_run(judged):
     assert judged.done == 20
 
 
-@pytest.mark.parametrize("name, change, near", [
-    ("flat", dict(signal=0), dict(signal=.125)),
-    ("unfinished", dict(finished=0), dict(finished=.01)),
-    ("mismatch", dict(mismatch=1.06), dict(mismatch=1.04))])
+@pytest.mark.parametrize(
+    "name, change, near",
+    [
+        ("flat", dict(signal=0), dict(signal=0.125)),
+        ("unfinished", dict(finished=0), dict(finished=0.01)),
+        ("mismatch", dict(mismatch=1.06), dict(mismatch=1.04)),
+    ],
+)
 def test_a_diagnosis_needs_five_steps_or_a_mismatch_and_comes_once(
-        judged, capsys, name, change, near):
+    judged, capsys, name, change, near
+):
     bad, near = GOOD | change, GOOD | near
     enough = 1 if name == "mismatch" else 5
     assert [n for n, _ in runs.diagnose([GOOD] * 5 + [bad] * enough)] == [name]
@@ -537,7 +623,8 @@ def test_a_diagnosis_needs_five_steps_or_a_mismatch_and_comes_once(
 
 
 def test_preflight_changes_nothing_and_says_whether_training_would_work(
-        whole, tiny_chat, tmp_path, monkeypatch, capsys):
+    whole, tiny_chat, tmp_path, monkeypatch, capsys
+):
     """Rewards for short answers: exit code 0. Times tables, which a random model cannot do: 3.
     No folder is made, and one that holds a run stays as it is. A step has 4 of the 32
     prompts, so its seconds are an eighth: 10 of the rollout, or 5 where a rollout serves two steps,
@@ -547,6 +634,7 @@ def test_preflight_changes_nothing_and_says_whether_training_would_work(
     def in_80_seconds(*args):
         *sampled, stats = collect(*args)
         return *sampled, stats | dict(rollout_s=80.0)
+
     monkeypatch.setattr(train, "collect", in_80_seconds)
     monkeypatch.setattr(train.time, "perf_counter", itertools.count(0, 8).__next__)
     monkeypatch.setattr(lora, "load_adapter", lambda _, folder: loaded.append(folder))
@@ -558,18 +646,28 @@ def test_preflight_changes_nothing_and_says_whether_training_would_work(
     said = capsys.readouterr().out
     assert said.count("mismatch     1.0000") == 3
     assert re.findall(r"([\d.]+) +seconds, ([\d.]+) of them the update", said) == [
-        ("11.0", "1.0"), ("6.0", "1.0"), ("11.0", "1.0")]
+        ("11.0", "1.0"),
+        ("6.0", "1.0"),
+        ("11.0", "1.0"),
+    ]
     assert loaded == [str(whole / "adapter-best")]
     assert not (tmp_path / "run").exists() and contents(whole) == before
 
 
-@pytest.mark.parametrize("change, code, advice, words", [
-    ({}, 0, 0, "solve rate    40.0%"), (dict(signal=0), 3, 1, "unequal rewards"),
-    (dict(finished=0), 0, 1, "no answer ended"), (dict(mismatch=1.1), 0, 1, "disagree"),
-    (dict(mismatch=1.6), 3, 1, "disagree"), (dict(mismatch=math.nan), 3, 1, "nan"),
-    (dict(signal=.2), 0, 0, "no signal     80.0%   groups of equal rewards; --resample")])
+@pytest.mark.parametrize(
+    "change, code, advice, words",
+    [
+        ({}, 0, 0, "solve rate    40.0%"),
+        (dict(signal=0), 3, 1, "unequal rewards"),
+        (dict(finished=0), 0, 1, "no answer ended"),
+        (dict(mismatch=1.1), 0, 1, "disagree"),
+        (dict(mismatch=1.6), 3, 1, "disagree"),
+        (dict(mismatch=math.nan), 3, 1, "nan"),
+        (dict(signal=0.2), 0, 0, "no signal     80.0%   groups of equal rewards; --resample"),
+    ],
+)
 def test_preflight_judges_as_the_training_does(tmp_path, capsys, change, code, advice, words):
-    record = GOOD | dict(solved=.4, memory_gb=1., rollout_s=6., update_s=4.) | change
+    record = GOOD | dict(solved=0.4, memory_gb=1.0, rollout_s=6.0, update_s=4.0) | change
     config = Config(out=str(tmp_path / "x"), steps=30, preflight=True)
     assert runs.Run(config).preflight(record) == code
     said = capsys.readouterr().out
@@ -581,6 +679,7 @@ def test_preflight_judges_as_the_training_does(tmp_path, capsys, change, code, a
 
 
 # --- python runs.py
+
 
 def report(monkeypatch, capsys, *argv):
     """python runs.py ARGV → what it prints."""
@@ -600,19 +699,25 @@ def test_a_list_has_a_line_for_each_run(tmp_path, monkeypatch, capsys):
         (folder / "config.json").write_text(config)
         (folder / "metrics.jsonl").touch()
     log = Path("runs/mine/metrics.jsonl")
-    for step, score in ((0, .1), (8, .5), (16, .25)):
+    for step, score in ((0, 0.1), (8, 0.5), (16, 0.25)):
         runs.append(log, dict(kind="eval", step=step, segment=0, eval_greedy=score, rollout_s=10))
     for step in (0, 2, 4, 6, 6):
         runs.append(log, dict(kind="step", step=step, segment=0, rollout_s=500, update_s=100))
     _, *rows = report(monkeypatch, capsys, "list").out.splitlines()
     assert [row.split() for row in rows] == [
         "runs/mine mine qwen 8/16 0.10 0.50 0.25 40.5".split(),
-        "runs/new/one – – 0/– – – – 0.0".split()]
+        "runs/new/one – – 0/– – – – 0.0".split(),
+    ]
 
 
-@pytest.mark.parametrize("argv, drawn", [
-    ("show {run} nowhere", []), ("plot nowhere {run}", ["run/curves.png"]),
-    ("plot {run} {run}", ["curves.png"])])
+@pytest.mark.parametrize(
+    "argv, drawn",
+    [
+        ("show {run} nowhere", []),
+        ("plot nowhere {run}", ["run/curves.png"]),
+        ("plot {run} {run}", ["curves.png"]),
+    ],
+)
 def test_runs_py_shows_and_plots(ended, tmp_path, monkeypatch, capsys, argv, drawn):
     """plot writes into the only run's folder, or for several into the current one. A folder without
     a run is passed over with a note, as in `plot runs/*`."""
@@ -626,9 +731,14 @@ def test_runs_py_shows_and_plots(ended, tmp_path, monkeypatch, capsys, argv, dra
         assert Path(name).read_bytes().startswith(b"\x89PNG\r\n")
 
 
-@pytest.mark.parametrize("argv, words", [
-    ("show", "usage"), ("list /nowhere", "no run in /nowhere: name"),
-    ("plot /nowhere", "nowhere holds no metrics.jsonl")])
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        ("show", "usage"),
+        ("list /nowhere", "no run in /nowhere: name"),
+        ("plot /nowhere", "nowhere holds no metrics.jsonl"),
+    ],
+)
 def test_what_runs_py_cannot_do_is_said_and_is_exit_code_1(monkeypatch, capsys, argv, words):
-    with pytest.raises(SystemExit, match=words):                      # of a sentence: exit code 1
+    with pytest.raises(SystemExit, match=words):  # of a sentence: exit code 1
         report(monkeypatch, capsys, *argv.split())

@@ -49,7 +49,9 @@ def forbidden(folder):
     """{"a imports b"} for each import between our modules that ALLOWED does not list."""
     found = set()
     for name, allowed in ALLOWED.items():
-        ours = imported((folder / f"{name.replace('.', '/')}.py").read_text()) & (ALLOWED.keys() | BEHIND)
+        ours = imported((folder / f"{name.replace('.', '/')}.py").read_text()) & (
+            ALLOWED.keys() | BEHIND
+        )
         found |= {f"{name} imports {other}" for other in ours - allowed}
     return found
 
@@ -62,7 +64,9 @@ def test_imports_point_one_way():
 
 def test_every_module_has_its_place():
     """Only git's files count: a clone may hold a file of its user beside ours, as README's mine.py."""
-    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True
+    ).stdout
     names = {name.removesuffix(".py").replace("/", ".") for name in listed.split()}
     names = {name for name in names if name.partition(".")[0] not in BEHIND}
     assert names in (ALLOWED.keys(), set())  # nothing: no git, or another user's clone
@@ -70,5 +74,7 @@ def test_every_module_has_its_place():
 
 def test_the_style_check_is_clean():
     """ruff with pyproject.toml's settings."""
-    done = subprocess.run([sys.executable, "-m", "ruff", "check"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", "check"], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout

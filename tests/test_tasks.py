@@ -17,48 +17,142 @@ from hypothesis import strategies as st
 
 import tasks
 
-LAST = {    # text → its last number
-    "56": "56", "7 * 8 = 56.": "56", "56, not 54": "54", "": None, ". , - $ % / ####": None,
-    "7.0": "7", "7.5": "15/2", "wait...18": "18",
-    "it is .5": "1/2", "= -7": "-7", "= −7": "-7", "-$7.50": "-15/2", "$-7$": "-7", "5-3": "3",
-    "5 - 3": "3", "5 -3": "3", "5 - -3": "-3", "(2)-3": "3", "COVID-19": "19", "$10-$3": "3",
-    "1:\n-7": "-7", "1\n-7": "-7", "1,000": "1000", "1,234,567.": "1234567", "1, 2, 3": "3",
-    "1{,}000": "1000", "1,00": "0", "1,2345": "2345", "1234,567": "567", "$18": "18", "18$": "18",
-    "€18": "18", "18%": "18", "5kg": "5", "\\$18\\%": "18", "90^\\circ": "90",
-    "3/4": "3/4", "-3/4": "-3/4", "3/4.5": "4.5", "\\frac{3}{4}": "3/4", "-\\dfrac{3}{4}": "-3/4",
-    "\\frac12": "1/2", "1\\dfrac 34": "7/4", "\\frac{-3}{4}": "-3/4", "1/0": None, "1 1/2": "3/2",
-    "-1 1/2": "-3/2", "1\\frac{1}{2}": "3/2", "5 48/2": "24", "0.33": "33/100", "1e3": "1000",
-    "2.5E-1": "1/4", "1e400": None, "2 × 10^3": None, "9**9**9**9": None,
-    "9 ** 9": None, "3^{2}": None, "3^2": None, "2*3": "3", "٣": None, "x²": None,
-    "1" * 40: "1" * 40, "1" * 41: None, "\ud800 7": "7", "7" + " " * 1999: "7",
-    "7" + " " * 2000: None, "12" + " " * 1999: None}
+LAST = {  # text → its last number
+    "56": "56",
+    "7 * 8 = 56.": "56",
+    "56, not 54": "54",
+    "": None,
+    ". , - $ % / ####": None,
+    "7.0": "7",
+    "7.5": "15/2",
+    "wait...18": "18",
+    "it is .5": "1/2",
+    "= -7": "-7",
+    "= −7": "-7",
+    "-$7.50": "-15/2",
+    "$-7$": "-7",
+    "5-3": "3",
+    "5 - 3": "3",
+    "5 -3": "3",
+    "5 - -3": "-3",
+    "(2)-3": "3",
+    "COVID-19": "19",
+    "$10-$3": "3",
+    "1:\n-7": "-7",
+    "1\n-7": "-7",
+    "1,000": "1000",
+    "1,234,567.": "1234567",
+    "1, 2, 3": "3",
+    "1{,}000": "1000",
+    "1,00": "0",
+    "1,2345": "2345",
+    "1234,567": "567",
+    "$18": "18",
+    "18$": "18",
+    "€18": "18",
+    "18%": "18",
+    "5kg": "5",
+    "\\$18\\%": "18",
+    "90^\\circ": "90",
+    "3/4": "3/4",
+    "-3/4": "-3/4",
+    "3/4.5": "4.5",
+    "\\frac{3}{4}": "3/4",
+    "-\\dfrac{3}{4}": "-3/4",
+    "\\frac12": "1/2",
+    "1\\dfrac 34": "7/4",
+    "\\frac{-3}{4}": "-3/4",
+    "1/0": None,
+    "1 1/2": "3/2",
+    "-1 1/2": "-3/2",
+    "1\\frac{1}{2}": "3/2",
+    "5 48/2": "24",
+    "0.33": "33/100",
+    "1e3": "1000",
+    "2.5E-1": "1/4",
+    "1e400": None,
+    "2 × 10^3": None,
+    "9**9**9**9": None,
+    "9 ** 9": None,
+    "3^{2}": None,
+    "3^2": None,
+    "2*3": "3",
+    "٣": None,
+    "x²": None,
+    "1" * 40: "1" * 40,
+    "1" * 41: None,
+    "\ud800 7": "7",
+    "7" + " " * 1999: "7",
+    "7" + " " * 2000: None,
+    "12" + " " * 1999: None,
+}
 
-FINAL = {    # text → its answer: after ####, else in \boxed, else the last number
-    "#### 18": "18", "####18": "18", "#### $18.00": "18", "#### **18**": "18", "#### -5": "-5",
-    "#### 70,000 people in 3 towns": "70000", "#### 18\n#### 17": "17",
-    "#### 17 or 18": "17", "\\boxed{17} #### 18": "18",
-    "#### 17 \\boxed{18}": "17", "#### Step 2\nso it is 18": "18", "#### <number>\n18": "18",
-    "####": None, "#### 9**9": None, "so \\boxed{18} of 20": "18",
-    "\\boxed{17}, \\boxed{18}.": "18", "\\boxed{18\\text{ cm}} in 2 days": "18",
-    "\\boxed{\\frac{3}{4}} of 20": "3/4", "\\boxed{\\boxed{18}} of 20": "18",
-    "\\boxed{x = 18} of 20": "18", "\\boxed{many} or 18": "18",
-    "\\boxed{17": "17", "17 of them, so 18": "18", "": None}
+FINAL = {  # text → its answer: after ####, else in \boxed, else the last number
+    "#### 18": "18",
+    "####18": "18",
+    "#### $18.00": "18",
+    "#### **18**": "18",
+    "#### -5": "-5",
+    "#### 70,000 people in 3 towns": "70000",
+    "#### 18\n#### 17": "17",
+    "#### 17 or 18": "17",
+    "\\boxed{17} #### 18": "18",
+    "#### 17 \\boxed{18}": "17",
+    "#### Step 2\nso it is 18": "18",
+    "#### <number>\n18": "18",
+    "####": None,
+    "#### 9**9": None,
+    "so \\boxed{18} of 20": "18",
+    "\\boxed{17}, \\boxed{18}.": "18",
+    "\\boxed{18\\text{ cm}} in 2 days": "18",
+    "\\boxed{\\frac{3}{4}} of 20": "3/4",
+    "\\boxed{\\boxed{18}} of 20": "18",
+    "\\boxed{x = 18} of 20": "18",
+    "\\boxed{many} or 18": "18",
+    "\\boxed{17": "17",
+    "17 of them, so 18": "18",
+    "": None,
+}
 
-SQUARED = {    # a unit's exponent is ignored, a variable's is a power: no answer
-    "\\boxed{540\\text{ m}^2} in 3 steps": "540", "It is 540 m^2.": "540", "540 m2": "540",
-    "\\boxed{540\\,\\mathrm{cm}^{2}} in 3": "540", "\\boxed{540\\text{ m^2}} in 3": "540",
-    "#### 540 m^2": "540", "540 $m^3$": "540", "$540$ ft$^2$": "540", "9.8 m/s^2": "9.8",
-    "540 sq. ft.^2": None, "4 mp3 players": "4", "540 m^2 in 2 rooms": "2", "540 m^24": None,
-    "3x^2": None, "it is m^2": None}
+SQUARED = {  # a unit's exponent is ignored, a variable's is a power: no answer
+    "\\boxed{540\\text{ m}^2} in 3 steps": "540",
+    "It is 540 m^2.": "540",
+    "540 m2": "540",
+    "\\boxed{540\\,\\mathrm{cm}^{2}} in 3": "540",
+    "\\boxed{540\\text{ m^2}} in 3": "540",
+    "#### 540 m^2": "540",
+    "540 $m^3$": "540",
+    "$540$ ft$^2$": "540",
+    "9.8 m/s^2": "9.8",
+    "540 sq. ft.^2": None,
+    "4 mp3 players": "4",
+    "540 m^2 in 2 rooms": "2",
+    "540 m^24": None,
+    "3x^2": None,
+    "it is m^2": None,
+}
 
-MARKED = {    # #### before a heading, and before an equation
-    "#### 1. First step\n6 * 3 = 18": "18", "#### 1. Add\n6\n#### 2. Multiply\n18": "18",
-    "#### 2) **Then** 17\n\\boxed{18} of 20": "18", "#### 1. First step\n#### 18": "18",
-    "#### 18. She has 18 pens.": "18", "#### 18.": "18", "#### 1.5 kg": "1.5",
-    "#### 118. A hundred": "118", "#### 18 (6 * 3)": "18", "#### 6 * 3 = 18": "18",
-    "#### 18 = 6 * 3": "18", "#### $6 × 3 = $18": "18", "#### 6 \\times 3 = 18": "18",
-    "#### 36 / 2 = 18": "18", "#### 36/2 = 18": "18", "#### 1/3 = 0.33": "1/3",
-    "#### 2 * 9 = 3 * 6 = 18": "18", "#### (2 + 4) * 3 = 18 pens": "18", "#### 3 - 5 = -2": "-2"}
+MARKED = {  # #### before a heading, and before an equation
+    "#### 1. First step\n6 * 3 = 18": "18",
+    "#### 1. Add\n6\n#### 2. Multiply\n18": "18",
+    "#### 2) **Then** 17\n\\boxed{18} of 20": "18",
+    "#### 1. First step\n#### 18": "18",
+    "#### 18. She has 18 pens.": "18",
+    "#### 18.": "18",
+    "#### 1.5 kg": "1.5",
+    "#### 118. A hundred": "118",
+    "#### 18 (6 * 3)": "18",
+    "#### 6 * 3 = 18": "18",
+    "#### 18 = 6 * 3": "18",
+    "#### $6 × 3 = $18": "18",
+    "#### 6 \\times 3 = 18": "18",
+    "#### 36 / 2 = 18": "18",
+    "#### 36/2 = 18": "18",
+    "#### 1/3 = 0.33": "1/3",
+    "#### 2 * 9 = 3 * 6 = 18": "18",
+    "#### (2 + 4) * 3 = 18 pens": "18",
+    "#### 3 - 5 = -2": "-2",
+}
 
 
 def jsonl(path, records):
@@ -76,6 +170,7 @@ def numbers(problems):
 
 
 # --- what is right
+
 
 @pytest.mark.parametrize("text, number", LAST.items())
 def test_the_last_number_counts(text, number):
@@ -99,9 +194,11 @@ def test_arithmetic_prompts_and_rewards():
 
 # --- hostile text: an innocent regular expression, or a tower of powers, could take for ever
 
-JUDGES = [(tasks.gsm8k_reward, {"answer": "#### 9"}),
-          (tasks.TASKS["addition"]().reward, {"a": 4, "b": 5}),
-          (tasks.math_reward, {"answer": "9"})]
+JUDGES = [
+    (tasks.gsm8k_reward, {"answer": "#### 9"}),
+    (tasks.TASKS["addition"]().reward, {"a": 4, "b": 5}),
+    (tasks.math_reward, {"answer": "9"}),
+]
 
 
 def judge_quickly(reward, problem, text):
@@ -112,17 +209,53 @@ def judge_quickly(reward, problem, text):
     for _ in range(3):
         began = time.process_time()
         value = reward(problem, text, True)
-        if time.process_time() - began < .01:
+        if time.process_time() - began < 0.01:
             return value
     pytest.fail(f"{reward} takes over 10 ms of the processor")
 
 
 BEGINNINGS = ["", "1", "#### ", "1e", "\\frac{", "1,111"]
 PIECES = [
-    "9**", "1", "-", "(", ",1", "\\boxed{", "#", "\\boxed{{}", "#### ", "1 ", "1/", "1/1 ",
-    "1 1/1.1", "1,111", ",111", "1e", "\\frac{1}{", " ", "**", "6*3=", "a/", "$ ", "1m",
-    "####\\times", "{", "}", "\\left(", "\\frac{", "\\text{", "^", "=", "\\", "½", "٣", "\ud800",
-    "\0", "3/4", "(1 + 2) * 3", "\\boxed{\\frac{1}{2}}"]
+    "9**",
+    "1",
+    "-",
+    "(",
+    ",1",
+    "\\boxed{",
+    "#",
+    "\\boxed{{}",
+    "#### ",
+    "1 ",
+    "1/",
+    "1/1 ",
+    "1 1/1.1",
+    "1,111",
+    ",111",
+    "1e",
+    "\\frac{1}{",
+    " ",
+    "**",
+    "6*3=",
+    "a/",
+    "$ ",
+    "1m",
+    "####\\times",
+    "{",
+    "}",
+    "\\left(",
+    "\\frac{",
+    "\\text{",
+    "^",
+    "=",
+    "\\",
+    "½",
+    "٣",
+    "\ud800",
+    "\0",
+    "3/4",
+    "(1 + 2) * 3",
+    "\\boxed{\\frac{1}{2}}",
+]
 ANY = st.text() | st.lists(st.sampled_from(PIECES) | st.integers().map(str)).map("".join)
 
 
@@ -139,7 +272,7 @@ def test_any_text_at_all_scores_0_or_1_in_10_ms(examples, monkeypatch):
     """For math it is the time of the guard, without math-verify."""
     monkeypatch.setattr(tasks, "equal", operator.eq)
 
-    @settings(max_examples=examples, deadline=None)                # a busy machine is no error
+    @settings(max_examples=examples, deadline=None)  # a busy machine is no error
     @given(ANY)
     def judge(text):
         for reward, problem in JUDGES:
@@ -151,8 +284,11 @@ def test_any_text_at_all_scores_0_or_1_in_10_ms(examples, monkeypatch):
 
 # --- what is held out
 
-@pytest.mark.parametrize("name, operands, total", [
-    ("multiplication", None, 121), ("addition", None, 10_000), ("addition", "0-7", 64)])
+
+@pytest.mark.parametrize(
+    "name, operands, total",
+    [("multiplication", None, 121), ("addition", None, 10_000), ("addition", "0-7", 64)],
+)
 def test_held_out_pairs_are_not_trained_on_in_either_order(name, operands, total):
     task = tasks.TASKS[name](None, operands)
     assert len(task.held_out) == 32 and len(task.train) == total - 32
@@ -169,8 +305,7 @@ def test_exactly_as_many_are_held_out_as_asked_for():
             assert len(task.held_out) == asked
 
 
-@pytest.mark.parametrize("operands", [
-    "12-2", "2", "-2-5", "2-3", "0-1000", "0-99999999", "٢-٩"])
+@pytest.mark.parametrize("operands", ["12-2", "2", "-2-5", "2-3", "0-1000", "0-99999999", "٢-٩"])
 def test_bad_operands_are_named(operands):
     with pytest.raises(ValueError, match=f"^--operands {operands} "):
         tasks.TASKS["addition"](operands=operands)
@@ -178,10 +313,27 @@ def test_bad_operands_are_named(operands):
 
 def test_gsm8k_reads_plain_answers_and_holds_out_a_quarter_of_a_small_file(tmp_path):
     """Each gold answer scores 1, and one more scores 0. Text after a number is a unit."""
-    golds = ["18", "-2", "1,234", "2.5", "$9", "3/4", "0", "5.", "5 apples",
-             "**5**", "5 (3 + 2)", "5\n6 is wrong", "5 m^2", "6 * 3 = 18", "1. First step\n#### 18"]
-    data = jsonl(tmp_path / "some.jsonl", [
-        {"question": f"Is {{it}} {gold}?", "answer": f"2\n#### {gold}"} for gold in golds])
+    golds = [
+        "18",
+        "-2",
+        "1,234",
+        "2.5",
+        "$9",
+        "3/4",
+        "0",
+        "5.",
+        "5 apples",
+        "**5**",
+        "5 (3 + 2)",
+        "5\n6 is wrong",
+        "5 m^2",
+        "6 * 3 = 18",
+        "1. First step\n#### 18",
+    ]
+    data = jsonl(
+        tmp_path / "some.jsonl",
+        [{"question": f"Is {{it}} {gold}?", "answer": f"2\n#### {gold}"} for gold in golds],
+    )
     task = tasks.TASKS["gsm8k"](data)
     assert len(task.train) == 12 and len(task.held_out) == 3
     for problem in task.train + task.held_out:
@@ -219,15 +371,27 @@ def test_all_of_a_test_file_is_held_out_and_none_of_it_trained_on(tmp_path):
         assert not alone.train and [int(p["answer"][5:]) for p in alone.held_out] == few
 
 
-@pytest.mark.parametrize("name, test, data, operands, trains, names", [
-    ("gsm8k", "test.jsonl", "again.jsonl", None, True, "--data again.jsonl .* --test test.jsonl"),
-    ("gsm8k", "absent", None, None, True, "give --data"),
-    ("gsm8k", "absent", None, None, False, "absent cannot be read"),
-    ("gsm8k", "none.jsonl", None, None, False, "none.jsonl has 0"),
-    ("gsm8k", "test.jsonl", None, "1-9", False, "--operands 1-9 .* test.jsonl"),
-    ("addition", "some.jsonl", None, None, False, "some.jsonl: .* leave out --data and --test")])
+@pytest.mark.parametrize(
+    "name, test, data, operands, trains, names",
+    [
+        (
+            "gsm8k",
+            "test.jsonl",
+            "again.jsonl",
+            None,
+            True,
+            "--data again.jsonl .* --test test.jsonl",
+        ),
+        ("gsm8k", "absent", None, None, True, "give --data"),
+        ("gsm8k", "absent", None, None, False, "absent cannot be read"),
+        ("gsm8k", "none.jsonl", None, None, False, "none.jsonl has 0"),
+        ("gsm8k", "test.jsonl", None, "1-9", False, "--operands 1-9 .* test.jsonl"),
+        ("addition", "some.jsonl", None, None, False, "some.jsonl: .* leave out --data and --test"),
+    ],
+)
 def test_a_test_file_that_does_not_fit_is_named(
-        name, test, data, operands, trains, names, tmp_path, monkeypatch):
+    name, test, data, operands, trains, names, tmp_path, monkeypatch
+):
     """To train without data is refused before the test file is read."""
     monkeypatch.chdir(tmp_path)
     word_problems(Path("test.jsonl"), range(8, 18))
@@ -239,6 +403,7 @@ def test_a_test_file_that_does_not_fit_is_named(
 
 # --- files and data sets
 
+
 def test_the_file_runs_without_our_other_modules():
     """-I keeps its folder off the path."""
     shown = subprocess.check_output([sys.executable, "-I", tasks.__file__], text=True)
@@ -246,22 +411,31 @@ def test_the_file_runs_without_our_other_modules():
 
 
 ONE_A_LINE = "one JSON object a line"
-BROKEN = {    # task → third line of a file → what its refusal names beside that line
+BROKEN = {  # task → third line of a file → what its refusal names beside that line
     "gsm8k": {
-        "[1]": ONE_A_LINE, '{"question": "a", "answer": "#### 1"},': ONE_A_LINE, "[" * 10**5: ".",
-        '{"question": "a"}': "'answer'", '{"question": "", "answer": "#### 3"}': "'question'",
+        "[1]": ONE_A_LINE,
+        '{"question": "a", "answer": "#### 1"},': ONE_A_LINE,
+        "[" * 10**5: ".",
+        '{"question": "a"}': "'answer'",
+        '{"question": "", "answer": "#### 3"}': "'question'",
         '{"question": "a", "answer": "3"}': "--task math",
         '{"question": "a", "answer": "#### 1. First step"}': "#### number",
         '{"question": "\\ud83d", "answer": "#### 3"}': ".",
         '{"question": "é"}'.encode("latin-1"): "UTF-8",
-        '{"question": "é"}\n'.encode("utf-16"): "UTF-8"},
+        '{"question": "é"}\n'.encode("utf-16"): "UTF-8",
+    },
     "math": {
-        '{"answer": "3"}': "'problem'", '{"problem": "a"}': "'answer'",
-        '{"problem": "a", "answer": ""}': "'answer'", '{"problem": "a", "answer": NaN}': "'answer'",
+        '{"answer": "3"}': "'problem'",
+        '{"problem": "a"}': "'answer'",
+        '{"problem": "a", "answer": ""}': "'answer'",
+        '{"problem": "a", "answer": NaN}': "'answer'",
         f'{{"problem": "a", "answer": "{"x" * 501}"}}': "500",
-        '{"prompt": [], "answer": "3"}': "chat", '{"prompt": ["hi"], "answer": "3"}': "chat",
+        '{"prompt": [], "answer": "3"}': "chat",
+        '{"prompt": ["hi"], "answer": "3"}': "chat",
         '{"prompt": [{"role": "assistant", "content": "a"}], "answer": "3"}': "chat",
-        '{"prompt": [{"role": "user", "content": "a"}, {"role": "user"}], "answer": "3"}': "chat"}}
+        '{"prompt": [{"role": "user", "content": "a"}, {"role": "user"}], "answer": "3"}': "chat",
+    },
+}
 
 
 @pytest.mark.parametrize("task", BROKEN)
@@ -275,8 +449,9 @@ def test_a_broken_line_is_named_with_its_number(task, tmp_path):
         assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("gold", [
-    "1 000", "3,5", "1.000,00", "12:30", "1,234,56", "5!", "3²", "3 * 4", "5-3", "1\t0"])
+@pytest.mark.parametrize(
+    "gold", ["1 000", "3,5", "1.000,00", "12:30", "1,234,56", "5!", "3²", "3 * 4", "5-3", "1\t0"]
+)
 def test_a_gold_that_would_be_read_in_part_is_refused(gold, tmp_path):
     """Or its first number would be rewarded."""
     path = jsonl(tmp_path / "some.jsonl", [{"question": "q", "answer": f"#### {gold}\n"}])
@@ -286,6 +461,7 @@ def test_a_gold_that_would_be_read_in_part_is_refused(gold, tmp_path):
 
 def test_a_dataset_of_the_hub_is_read_through_datasets(monkeypatch):
     """owner/name[/config][:split]. A name that ends like a file is never looked up on the hub."""
+
     def load_dataset(name, config, split):
         if name == "o/none":
             raise RuntimeError("no such dataset\nand more")
@@ -295,11 +471,13 @@ def test_a_dataset_of_the_hub_is_read_through_datasets(monkeypatch):
     for name, asked in (("o/n", "None train"), ("o/n/c:test[:50%]", "c test[:50%]")):
         task = tasks.TASKS["gsm8k"](name)
         assert len(task.train) == 6 and task.train[0]["question"].startswith(asked)
-    for data, names in (("o/none", r"o/none .*no such dataset\)"),
-                        ("data/x.jsonl", "data/x.jsonl .*No such file")):
+    for data, names in (
+        ("o/none", r"o/none .*no such dataset\)"),
+        ("data/x.jsonl", "data/x.jsonl .*No such file"),
+    ):
         with pytest.raises(ValueError, match=names):
             tasks.TASKS["gsm8k"](data)
-    monkeypatch.setitem(sys.modules, "datasets", None)                # makes the import fail
+    monkeypatch.setitem(sys.modules, "datasets", None)  # makes the import fail
     with pytest.raises(ValueError, match="o/n .*pip install datasets"):
         tasks.TASKS["gsm8k"]("o/n")
 
@@ -335,30 +513,63 @@ def test_a_judge_that_does_not_run_or_dies_is_an_error_and_no_reward_of_0(tmp_pa
     judge = tasks._worker()
     verdicts = [tasks.equal("7", answer) for answer in ("7", "8", "endless", "huge", "7 ")]
     assert verdicts == [True, False, False, False, True] and tasks._worker() is judge
-    judge.kill()                           # as the kernel does when memory runs out
+    judge.kill()  # as the kernel does when memory runs out
     with pytest.raises(ValueError, match="math-verify, which does not run"):
         tasks.equal("7", " 7")
     assert tasks.equal("7", " 7") is True
-    tasks._worker().communicate()          # closes its input, which ends it
+    tasks._worker().communicate()  # closes its input, which ends it
 
 
-EQUAL = [    # gold, boxed
-    ("5, 100", "100, 5"), ("5100", "5,100"), ("5100", "5{,}100"), ("5,\\!100", "5100"),
-    ("\\frac{1}{2}", "50\\%"), ("\\frac{1}{2}", "50 %"), ("50\\%", "\\frac{1}{2}"), ("50\\%", "50"),
+EQUAL = [  # gold, boxed
+    ("5, 100", "100, 5"),
+    ("5100", "5,100"),
+    ("5100", "5{,}100"),
+    ("5,\\!100", "5100"),
+    ("\\frac{1}{2}", "50\\%"),
+    ("\\frac{1}{2}", "50 %"),
+    ("50\\%", "\\frac{1}{2}"),
+    ("50\\%", "50"),
     ("\\frac{\\pi}{2}", "\\dfrac{\\pi}{2}"),
-    ("\\frac{1}{2}", "\\dfrac12"), ("\\frac{1}{2}", "0.5"), ("\\frac{1}{2}", "x = \\frac{1}{2}."),
-    ("5", "5\\text{ cm}"), ("90", "90^\\circ"), ("(1, 2)", "\\left(1,2\\right)"), ("-7", "−7"),
-    ("7", "7."), ("2\\sqrt{3}", "\\sqrt{12}"),
-    ("x^2 + 2x + 1", "(x + 1)^2"), ("\\{1, 2\\}", "2, 1"), ("\\text{Evelyn}", "Evelyn"),
-    ("3 + 4i", "4i + 3"), ("3^2", "9"), ("1\\frac{1}{2}", "3/2"), ("a_{b_{c}}", "a_{b_{ c }}"),
-    ("70\\,\\text{cm}^2", "70"), ("2^{2004}", "2^{2004}"), ("\\binom{10}{3}", "120"), ("6!", "720")]
+    ("\\frac{1}{2}", "\\dfrac12"),
+    ("\\frac{1}{2}", "0.5"),
+    ("\\frac{1}{2}", "x = \\frac{1}{2}."),
+    ("5", "5\\text{ cm}"),
+    ("90", "90^\\circ"),
+    ("(1, 2)", "\\left(1,2\\right)"),
+    ("-7", "−7"),
+    ("7", "7."),
+    ("2\\sqrt{3}", "\\sqrt{12}"),
+    ("x^2 + 2x + 1", "(x + 1)^2"),
+    ("\\{1, 2\\}", "2, 1"),
+    ("\\text{Evelyn}", "Evelyn"),
+    ("3 + 4i", "4i + 3"),
+    ("3^2", "9"),
+    ("1\\frac{1}{2}", "3/2"),
+    ("a_{b_{c}}", "a_{b_{ c }}"),
+    ("70\\,\\text{cm}^2", "70"),
+    ("2^{2004}", "2^{2004}"),
+    ("\\binom{10}{3}", "120"),
+    ("6!", "720"),
+]
 
-DIFFERENT = [    # gold, boxed
-    ("5, 100", "5100"), ("5100", "5, 100"), ("11", "1 1"), ("\\frac{1}{2}", "0.5\\%"),
-    ("0.5\\%", "\\frac{1}{2}"), ("1/3", "0.33"),
-    ("(1, 2)", "(2, 1)"), ("7", "-7"), ("x^2 + 2x + 1", "(x + 1)^3"), ("\\{1, 2\\}", "1"),
-    ("5", "5, 6"), ("\\text{east}", "\\text{west}"), ("5.5", "1 1/2"), ("5", ""),
-    ("5", "."), ("9", "9**9**9**9")]
+DIFFERENT = [  # gold, boxed
+    ("5, 100", "5100"),
+    ("5100", "5, 100"),
+    ("11", "1 1"),
+    ("\\frac{1}{2}", "0.5\\%"),
+    ("0.5\\%", "\\frac{1}{2}"),
+    ("1/3", "0.33"),
+    ("(1, 2)", "(2, 1)"),
+    ("7", "-7"),
+    ("x^2 + 2x + 1", "(x + 1)^3"),
+    ("\\{1, 2\\}", "1"),
+    ("5", "5, 6"),
+    ("\\text{east}", "\\text{west}"),
+    ("5.5", "1 1/2"),
+    ("5", ""),
+    ("5", "."),
+    ("9", "9**9**9**9"),
+]
 
 
 @pytest.mark.parametrize("gold, boxed", EQUAL + DIFFERENT)
@@ -369,24 +580,39 @@ def test_math_is_judged_by_math_verify(gold, boxed):
     assert tasks.math_reward(problem, boxed, True) == 0, "without a box"
 
 
-HOW_IT_IS_STORED = [    # by MATH-500, MATH, DAPO (published, reprocessed), JSONL, a chat
+HOW_IT_IS_STORED = [  # by MATH-500, MATH, DAPO (published, reprocessed), JSONL, a chat
     {"problem": "Half of one?", "solution": "It is \\boxed{3}.", "answer": "\\frac{1}{2}"},
     {"problem": "Half of one?", "solution": "It is \\boxed{1}. No, \\boxed{\\frac{1}{2}}."},
     {"problem": "Half of one?", "solution": "We get $\\boxed \\frac{1}{2}$."},
-    {"prompt": [{"role": "user", "content": "Solve the following math problem step by step. …\n\n"
-                                            "Half of one?\n\nRemember to put your answer on …"}],
-     "reward_model": {"ground_truth": "\\frac{1}{2}", "style": "rule"}},
+    {
+        "prompt": [
+            {
+                "role": "user",
+                "content": "Solve the following math problem step by step. …\n\n"
+                "Half of one?\n\nRemember to put your answer on …",
+            }
+        ],
+        "reward_model": {"ground_truth": "\\frac{1}{2}", "style": "rule"},
+    },
     {"prompt": "Half of one?", "solution": "\\frac{1}{2}"},
     {"question": "Half of one?", "answer": "#### \\frac{1}{2}"},
-    {"prompt": [{"role": "system", "content": "be brief"},
-                {"role": "user", "content": "Half of one?"}], "answer": "\\boxed{\\frac{1}{2}}"}]
+    {
+        "prompt": [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": "Half of one?"},
+        ],
+        "answer": "\\boxed{\\frac{1}{2}}",
+    },
+]
 
 
 @pytest.mark.parametrize("record", HOW_IT_IS_STORED)
 def test_math_reads_the_field_names_of_the_known_datasets(tmp_path, record):
     """The other problems have numbers for answers; the last two are one problem."""
-    others = [{"prompt": [{"role": "user", "content": f"{n}?"}],
-               "reward_model": {"ground_truth": n}} for n in (1, 2, 3, 3)]
+    others = [
+        {"prompt": [{"role": "user", "content": f"{n}?"}], "reward_model": {"ground_truth": n}}
+        for n in (1, 2, 3, 3)
+    ]
     task = tasks.TASKS["math"](jsonl(tmp_path / "some.jsonl", [record, *others]))
     assert len(task.train) == 3 and len(task.held_out) == 1
     answers = {p["problem"]: p["answer"] for p in task.train + task.held_out}
@@ -396,31 +622,66 @@ def test_math_reads_the_field_names_of_the_known_datasets(tmp_path, record):
 
 
 def test_a_box_without_braces_ends_with_its_formula(tmp_path):
-    golds = {"so $\\boxed 2$. Then $x$": "2", "It is $\\boxed  {5}$.": "5",
-             "\\[x = \\boxed 7 \\] Hence $y$": "7", "$\\boxed \\$32.50$": "\\$32.50",
-             "\\begin{align*} x&=\\boxed \\frac12 \\end{align*}": "\\frac12",
-             "no formula: \\boxed 2": "no formula: \\boxed 2"}
+    golds = {
+        "so $\\boxed 2$. Then $x$": "2",
+        "It is $\\boxed  {5}$.": "5",
+        "\\[x = \\boxed 7 \\] Hence $y$": "7",
+        "$\\boxed \\$32.50$": "\\$32.50",
+        "\\begin{align*} x&=\\boxed \\frac12 \\end{align*}": "\\frac12",
+        "no formula: \\boxed 2": "no formula: \\boxed 2",
+    }
     records = [{"problem": solution, "solution": solution} for solution in golds]
     task = tasks.TASKS["math"](jsonl(tmp_path / "some.jsonl", records))
     assert {p["problem"]: p["answer"] for p in task.train + task.held_out} == golds
 
 
-TOWERS = [    # of powers and factorials; series; huge exponents: the guard refuses each
-    "9^{9^9}", "2^{64!}", "9^9^9^9",
-    "7^{9^{9}} \\mod 13", "((9!)!)!", "9!!", "1000000!",
-    "\\left(10000000\\right)!", "\\binom{1000000}{500000}",
-    "9^{999999999}", "7^{-1000000000}", "(x + 1)^{1000}", "(x+y+z+w)^{200}",
-    "\\left(x+1\\right)^{999}", "\\sum_{i=1}^{100000000} i^i",
-    "\\prod_{i=1}^{1000000} i", "\\int_0^1 e^{x^2} \\sin(x^3) dx", "\\iint x^x dx dx",
-    "\\lim_{x \\to 0} x^{x}", "\\Gamma(10^9)",
-    "2^" * 100 + "2"]
-DEEP = ["(" * 9 + "1" + ")" * 9, "[" * 9 + "1" + "]" * 9,
-        "\\sqrt{(" * 9, "\\{" * 200, "1+" * 250 + "1"]
-PASS = [    # the guard; math-verify judges each
-    "9" * 400, "1/" * 100 + "1", "1e999999999", "\\" * 100, "^" * 200, "\\text{" + "a" * 300 + "}",
-    "\0", "\ud800"]
-LONG = [    # takes long; the first is ended after 1 s of processor time
-    "(x+1)^{99}(y+1)^{99}(z+1)^{99}", "(((9^9)^9)^9)^9", "+".join("1" * 150), "|" * 100, "99999!"]
+TOWERS = [  # of powers and factorials; series; huge exponents: the guard refuses each
+    "9^{9^9}",
+    "2^{64!}",
+    "9^9^9^9",
+    "7^{9^{9}} \\mod 13",
+    "((9!)!)!",
+    "9!!",
+    "1000000!",
+    "\\left(10000000\\right)!",
+    "\\binom{1000000}{500000}",
+    "9^{999999999}",
+    "7^{-1000000000}",
+    "(x + 1)^{1000}",
+    "(x+y+z+w)^{200}",
+    "\\left(x+1\\right)^{999}",
+    "\\sum_{i=1}^{100000000} i^i",
+    "\\prod_{i=1}^{1000000} i",
+    "\\int_0^1 e^{x^2} \\sin(x^3) dx",
+    "\\iint x^x dx dx",
+    "\\lim_{x \\to 0} x^{x}",
+    "\\Gamma(10^9)",
+    "2^" * 100 + "2",
+]
+DEEP = [
+    "(" * 9 + "1" + ")" * 9,
+    "[" * 9 + "1" + "]" * 9,
+    "\\sqrt{(" * 9,
+    "\\{" * 200,
+    "1+" * 250 + "1",
+]
+PASS = [  # the guard; math-verify judges each
+    "9" * 400,
+    "1/" * 100 + "1",
+    "1e999999999",
+    "\\" * 100,
+    "^" * 200,
+    "\\text{" + "a" * 300 + "}",
+    "\0",
+    "\ud800",
+]
+LONG = [  # takes long; the first is ended after 1 s of processor time
+    "(x+1)^{99}(y+1)^{99}(z+1)^{99}",
+    "(((9^9)^9)^9)^9",
+    "+".join("1" * 150),
+    "|" * 100,
+    "99999!",
+]
 
 
 @pytest.mark.parametrize("answer", TOWERS + DEEP)
@@ -436,8 +697,9 @@ def test_the_guard_refuses_and_never_says_equal(answer, monkeypatch):
     assert same == (answer in TOWERS)
 
 
-@pytest.mark.parametrize("answer", [
-    "(" * 8 + "1" + ")" * 8, "()" * 9, "1" * 500, "2^{99999}", "(x+1)^{99}"])
+@pytest.mark.parametrize(
+    "answer", ["(" * 8 + "1" + ")" * 8, "()" * 9, "1" * 500, "2^{99999}", "(x+1)^{99}"]
+)
 def test_the_guard_passes_what_is_within_its_limits(answer, monkeypatch):
     monkeypatch.setattr(tasks, "equal", lambda gold, answer: True)
     assert tasks.math_reward({"answer": "42"}, f"\\boxed{{{answer}}}", True) == 1
@@ -455,7 +717,7 @@ def test_hostile_answers_end_and_the_honest_beside_them_keep_their_reward(answer
 # --- a task of one's own
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
-OWN = re.search("```python\n(.*?)```", README, re.S)[1]                  # the README's example
+OWN = re.search("```python\n(.*?)```", README, re.S)[1]  # the README's example
 MINE = """def problems():
     return [{"prompt": f"What is {n} - 1?", "answer": n - 1} for n in range(10, 100)]
 def reward(problem, text):
@@ -466,6 +728,7 @@ def reward(problem, text):
 @pytest.fixture
 def own(tmp_path):
     """own(text) → the task of a file of that text."""
+
     def make(text):
         (tmp_path / "mine.py").write_text(text)
         return tasks.own(str(tmp_path / "mine.py"))
@@ -478,14 +741,20 @@ def test_the_readmes_example_of_a_task_of_ones_own(own):
     assert len(task.train) == 68 and len(task.held_out) == 22
     assert not [p for p in task.held_out if p in task.train]
     assert task.prompt(problem) == "What is 8 - 1?"
-    assert [task.reward(problem, text, True) for text in ("7", "8", "x")] == [1, .1, 0]
+    assert [task.reward(problem, text, True) for text in ("7", "8", "x")] == [1, 0.1, 0]
     assert task.reward(problem, "7", False) == 0, "an answer that the model did not end"
 
 
-@pytest.mark.parametrize("third, value, judged", [
-    ("end", "1 + end", [2, 1]), ("finished=.5", "1 + finished", [2, 1]),
-    ("tolerance=.5", "tolerance", [.5, 0]), ("**more", "1 + len(more)", [1, 0]),
-    ("*, finished=.5", "finished", [.5, 0])])
+@pytest.mark.parametrize(
+    "third, value, judged",
+    [
+        ("end", "1 + end", [2, 1]),
+        ("finished=.5", "1 + finished", [2, 1]),
+        ("tolerance=.5", "tolerance", [0.5, 0]),
+        ("**more", "1 + len(more)", [1, 0]),
+        ("*, finished=.5", "finished", [0.5, 0]),
+    ],
+)
 def test_a_third_parameter_of_the_reward_judges_unfinished_answers_too(own, third, value, judged):
     """Not one of another name with a default, nor one that a positional argument cannot reach."""
     task = own(f"{MINE}\ndef reward(problem, text, {third}):\n    return {value}\n")
@@ -496,17 +765,20 @@ def test_a_prompt_of_ones_own_is_text_or_a_chat(own):
     """Problems with the same prompt are one."""
     task = own(MINE + "def prompt(problem):\n    return problem['prompt'][:9]\n")
     assert task.prompt({"prompt": "What is 12"}) == "What is 1"
-    assert len(task.train) == 7 and len(task.held_out) == 2           # "What is 1" to "What is 9"
+    assert len(task.train) == 7 and len(task.held_out) == 2  # "What is 1" to "What is 9"
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a"}]
-    task = own(f"{MINE}def prompt(problem):\n    return {chat[:1]} + problem['chat']\n"
-               "def problems():\n    for c in 'abcda':\n"
-               "        yield {'chat': [{'role': 'user', 'content': c}]}\n")
+    task = own(
+        f"{MINE}def prompt(problem):\n    return {chat[:1]} + problem['chat']\n"
+        "def problems():\n    for c in 'abcda':\n"
+        "        yield {'chat': [{'role': 'user', 'content': c}]}\n"
+    )
     assert task.prompt({"chat": chat[1:]}) == chat
     assert len(task.train) == 3 and len(task.held_out) == 1
 
 
-BAD = {    # text of mine.py → what its refusal says next
-    "x =": ": SyntaxError: .*line 1", "\n1 / 0": ", line 2: ZeroDivisionError",
+BAD = {  # text of mine.py → what its refusal says next
+    "x =": ": SyntaxError: .*line 1",
+    "\n1 / 0": ", line 2: ZeroDivisionError",
     "": r" defines no reward\(\)",
     "def reward(problem, text): pass": r" defines no problems\(\)",
     "import sys\nsys.exit(0)": ", line 2: SystemExit: 0",
@@ -518,7 +790,8 @@ BAD = {    # text of mine.py → what its refusal says next
     MINE + "prompt = lambda problem: [{'role': 'a'}]": r": the prompt .* is \[{'role': 'a'}\], ",
     MINE + "prompt = lambda problem: ['user']": r": the prompt .* is \['user'\], ",
     MINE + "prompt = lambda problem: problem['x']": r", line 5: KeyError: 'x' in prompt\({'prompt'",
-    MINE.replace("range(10, 100)", "range(3)"): " has 3 problems"}
+    MINE.replace("range(10, 100)", "range(3)"): " has 3 problems",
+}
 
 
 @pytest.mark.parametrize("text, says", BAD.items())
@@ -534,11 +807,16 @@ def test_a_file_that_is_absent_is_named(tmp_path):
         tasks.own(f"{tmp_path}/absent.py")
 
 
-@pytest.mark.parametrize("value, says", [
-    ("int(text)", r", line 6: ValueError: .* reward\({'answer': 7}, 'a\\nb'\)$"),
-    ("None", ": TypeError: "), ("exit(1)", ", line 6: SystemExit: 1"),
-    ("float('nan')", ": nan is not between -1e6 and 1e6, .*'a.*b'"),
-    ("-1e7", ": -10000000.0 is not")])
+@pytest.mark.parametrize(
+    "value, says",
+    [
+        ("int(text)", r", line 6: ValueError: .* reward\({'answer': 7}, 'a\\nb'\)$"),
+        ("None", ": TypeError: "),
+        ("exit(1)", ", line 6: SystemExit: 1"),
+        ("float('nan')", ": nan is not between -1e6 and 1e6, .*'a.*b'"),
+        ("-1e7", ": -10000000.0 is not"),
+    ],
+)
 def test_a_reward_that_fails_is_named_with_its_line_and_the_answer(own, value, says):
     task = own(f"{MINE}def reward(problem, text):\n    return {value}\n")
     with pytest.raises(ValueError, match=f"mine.py{says}") as error:
@@ -559,8 +837,10 @@ def test_a_task_of_ones_own_imports_what_lies_beside_it(own, tmp_path):
     """Also when reward() imports it. The helper's own line is named."""
     (tmp_path / "own_first.py").write_text("NONE = 0")
     (tmp_path / "own_second.py").write_text("def half(text):\n    return int(text) / 2\n")
-    reward = own(MINE + "import own_first\ndef reward(problem, text):\n    import own_second\n"
-                 "    return own_second.half(text) + own_first.NONE\n").reward
+    reward = own(
+        MINE + "import own_first\ndef reward(problem, text):\n    import own_second\n"
+        "    return own_second.half(text) + own_first.NONE\n"
+    ).reward
     assert reward({}, "3", True) == 1.5
     with pytest.raises(ValueError, match="own_second.py, line 2: ValueError: .* in reward"):
         reward({}, "three", True)

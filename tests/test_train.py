@@ -1,4 +1,5 @@
 """python -m pytest tests/test_train.py"""
+
 import inspect
 import itertools
 import math
@@ -25,15 +26,16 @@ from tools.flags import Config
 G = 4
 STOPS = [2, 5, 9, 13]
 ADVANTAGES = torch.tensor(
-    [1.5, -.5, -.5, -.5] + [0.0] * 4 + [.9, -.9, .9, -.9] + [-1.5, .5, 0, 1])
+    [1.5, -0.5, -0.5, -0.5] + [0.0] * 4 + [0.9, -0.9, 0.9, -0.9] + [-1.5, 0.5, 0, 1]
+)
 ALL = torch.arange(16)
 # each correction, each loss with a KL
 CASES = [("dapo", "bypass", 0), ("dapo", "none", 0), ("dapo", "tis", 0)]
-CASES += [(loss, "tis", .1) for loss in grpo.CLIP]
+CASES += [(loss, "tis", 0.1) for loss in grpo.CLIP]
 
 
 def config(**flags):
-    common = dict(prompts=4, group_size=G, max_new_tokens=8, temperature=.7, max_grad_norm=1e9)
+    common = dict(prompts=4, group_size=G, max_new_tokens=8, temperature=0.7, max_grad_norm=1e9)
     return Config(**common | flags)
 
 
@@ -41,7 +43,7 @@ def actor(folder):
     """An fp32 model whose adapter is not 0."""
     model = decoder.load(str(folder), "bf16", rank=4, alpha=8)
     for p in model.parameters():
-        p.data.normal_(0, .1, generator=torch.Generator().manual_seed(p.numel()))
+        p.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(p.numel()))
     lora.refresh(model)
     return model
 
@@ -50,12 +52,12 @@ def rollout(model, sigma):
     """16 answers of unequal lengths to 4 prompts. Under noise the ratios differ from 1."""
     prompts = [[1, 7, 8], [1, 3, 4, 5, 6, 17], [1, 20], [1, 9, 9, 9]]
     with aqn.noisy_norms(model, sigma, seed=0, step=1):
-        return Sampler(model).generate(prompts, G, 8, .7, STOPS, seed=3, step=1)
+        return Sampler(model).generate(prompts, G, 8, 0.7, STOPS, seed=3, step=1)
 
 
 @pytest.fixture(scope="module")
 def noisy(tiny_chat):
-    return rollout(actor(tiny_chat), sigma=.5)
+    return rollout(actor(tiny_chat), sigma=0.5)
 
 
 def watch(monkeypatch, owner, name, note=dict):
@@ -76,6 +78,7 @@ def watch(monkeypatch, owner, name, note=dict):
 
 # --- the update
 
+
 class Walk:
     """Stands for an optimizer: keeps each gradient, and moves the weights by the same noise always."""
 
@@ -86,7 +89,7 @@ class Walk:
     def step(self):
         self.gradients.append(torch.cat([p.grad.flatten() for p in self.weights]))
         for p in self.weights:
-            p.data += .03 * torch.randn(p.shape, generator=self.random)
+            p.data += 0.03 * torch.randn(p.shape, generator=self.random)
             p.grad = None
 
     def zero_grad(self):
@@ -118,8 +121,12 @@ def by_definition(flags, model, optimizer, sampled, adv):
             old = sampled.logprobs if flags.correction == "bypass" else new.detach()
             drift = (new.detach() - sampled.logprobs)[measured]
             kl = (new - reference)[measured].mean() * (flags.beta > 0)
-            found = dict(rows=ran.sum(), entropy=entropy[measured].mean(), kl_reference=kl,
-                         kl_noise=(drift.exp() - 1 - drift).mean())
+            found = dict(
+                rows=ran.sum(),
+                entropy=entropy[measured].mean(),
+                kl_reference=kl,
+                kl_noise=(drift.exp() - 1 - drift).mean(),
+            )
         weights = (old - sampled.logprobs).exp().clamp(max=2) if flags.correction == "tis" else None
         given = normalizer, flags.loss, weights
         more = dict(ref_logprobs=reference, beta=flags.beta)
@@ -127,8 +134,11 @@ def by_definition(flags, model, optimizer, sampled, adv):
         _, clipped = grpo.policy_loss(new, old, adv, measured, *given, **more)
         optimizer.step()
         lora.refresh(model)
-    found |= dict(clip_fraction=clipped / measured.sum(), grad_norm=optimizer.gradients[-1].norm(),
-                  tokens=(where[1] + where[2])[ran].sum() * flags.updates_per_rollout)
+    found |= dict(
+        clip_fraction=clipped / measured.sum(),
+        grad_norm=optimizer.gradients[-1].norm(),
+        tokens=(where[1] + where[2])[ran].sum() * flags.updates_per_rollout,
+    )
     return {name: value.item() for name, value in found.items()}
 
 
@@ -139,17 +149,21 @@ def assert_same(got, want):
 
 @pytest.mark.parametrize("loss, correction, beta", CASES)
 def test_updates_follow_their_definition_for_any_cut_and_order(
-        tiny_chat, noisy, loss, correction, beta):
+    tiny_chat, noisy, loss, correction, beta
+):
     """Rows in any order, in small and large micro-batches, recomputed or not, give one gradient.
 
     "old" is the recorded policy (bypass), or the trainer's before the first update. The weights of tis are
     min(old / recorded, 2). --overlong mask gives the gradient of the finished answers alone.
     """
     model, ended, order = actor(tiny_chat), noisy.finished.nonzero()[:, 0], torch.randperm(16)
-    flags = config(loss=loss, correction=correction, beta=beta,
-                   updates_per_rollout=3 if loss == "dapo" else 2)
-    for overlong, counted, cuts in (("none", ALL, ((20, ALL), (60, order))),
-                                    ("mask", ended, ((10**6, order),))):
+    flags = config(
+        loss=loss, correction=correction, beta=beta, updates_per_rollout=3 if loss == "dapo" else 2
+    )
+    for overlong, counted, cuts in (
+        ("none", ALL, ((20, ALL), (60, order))),
+        ("mask", ended, ((10**6, order),)),
+    ):
         alone = noisy.rows(counted), ADVANTAGES[counted]
         measured, want = updated(model, flags, *alone, by_definition)
         flags.overlong = overlong
@@ -158,7 +172,8 @@ def test_updates_follow_their_definition_for_any_cut_and_order(
             stats, got = updated(model, flags, noisy.rows(rows), ADVANTAGES[rows])
             stats["tokens"] = stats["update_tok_s"] * stats["update_s"]
             assert {name: stats[name] for name in measured} == pytest.approx(
-                measured, rel=1e-4, abs=1e-6)
+                measured, rel=1e-4, abs=1e-6
+            )
             for one, other in zip(got, want, strict=True):
                 assert_same(one, other)
 
@@ -169,15 +184,22 @@ def ranks_updates(rank, folder, shared):
         torch.set_num_threads(1)
         dist.init_process_group("gloo", f"file://{shared}/meet", rank=rank, world_size=2)
     model, found = actor(folder), []
-    sampled = rollout(model, sigma=.5)
+    sampled = rollout(model, sigma=0.5)
     for last, loss in itertools.product((8, 12), grpo.CLIP):
         # with 12, rank 1 has no row to run
         adv = ADVANTAGES if last == 8 else ADVANTAGES * (ALL < last)
         mine = {None: ALL, 0: ALL[:last], 1: ALL[last:]}[rank]
         flags = config(loss=loss, correction="tis", micro_tokens=60)
         stats, gradients = updated(model, flags, sampled.rows(mine), adv[mine])
-        found.append((gradients[0], [stats[name] for name in (
-            "rows", "entropy", "kl_noise", "clip_fraction", "grad_norm")]))
+        found.append(
+            (
+                gradients[0],
+                [
+                    stats[name]
+                    for name in ("rows", "entropy", "kl_noise", "clip_fraction", "grad_norm")
+                ],
+            )
+        )
     if rank is None:
         return found
     torch.save(found, f"{shared}/{rank}")
@@ -186,8 +208,12 @@ def ranks_updates(rank, folder, shared):
 
 def test_two_ranks_get_the_gradient_of_one_process(tiny_chat, tmp_path):
     """Over gloo, for every loss, also when the second rank has no row to run and adds zeros."""
-    torch.multiprocessing.start_processes(ranks_updates, (str(tiny_chat), str(tmp_path)), nprocs=2,
-                                          start_method=forks().get_start_method())
+    torch.multiprocessing.start_processes(
+        ranks_updates,
+        (str(tiny_chat), str(tmp_path)),
+        nprocs=2,
+        start_method=forks().get_start_method(),
+    )
     alone = ranks_updates(None, str(tiny_chat), "")
     ranks = (torch.load(tmp_path / rank) for rank in "01")
     for (want, measured), (a, stats_a), (b, stats_b) in zip(alone, *ranks, strict=True):
@@ -199,7 +225,7 @@ def test_without_any_advantage_or_any_trained_answer_nothing_moves(tiny_chat, no
     """The adapter keeps its bytes although AdamW has momentum from an earlier step. No NaN."""
     model = actor(tiny_chat)
     flags = config(overlong="mask", updates_per_rollout=2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     assert train.update(flags, model, optimizer, noisy, ADVANTAGES)["grad_norm"] > 0
     before = parameters_to_vector(model.parameters())
     cut = noisy._replace(finished=torch.zeros(16, dtype=torch.bool))
@@ -215,8 +241,8 @@ def test_the_first_steps_from_the_base(tiny_chat):
     A clean sampler and the trainer agree but for rounding, k3(1e-5) = 5e-11, at a temperature of .7.
     """
     model = decoder.load(str(tiny_chat), "bf16", rank=4, alpha=8)
-    sampled, flags = rollout(model, sigma=0), config(beta=.1, correction="bypass")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=.02)
+    sampled, flags = rollout(model, sigma=0), config(beta=0.1, correction="bypass")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     first, second = (train.update(flags, model, optimizer, sampled, ADVANTAGES) for _ in range(2))
     assert first["clip_fraction"] == 0 <= first["kl_noise"] < 1e-9
     # [x, xa] @ [W, 0].T and x @ W.T may differ in the order of their fp32 sums
@@ -230,21 +256,24 @@ def test_adamw_gets_the_clipped_gradient_and_its_flags(tiny_chat, noisy):
 
     A weight loses lr · --weight-decay of itself, and lr by the sign of g.
     """
-    model, flags = actor(tiny_chat), config(max_grad_norm=.5, weight_decay=.5, lr=.1)
+    model, flags = actor(tiny_chat), config(max_grad_norm=0.5, weight_decay=0.5, lr=0.1)
     before = parameters_to_vector(model.parameters()).detach()
     optimizer = train.adamw(flags, model)
-    assert train.update(flags, model, optimizer, noisy, ADVANTAGES)["grad_norm"] > .6
-    m, v = (torch.cat([optimizer.state[p][name].flatten() for p in model.parameters()])
-            for name in ("exp_avg", "exp_avg_sq"))
-    assert m.norm() == pytest.approx(.05, rel=1e-4)
+    assert train.update(flags, model, optimizer, noisy, ADVANTAGES)["grad_norm"] > 0.6
+    m, v = (
+        torch.cat([optimizer.state[p][name].flatten() for p in model.parameters()])
+        for name in ("exp_avg", "exp_avg_sq")
+    )
+    assert m.norm() == pytest.approx(0.05, rel=1e-4)
     # each side is a few products in fp32, 6e-8 each; a moment of less than 1e-6, squared, counts as 0
     torch.testing.assert_close(v, m * m, atol=1e-12, rtol=1e-5)
     after = parameters_to_vector(model.parameters()).detach()
-    want = .95 * before - m / (10 * m.abs() + 1e-8)
+    want = 0.95 * before - m / (10 * m.abs() + 1e-8)
     torch.testing.assert_close(after, want, atol=1e-6, rtol=1e-5)
 
 
 # --- collecting answers
+
 
 def world(folder):
     source = checkpoint.open(str(folder))
@@ -255,13 +284,19 @@ def collected(folder, rewards, sampler=Sampler, **flags):
     """train.collect on problems 0-39 with rewards(problem, number in the group)."""
     model, tokenizer = world(folder)
     judged = itertools.count()
-    task = Task([{"i": i} for i in range(40)], [], lambda problem: f"{problem['i']}*",
-                lambda problem, text, end: rewards(problem["i"], next(judged) % G))
+    task = Task(
+        [{"i": i} for i in range(40)],
+        [],
+        lambda problem: f"{problem['i']}*",
+        lambda problem, text, end: rewards(problem["i"], next(judged) % G),
+    )
     sampled, got, texts, stats = train.collect(
-        config(**flags), sampler(model), task, tokenizer, STOPS, 0)
+        config(**flags), sampler(model), task, tokenizer, STOPS, 0
+    )
     answers = map(tokenizer.decode, sampled.answers())
     for row, n, text, (prompt, answer) in zip(
-            sampled.tokens, sampled.prompt_lengths, answers, texts, strict=True):
+        sampled.tokens, sampled.prompt_lengths, answers, texts, strict=True
+    ):
         assert tokenizer.decode(row[:n]) == f"<s>{prompt}=" and text == answer
     asked = [int(prompt[:-1]) for prompt, _ in texts]
     return asked, got.tolist(), stats, sampled
@@ -275,16 +310,17 @@ def drawn(attempt=0, **flags):
 def test_a_reward_belongs_to_the_prompt_and_the_sample_that_earned_it(tiny_chat):
     """A reward that echoes its problem's number and the sample's. Log-probabilities that are recorded half
     a nat too high give a "mismatch" of e^½, not of e^-½."""
+
     class High(Sampler):
         def generate(self, *given, **more):
             r = super().generate(*given, **more)
-            return r._replace(logprobs=r.logprobs + .5 * (r.logprobs != 0))
+            return r._replace(logprobs=r.logprobs + 0.5 * (r.logprobs != 0))
 
     asked, rewards, stats, sampled = collected(tiny_chat, lambda i, g: i + g / 8, High)
     assert asked[::G] == drawn()
     assert rewards == [i + b % G / 8 for b, i in enumerate(asked)]
     assert stats["reward"] == pytest.approx(sum(rewards) / 16) and stats["signal"] == 1
-    assert stats["mismatch"] == pytest.approx(math.exp(.5), rel=1e-4) and stats["resampled"] == 0
+    assert stats["mismatch"] == pytest.approx(math.exp(0.5), rel=1e-4) and stats["resampled"] == 0
     assert stats["length"] == sampled.lengths.double().mean()
 
 
@@ -293,12 +329,13 @@ def test_resampling_replaces_groups_without_signal(tiny_chat, monkeypatch, resam
     """One problem in three has unequal rewards. Others are drawn until 4 have, or no draw is left."""
     calls = watch(monkeypatch, Sampler, "generate")
     asked, rewards, stats, sampled = collected(
-        tiny_chat, lambda i, g: float(i % 3 == 0 and g == 1), resample=resample)
+        tiny_chat, lambda i, g: float(i % 3 == 0 and g == 1), resample=resample
+    )
     live = []
     for attempt in range(attempts):
         live += [i for i in drawn(attempt, resample=resample) if i % 3 == 0]
     live = live[:4]
-    assert asked[::G][:len(live)] == live and all(i % 3 for i in asked[::G][len(live):])
+    assert asked[::G][: len(live)] == live and all(i % 3 for i in asked[::G][len(live) :])
     assert rewards == [float(i % 3 == 0 and b % G == 1) for b, i in enumerate(asked)]
     assert stats["signal"] == len(live) / 4 and stats["resampled"] == 4 * (attempts - 1)
     # each draw has numbers, so random bits, of its own
@@ -312,7 +349,8 @@ def test_a_long_answer_pays_the_overlong_penalty(tiny_chat, limit, cache):
     """The last quarter of the tokens costs up to 1. Rewards are float64 that differ by 1e-9 at least."""
     plain, paid = (
         collected(tiny_chat, lambda i, g: i + g / 8, max_new_tokens=limit, overlong=overlong)
-        for overlong in ("none", "penalty"))
+        for overlong in ("none", "penalty")
+    )
     lengths = paid[-1].lengths.tolist()
     due = [min(1, max(0, n - limit + cache) / cache) for n in lengths]
     assert paid[1] == [round(r - d, 9) for r, d in zip(plain[1], due, strict=True)]
@@ -323,7 +361,7 @@ def test_a_rank_has_its_own_problems_and_numbers(tiny_chat, monkeypatch):
     """In each attempt, the second of two ranks has half of the problems, and numbers of its own."""
     calls = watch(monkeypatch, Sampler, "generate")
     monkeypatch.setattr(train, "rank_and_count", lambda: (1, 2))
-    asked, *_ = collected(tiny_chat, lambda i, g: 0., resample=1)
+    asked, *_ = collected(tiny_chat, lambda i, g: 0.0, resample=1)
     assert [(len(call["prompts"]), call["first"]) for call in calls] == [(2, 2 * G), (2, 6 * G)]
     assert asked[::G] == drawn(resample=1)[2:]
 
@@ -334,7 +372,7 @@ def test_batch_follows_seed_and_step_and_each_epoch_covers_every_problem(updates
     flags, line = config(prompts=8, updates_per_rollout=updates, resample=resample), []
     for where in itertools.product(range(0, 40, updates), range(1 + resample)):
         line += train.batch(range(20), flags, *where)
-    epochs = [tuple(line[i:i + 20]) for i in range(0, len(line) - 19, 20)]
+    epochs = [tuple(line[i : i + 20]) for i in range(0, len(line) - 19, 20)]
     assert all(sorted(epoch) == [*range(20)] for epoch in epochs)
     assert len(set(epochs)) == len(epochs) >= 2
     assert train.batch(range(20), flags, 0) == line[:8]
@@ -344,22 +382,30 @@ def test_batch_follows_seed_and_step_and_each_epoch_covers_every_problem(updates
 
 # --- evaluation
 
+
 class Script:
     """A sampler whose answers are given: (prompt, temperature) → text, finished."""
 
     def __init__(self, model, tokenizer, answer):
         self.model, self.tokenizer, self.answer = model, tokenizer, answer
 
-    def generate(self, prompts, group_size, max_new_tokens, temperature, stop_ids, seed, step,
-                 first, **more):
+    def generate(
+        self, prompts, group_size, max_new_tokens, temperature, stop_ids, seed, step, first, **more
+    ):
         rows = []
         for prompt in prompts:
             text, finished = self.answer(self.tokenizer.decode(prompt), temperature)
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] + [2] * finished
             tokens = torch.tensor([prompt + ids])
-            rows += [Rollout(tokens=tokens, logprobs=torch.zeros(tokens.shape),
-                             lengths=torch.tensor([len(ids)]), finished=torch.tensor([finished]),
-                             prompt_lengths=torch.tensor([len(prompt)]))] * group_size
+            rows += [
+                Rollout(
+                    tokens=tokens,
+                    logprobs=torch.zeros(tokens.shape),
+                    lengths=torch.tensor([len(ids)]),
+                    finished=torch.tensor([finished]),
+                    prompt_lengths=torch.tensor([len(prompt)]),
+                )
+            ] * group_size
         return Rollout.join(rows)
 
 
@@ -369,8 +415,9 @@ def test_evaluate_counts_strict_loose_and_sampled(tiny_chat, monkeypatch):
     Sampled: 30 are right, with their special token. Every evaluation draws the same bits, and step -1
     is none of training's. Under noise there is none.
     """
+
     def answer(prompt, temperature):
-        i = int(prompt[3:-1])                                        # "<s>12="
+        i = int(prompt[3:-1])  # "<s>12="
         if temperature:
             return f"<s>{i if i < 30 else 0}", True
         return f"{'a' if i < 20 else 'i'} {i}", i % 2 == 0 or i >= 20
@@ -384,15 +431,18 @@ def test_evaluate_counts_strict_loose_and_sampled(tiny_chat, monkeypatch):
     sampler, flags = Script(model, tokenizer, answer), config(eval_samples=3, seed=7)
     got = train.evaluate(flags, sampler, task, tokenizer, STOPS)
     shares = [got[name] for name in ("eval_greedy", "eval_greedy_loose", "eval_sampled")]
-    assert shares == pytest.approx([.25, .5, .75])
-    drawn = [[call[name] for name in ("group_size", "temperature", "seed", "step", "first")]
-             for call in calls]
-    assert drawn == [[1, 0.0, 7, -1, 0], [3, .7, 7, -1, 0]]
-    with aqn.noisy_norms(model, .1, 0, 1), pytest.raises(AssertionError, match="noise"):
+    assert shares == pytest.approx([0.25, 0.5, 0.75])
+    drawn = [
+        [call[name] for name in ("group_size", "temperature", "seed", "step", "first")]
+        for call in calls
+    ]
+    assert drawn == [[1, 0.0, 7, -1, 0], [3, 0.7, 7, -1, 0]]
+    with aqn.noisy_norms(model, 0.1, 0, 1), pytest.raises(AssertionError, match="noise"):
         train.evaluate(flags, sampler, task, tokenizer, STOPS)
 
 
 # --- whole runs
+
 
 def test_flags_reach_what_they_name(tiny_chat, tmp_path, monkeypatch):
     """A run passes its flags to the schedule of σ, advantages, loss, model and sampler.
@@ -413,50 +463,76 @@ def test_flags_reach_what_they_name(tiny_chat, tmp_path, monkeypatch):
     samples = seen(Sampler, "generate", "step", "temperature", "top_p")
     models = seen(train, "update", "model")
     problems = seen(train, "batch", "problems")
-    flags = (f"--model {tiny_chat} --task gsm8k --test {tmp_path}/test.jsonl --prompts 2 --rank 4 "
-             f"--max-new-tokens 2 --temperature .7 --eval-top-p .5 --device cpu").split()
+    flags = (
+        f"--model {tiny_chat} --task gsm8k --test {tmp_path}/test.jsonl --prompts 2 --rank 4 "
+        f"--max-new-tokens 2 --temperature .7 --eval-top-p .5 --device cpu"
+    ).split()
     main(*flags, "--out", tmp_path / "alone", "--steps", 0)
     assert not problems
-    main(*flags, "--out", tmp_path / "both", "--steps", 1, "--data", tmp_path / "data.jsonl",
-         *"--loss dr_grpo --clip-low .1 --clip-high .3 --beta .1 --sigma-start .5 --sigma-end .25 "
-          "--sigma-stages 5 --sigma-schedule linear --gradient-checkpointing --resample 1".split())
-    assert {len(given) for given, in problems} == {13}
-    assert scales == [("none",)] and set(losses) == {("dr_grpo", .1, .3, .1)}
-    assert sigmas == [(.5, .25, 5, "linear")]
-    assert [model.gradient_checkpointing for model, in models] == [True]
+    main(
+        *flags,
+        "--out",
+        tmp_path / "both",
+        "--steps",
+        1,
+        "--data",
+        tmp_path / "data.jsonl",
+        *"--loss dr_grpo --clip-low .1 --clip-high .3 --beta .1 --sigma-start .5 --sigma-end .25 "
+        "--sigma-stages 5 --sigma-schedule linear --gradient-checkpointing --resample 1".split(),
+    )
+    assert {len(given) for (given,) in problems} == {13}
+    assert scales == [("none",)] and set(losses) == {("dr_grpo", 0.1, 0.3, 0.1)}
+    assert sigmas == [(0.5, 0.25, 5, "linear")]
+    assert [model.gradient_checkpointing for (model,) in models] == [True]
     # three evaluations, a step and its resampling
-    assert Counter(samples) == {(-1, 0.0, 1.0): 3, (-1, .7, .5): 3, (0, .7, 1.0): 2}
+    assert Counter(samples) == {(-1, 0.0, 1.0): 3, (-1, 0.7, 0.5): 3, (0, 0.7, 1.0): 2}
     for name, evaluations in (("alone", 1), ("both", 2)):
         records = runs.read(tmp_path / name).values()
         assert [r["problems"] for r in records if r["kind"] == "eval"] == [37] * evaluations
 
 
 def test_noise_is_on_while_sampling_and_off_in_update_and_evaluation_and_the_toy_is_learnt(
-        tiny_chat, tmp_path, monkeypatch):
+    tiny_chat, tmp_path, monkeypatch
+):
     """15 steps of "begin with one of the digits 0-4": the share rises from under .4 to over .8."""
     problems = [{"i": i} for i in range(40)]
-    toy = Task(problems[:30], problems[30:], lambda p: f"{p['i']} * 7",
-               lambda p, text, finished: float(text[:1] in set("01234")))
+    toy = Task(
+        problems[:30],
+        problems[30:],
+        lambda p: f"{p['i']} * 7",
+        lambda p, text, finished: float(text[:1] in set("01234")),
+    )
     monkeypatch.setitem(launch.TASKS, "toy", lambda data, operands: toy)
-    sampled = watch(monkeypatch, Sampler, "generate",
-                    lambda given: (given["step"], aqn.is_noisy(given["self"].model)))
+    sampled = watch(
+        monkeypatch,
+        Sampler,
+        "generate",
+        lambda given: (given["step"], aqn.is_noisy(given["self"].model)),
+    )
     scales = watch(monkeypatch, grpo, "advantages", lambda given: given["scale"])
-    updates = watch(monkeypatch, train, "update", lambda given: (
-        aqn.is_noisy(given["model"]), given["optimizer"].param_groups[0]["lr"]))
-    main(*f"--model {tiny_chat} --task toy --steps 15 --prompts 8 --max-new-tokens 4 --rank 4 "
-         f"--lr 4e-3 --device cpu --sigma-start .05 --eval-every 5 --out {tmp_path}/toy".split())
+    updates = watch(
+        monkeypatch,
+        train,
+        "update",
+        lambda given: (aqn.is_noisy(given["model"]), given["optimizer"].param_groups[0]["lr"]),
+    )
+    main(
+        *f"--model {tiny_chat} --task toy --steps 15 --prompts 8 --max-new-tokens 4 --rank 4 "
+        f"--lr 4e-3 --device cpu --sigma-start .05 --eval-every 5 --out {tmp_path}/toy".split()
+    )
     records = runs.read(tmp_path / "toy")
     steps = [r for (kind, _), r in records.items() if kind == "step"]
     assert [step for kind, step in records if kind == "eval"] == [0, 5, 10, 15]
     # 15 steps in 10 stages: the first stage, of two steps, has no noise; evaluations are step −1
     assert Counter(sampled) == {(-1, False): 8} | {(step, step > 1): 1 for step in range(15)}
     assert [r["sigma"] for r in steps] == pytest.approx(
-        [aqn.sigma(step, 15, .05, 1e-4) for step in range(15)], rel=1e-5)
+        [aqn.sigma(step, 15, 0.05, 1e-4) for step in range(15)], rel=1e-5
+    )
     noises, rates = zip(*updates, strict=True)
     assert not any(noises) and set(scales) == {"group"}
     assert rates == pytest.approx([4e-3 * (1 - step / 15) for step in range(15)])
     rewards = [r["reward"] for r in steps]
-    assert rewards[0] + rewards[1] < .8 and min(rewards[-3:]) > .8
+    assert rewards[0] + rewards[1] < 0.8 and min(rewards[-3:]) > 0.8
 
 
 def test_the_learning_rate_by_hand():
