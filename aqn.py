@@ -1,22 +1,25 @@
-"""AQN, adaptive quantisation noise: explore by noise on RMSNorm weights, less and less as training goes on.
+"""AQN, adaptive quantisation noise: explore by noise on RMSNorm weights, less and less as training
+goes on.
 
-    y = RMSNorm(x) · (w + z) @ W.T  =  RMSNorm(x) · w @ (W · diag(1 + z/w)).T         z ~ N(0, σ(stage)²)
+    y = RMSNorm(x) · (w + z) @ W.T  =  RMSNorm(x) · w @ (W · diag(1 + z/w)).T    z ~ N(0, σ(stage)²)
 
-QeRL (arXiv 2510.11696, §3.3, App. G): noise z on the weight w of a norm equals noise on the columns of the
-projection W behind it, so the packed 4-bit weights stay untouched. Each block has two such norms: the input
-norm (before q, k, v) and the post-attention norm (before gate, up). The final norm stays clean. σ falls in
-stages of equal length; stage 0 adds no noise, because the quantiser's own error already explores:
+QeRL (arXiv 2510.11696, §3.3, App. G): noise z on the weight w of a norm equals noise on the columns
+of the projection W behind it, so the packed 4-bit weights stay untouched. Each block has two such
+norms: the input norm (before q, k, v) and the post-attention norm (before gate, up). The final norm
+stays clean. σ falls in stages of equal length; stage 0 adds no noise, because the quantiser's own
+error already explores:
 
-    stage   0            1 … stages−1, u = (stage − 1)/(stages − 2) from 0 to 1
-    σ       0            exponential  start · (end/start)^u                       eq. 8, but reaching `end`
-                         linear       start + (end − start) · u
-                         cosine       end + (start − end) · (1 + cos πu) / 2      our reading of the paper's
-                         logarithmic  start + (end − start) · ln(1 + (e−1)u)      curves; it gives no formula
+    stage   0      1 … stages−1, u = (stage − 1)/(stages − 2) from 0 to 1
+    σ       0      exponential  start · (end/start)^u                    eq. 8, but reaching `end`
+                   linear       start + (end − start) · u
+                   cosine       end + (start − end) · (1 + cos πu) / 2   our reading of the paper's
+                   logarithmic  start + (end − start) · ln(1 + (e−1)u)   curves; it gives no formula
 
-The noise is added to the clean fp32 weights: bf16 would round away a σ below 4e-3 on a weight of 1. A draw
-depends on (seed, step, norm) alone, so that every rank and every replay gets the same one. On exit the
-weights are restored bit for bit. Norms are found by name, and finding none is an error: the released code
-looks for a class that its sampler does not use and then, as we read it, adds no noise at all.
+The noise is added to the clean fp32 weights: bf16 would round away a σ below 4e-3 on a weight of 1.
+A draw depends on (seed, step, norm) alone, so that every rank and every replay gets the same one.
+On exit the weights are restored bit for bit. Norms are found by name, and finding none is an error:
+the released code looks for a class that its sampler does not use and then, as we read it, adds no
+noise at all.
 
 Use: with noisy_norms(model, sigma(step, total_steps), seed, step): sample answers.
 Left out: relative noise w · (1 + z); trained norms.
@@ -41,7 +44,8 @@ def sigma(step, total_steps, start=1e-2, end=1e-4, stages=10, schedule="exponent
     """→ float, the standard deviation σ of the noise at an optimizer step, counted from 0.
 
     start, end: σ in stage 1 and in the last stage, which is stage stages − 1; stage 0 has σ = 0.
-    ValueError: an unknown schedule, fewer than 3 stages, start or end not positive, a step out of range.
+    ValueError: an unknown schedule, fewer than 3 stages, start or end not positive, a step out of
+    range.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r} must be one of {', '.join(SCHEDULES)}")
@@ -57,7 +61,8 @@ def sigma(step, total_steps, start=1e-2, end=1e-4, stages=10, schedule="exponent
 
 
 def norms(model):
-    """→ the modules that take noise, in the model's order: all called input_ or post_attention_layernorm.
+    """→ the modules that take noise, in the model's order: all called input_ or
+    post_attention_layernorm.
 
     ValueError: the model has none.
     """
@@ -70,13 +75,16 @@ def norms(model):
 
 
 def is_noisy(model):
-    """→ bool: do the norms carry noise? Then the model is not the policy: do not evaluate or save it."""
+    """→ bool: do the norms carry noise? Then the model is not the policy: do not evaluate or save
+    it.
+    """
     return any(hasattr(m, "clean_weight") for m in norms(model))
 
 
 @contextmanager
 def noisy_norms(model, sigma, seed, step):
-    """In this context the weight of each norm is w + N(0, sigma²), in place; on exit it is w, bit for bit.
+    """In this context the weight of each norm is w + N(0, sigma²), in place; on exit it is w, bit
+    for bit.
 
     Yields the number of norms that were changed. sigma 0 changes none.
     RuntimeError: the norms are noisy already. ValueError: the model has no such norms.
@@ -89,7 +97,8 @@ def noisy_norms(model, sigma, seed, step):
     try:
         for index, norm in enumerate(changed):
             norm.clean_weight = norm.weight.detach().clone()
-            # one generator per norm, so that a draw does not depend on the sizes of the norms before it
+            # one generator per norm, so that a draw does not depend on the sizes of the norms
+            # before it
             key = (seed * 1_000_003 + step) * 1_000_003 + index
             generator = torch.Generator().manual_seed(key % 2**63)
             noise = torch.randn(norm.weight.shape, generator=generator)

@@ -4,13 +4,14 @@
     source.config                                            transformers' config
     source.tensor("model.layers.0.mlp.down_proj.weight", (1536, 8960))
 
-The model asks for the parts of one matrix (q, k and v, say) by transformers' names and quantises them before
-it asks for more: no second copy of the weights exists. A tensor missing, misshapen or left over is an error.
-A projection that is stored in NVFP4 is loaded as its codes and scales, never quantised a second time:
+The model asks for the parts of one matrix (q, k and v, say) by transformers' names and quantises
+them before it asks for more: no second copy of the weights exists. A tensor missing, misshapen or
+left over is an error. A projection that is stored in NVFP4 is loaded as its codes and scales, never
+quantised a second time:
 
-                         codes u8 (N, K/2)   block scales e4m3 (N, K/16)   global scale f32
-    compressed-tensors   weight_packed       weight_scale                  weight_global_scale, divides
-    ModelOpt             weight              weight_scale                  weight_scale_2, multiplies
+                         codes u8 (N, K/2)  block scales e4m3 (N, K/16) global scale f32
+    compressed-tensors   weight_packed      weight_scale                weight_global_scale, divides
+    ModelOpt             weight             weight_scale                weight_scale_2, multiplies
 
 GGUF stores q and k of Llama models with the two halves of each head interleaved (llama.cpp rotates
 neighbouring pairs, transformers pairs i with i + Dh/2); reading undoes that.
@@ -43,8 +44,9 @@ UNUSED = ".input_global_scale", ".input_scale", ".k_scale", ".v_scale"
 
 
 def open(name):  # checkpoint.open(...), like gzip.open
-    """ "smollm2", a folder, a .gguf file, or of the hub owner/model or owner/model/FILE.gguf → Safetensors or
-    GGUF. ValueError: none of these."""
+    """ "smollm2", a folder, a .gguf file, or of the hub owner/model or owner/model/FILE.gguf →
+    Safetensors or GGUF. ValueError: none of these.
+    """
     path = Path(name)
     if name == "smollm2":
         # importing it needs llama.cpp
@@ -73,7 +75,9 @@ def open(name):  # checkpoint.open(...), like gzip.open
 
 
 def config_of(name):
-    """transformers' config of what `open` takes, without reading weights. ValueError: there is none."""
+    """transformers' config of what `open` takes, without reading weights. ValueError: there is
+    none.
+    """
     if name == "smollm2" or Path(name).suffix == ".gguf":
         return open(name).config
     if (folder := Path(name)).is_dir() and not (folder / "config.json").is_file():
@@ -83,7 +87,9 @@ def config_of(name):
 
 
 class Source:
-    """A checkpoint's tensors, config and tokenizer. A subclass sets `names` and defines read(name)."""
+    """A checkpoint's tensors, config and tokenizer. A subclass sets `names` and defines
+    read(name).
+    """
 
     gguf, parsed = {}, nullcontext  # GGUF sets both: how transformers reads that file
 
@@ -134,7 +140,9 @@ class Source:
         return q._replace(global_scale=q.global_scale.reshape(()))
 
     def finish(self):
-        """Call after building the model. ValueError: the checkpoint has tensors that the model never read."""
+        """Call after building the model. ValueError: the checkpoint has tensors that the model
+        never read.
+        """
         if left := sorted(name for name in self.unread if not name.endswith("rotary_emb.inv_freq")):
             raise ValueError(
                 f"{self.path} holds {len(left)} tensors that a {self.config.architectures[0]} "
@@ -146,7 +154,9 @@ class Source:
             return AutoTokenizer.from_pretrained(self.folder, **self.gguf)
 
     def stop_ids(self):
-        """Ids of the tokens that end an answer, sorted, from config.json and generation_config.json."""
+        """Ids of the tokens that end an answer, sorted, from config.json and
+        generation_config.json.
+        """
         ids = [self.config.eos_token_id]
         if (path := self.folder / "generation_config.json").is_file():
             with readable(path):
@@ -161,8 +171,10 @@ class Source:
 
 
 class Safetensors(Source):
-    """A folder written by save_pretrained: config.json and .safetensors files. `names` has NVFP4 tensors by
-    compressed-tensors' names, and each part of a fused qkv_proj or gate_up_proj by its own."""
+    """A folder written by save_pretrained: config.json and .safetensors files. `names` has NVFP4
+    tensors by compressed-tensors' names, and each part of a fused qkv_proj or gate_up_proj by its
+    own.
+    """
 
     def __init__(self, folder):
         self.path = self.folder = folder
@@ -179,7 +191,9 @@ class Safetensors(Source):
         self.unread = {name for name in self.names if not name.endswith(UNUSED)}
 
     def _files(self):
-        """Stored tensor name → name of its file. ValueError: no list of them, or a file is missing."""
+        """Stored tensor name → name of its file. ValueError: no list of them, or a file is
+        missing.
+        """
         index, only = (
             self.folder / "model.safetensors.index.json",
             self.folder / "model.safetensors",
@@ -234,7 +248,9 @@ class Safetensors(Source):
 
 
 class GGUF(Source):
-    """A .gguf file of a Llama or Qwen model; read() dequantises to fp32 whatever type gguf knows."""
+    """A .gguf file of a Llama or Qwen model; read() dequantises to fp32 whatever type gguf
+    knows.
+    """
 
     def __init__(self, path):
         from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
@@ -270,8 +286,10 @@ class GGUF(Source):
         return self.reader.fields[key].contents() if key in self.reader.fields else default
 
     def _scale_rope(self, factors, key):
-        """transformers ignores a GGUF's RoPE scaling. Llama 3's is stored as one divisor per frequency; the
-        largest is `factor`, which alone differs between its models. ValueError: any other scaling."""
+        """transformers ignores a GGUF's RoPE scaling. Llama 3's is stored as one divisor per
+        frequency; the largest is `factor`, which alone differs between its models. ValueError: any
+        other scaling.
+        """
         kind = self._field(f"{key}scaling.type", "none")
         if {self._field(f"{key}scaling.factor", 1), self._field(f"{key}scale_linear", 1)} - {0, 1}:
             kind = "a factor" if kind == "none" else kind  # llama.cpp scales linearly
@@ -331,8 +349,10 @@ def readable(path, what="cannot be read"):
 
 
 def encode(tokenizer, prompt):
-    """A user message, or a chat of {"role", "content"} → token ids up to the start of the assistant's answer;
-    without a chat template, of the plain text less an end token. ValueError: the template refuses it."""
+    """A user message, or a chat of {"role", "content"} → token ids up to the start of the
+    assistant's answer; without a chat template, of the plain text less an end token. ValueError:
+    the template refuses it.
+    """
     chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if tokenizer.chat_template is None:
         ids = tokenizer("\n\n".join(message["content"] for message in chat))["input_ids"]

@@ -1,13 +1,15 @@
 """Weights out: a run, or a model as it is, as a folder that other people's tools load.
 
-    python export.py RUN DST --format adapter            the LoRA in PEFT's files
-                                      bf16               W + (alpha/rank) B A, W what it was trained on
-                                      nvfp4 | modelopt   W in 4 bits as trained, the LoRA in DST/adapter
+    python export.py RUN DST --format adapter           the LoRA in PEFT's files
+                                      bf16              W + (alpha/rank) B A, W as it was trained on
+                                      nvfp4 | modelopt  W in 4 bits, the LoRA in DST/adapter
 
-nvfp4 is compressed-tensors' layout of the 4 bits, modelopt is ModelOpt's (see checkpoint.py). To round the
-sum to 4 bits, export bf16, then that folder as nvfp4: part of what the adapter learned is lost.
-The folder appears at DST only after it was loaded again and its logits compared; a wrong one is DST.wrong.
-Needs: torch, transformers, safetensors, huggingface_hub, model.py, checkpoint.py, lora.py, fp4_gemm.py.
+nvfp4 is compressed-tensors' layout of the 4 bits, modelopt is ModelOpt's (see checkpoint.py). To
+round the sum to 4 bits, export bf16, then that folder as nvfp4: part of what the adapter learned is
+lost.
+The folder appears at DST only after it was loaded again and its logits compared; a wrong one is
+DST.wrong. Needs: torch, transformers, safetensors, huggingface_hub, model.py, checkpoint.py,
+lora.py, fp4_gemm.py.
 """
 
 import argparse
@@ -35,10 +37,12 @@ ENDS = {CT: ("_packed", "_scale", "_global_scale"), MODELOPT: ("", "_scale", "_s
 
 @torch.no_grad()
 def export(source, destination, format, adapter="", quant=""):
-    """Write the folder `destination`, read it again → how far its logits are off, as a share of their size.
+    """Write the folder `destination`, read it again → how far its logits are off, as a share of
+    their size.
 
     source: a run's folder, or what checkpoint.open takes. adapter, quant: override the run's own.
-    ValueError: destination is not empty, nothing to write, or the folder read back gives other logits.
+    ValueError: destination is not empty, nothing to write, or the folder read back gives other
+    logits.
     """
     place, run, layout = (
         Path(destination),
@@ -98,7 +102,8 @@ def export(source, destination, format, adapter="", quant=""):
         if beside:
             lora.load_adapter(again, beside)
         off = ((again.logits(again(ids, positions)) - want).norm() / want.norm()).item()
-        # bf16 rounds each weight; NVFP4 is exact, but a foreign global scale is inverted, which rounds
+        # bf16 rounds each weight; NVFP4 is exact, but a foreign global scale is inverted, which
+        # rounds
         limit = 2**-5 if format == "bf16" else 1e-5
         if not off <= limit:
             shutil.rmtree(wrong, ignore_errors=True)  # of an earlier try
@@ -142,7 +147,9 @@ def _copy_tokenizer(source, folder):
 
 
 def _write(decoder, source, folder, layout):
-    """config.json and the weights, in `layout` or in bf16. Drops each layer's base once it is converted."""
+    """config.json and the weights, in `layout` or in bf16. Drops each layer's base once it is
+    converted.
+    """
     config, tensors = source.config, {}
     config.dtype = torch.bfloat16
     config.__dict__.pop("quantization_config", None)

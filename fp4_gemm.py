@@ -1,38 +1,45 @@
-"""y = x @ W.T and dx = dy @ W for a weight that stays in NVFP4: stored in 4.5 bits, multiplied as bf16.
+"""y = x @ W.T and dx = dy @ W for a weight that stays in NVFP4: stored in 4.5 bits, multiplied as
+bf16.
 
     W[n, k] = E2M1[code[n, k]] · block_scale[n, k // 16] · global_scale[n]
 
-With few rows in x, as in a decode step, a linear layer takes as long as its weights take to load. A weight is
-.5625 bytes here and 2 in bf16, so a speedup of 3.56 is the bound. To approach it the kernel must decode a
-weight in few instructions: an H200's threads execute about four in the time that one weight takes to arrive.
+With few rows in x, as in a decode step, a linear layer takes as long as its weights take to load. A
+weight is .5625 bytes here and 2 in bf16, so a speedup of 3.56 is the bound. To approach it the
+kernel must decode a weight in few instructions: an H200's threads execute about four in the time
+that one weight takes to arrive.
 
-1. The packed word: an int32 holds 8 codes, placed so that masks and rotations turn them into bf16. A bf16 is
-s eeeeeeee mmmmmmm; a code is s ee m with exponent bias 1, and ee = 0 encodes 0 or ½. A bf16 with s in bit 15,
-eem in bits 8..6 and zeros elsewhere is value · 2^-126 exactly; ½ is subnormal. Each half word holds 4 codes,
-one from each quarter ("sub-tile") of 128 columns. Code 0 lies in these bits. A rotation right by 3 moves code
-1 there, by 6 code 2; s1 and s2 are those of the other half word. Code 3 (marked ') fills the bits left:
+1. The packed word: an int32 holds 8 codes, placed so that masks and rotations turn them into bf16.
+A bf16 is s eeeeeeee mmmmmmm; a code is s ee m with exponent bias 1, and ee = 0 encodes 0 or ½. A
+bf16 with s in bit 15, eem in bits 8..6 and zeros elsewhere is value · 2^-126 exactly; ½ is
+subnormal. Each half word holds 4 codes, one from each quarter ("sub-tile") of 128 columns. Code 0
+lies in these bits. A rotation right by 3 moves code 1 there, by 6 code 2; s1 and s2 are those of
+the other half word. Code 3 (marked ') fills the bits left:
 
     bit    15  14  13  12  11  10   9   8   7   6   5   4   3   2   1   0
            s0  e2  e2  m2  e1  e1  m1  e0  e0  m0  s2  m'  s'  s1  e'  e'
 
-2. The decode: eight integer instructions (>> is a rotation; masks are hex) turn a word into four pairs of
-bf16, one pair a sub-tile. Word j holds columns 2j, 2j + 1 of each sub-tile: a tensor core takes k in pairs.
+2. The decode: eight integer instructions (>> is a rotation; masks are hex) turn a word into four
+pairs of bf16, one pair a sub-tile. Word j holds columns 2j, 2j + 1 of each sub-tile: a tensor core
+takes k in pairs.
 
-    t0 = w & 81C081C0    t1 = w >> 3 & 81C081C0    t2 = w >> 6 & 81C081C0     instructions:     1 + 2 + 2
-    t3 = (w & 001B001B) · (2^12 + 2^7 + 2^2) & 81C081C0      adds three copies that never overlap     + 3
+    t0 = w & 81C081C0   t1 = w >> 3 & 81C081C0   t2 = w >> 6 & 81C081C0    instructions: 1 + 2 + 2
+    t3 = (w & 001B001B) · (2^12 + 2^7 + 2^2) & 81C081C0    three copies that never overlap      + 3
 
-A block scale, (1 + m/8) · 2^e in e4m3, is stored as the byte (e + 9) << 3 | m: five exponent bits cover its
-subnormals. In bits 11..4, ORed with hex 7000, it is the bf16 scale · 2^106. Then t · scale is value · scale ·
-2^-20, exact in bf16's 8 significant bits: it needs 6. The epilogue multiplies by 2^20 · global_scale.
+A block scale, (1 + m/8) · 2^e in e4m3, is stored as the byte (e + 9) << 3 | m: five exponent bits
+cover its subnormals. In bits 11..4, ORed with hex 7000, it is the bf16 scale · 2^106. Then t ·
+scale is value · scale · 2^-20, exact in bf16's 8 significant bits: it needs 6. The epilogue
+multiplies by 2^20 · global_scale.
 
-3. The kernel computes y.T = W @ x.T: a tensor core's tile has 16 rows or more, which weights always fill, and
-only 8 columns for the few rows of x. A small W has too few tiles to fill a GPU, so several CTAs share a tile
-and each sums a range of k (split-K). The last to finish adds their sums in a fixed order: timing does not
-change the result. LoRA: a kernel computes xa = scale · x @ A.T, and the epilogue adds xa @ B.T. With PDL
-(programmatic dependent launch, from Hopper on) a kernel loads weights while its predecessor still runs. With
-many rows, and in backward, arithmetic is the bound: W is decoded to bf16 for one cuBLAS call.
+3. The kernel computes y.T = W @ x.T: a tensor core's tile has 16 rows or more, which weights always
+fill, and only 8 columns for the few rows of x. A small W has too few tiles to fill a GPU, so
+several CTAs share a tile and each sums a range of k (split-K). The last to finish adds their sums
+in a fixed order: timing does not change the result. LoRA: a kernel computes xa = scale · x @ A.T,
+and the epilogue adds xa @ B.T. With PDL (programmatic dependent launch, from Hopper on) a kernel
+loads weights while its predecessor still runs. With many rows, and in backward, arithmetic is the
+bound: W is decoded to bf16 for one cuBLAS call.
 
-Left out: 4-bit activations (Hopper's tensor cores have no FP4), experts. Needs: torch; on a GPU triton ≥ 3.6.
+Left out: 4-bit activations (Hopper's tensor cores have no FP4), experts. Needs: torch; on a GPU
+triton ≥ 3.6.
 """
 
 from typing import NamedTuple
@@ -57,7 +64,9 @@ EXPONENT = 0x70007000
 
 
 class PackedNVFP4(NamedTuple):
-    """Weights (N_i, K), joined along N, in the kernels' words; N and K are padded to whole tiles of zeros."""
+    """Weights (N_i, K), joined along N, in the kernels' words; N and K are padded to whole tiles of
+    zeros.
+    """
 
     words: torch.Tensor  # (N/64, K/128, 64, 16) int32, 8 codes each
     scales: torch.Tensor  # (N/64, K/128, 64, 2) int32, 4 block scales each
@@ -70,8 +79,10 @@ class PackedNVFP4(NamedTuple):
 
 
 def pack(*qs):
-    """Tuples (packed (N_i, K/2) u8, block_scale (N_i, K/16) e4m3, global_scale f32 ()) → one PackedNVFP4.
-    ValueError: K is no multiple of 16, or dtypes, shapes or devices do not fit together."""
+    """Tuples (packed (N_i, K/2) u8, block_scale (N_i, K/16) e4m3, global_scale f32 ()) → one
+    PackedNVFP4. ValueError: K is no multiple of 16, or dtypes, shapes or devices do not fit
+    together.
+    """
     codes, block_scales, global_scales = zip(*qs, strict=True)
     K, device, sizes = 2 * codes[0].shape[1], codes[0].device, tuple(map(len, codes))
     for c, s, g in qs:
@@ -91,7 +102,8 @@ def pack(*qs):
     scale = torch.cat([s.view(torch.uint8) for s in block_scales])  # (N, K/16)
     scale = F.pad(scale, (0, pad_k // BLOCK, 0, pad_n))
     assert not (scale > 0x7E).any(), "a block scale is negative or NaN"
-    # Pack some rows at a time: the temporaries take 20 bytes a code, 10 GB for a layer of a 72B model.
+    # Pack some rows at a time: the temporaries take 20 bytes a code, 10 GB for a layer of a 72B
+    # model.
     pieces = zip(byte.split(64 * ROWS), scale.split(64 * ROWS), strict=True)
     words, scales = zip(*[_words(b.int(), s.int()) for b, s in pieces], strict=True)
     words, scales = torch.cat(words), torch.cat(scales)
@@ -111,7 +123,9 @@ def _dequantize(byte, scale, global_scale):
 
 
 def _words(byte, scale):
-    """Whole tiles, as (64 n, K/2) two codes a byte and (64 n, K/16) e4m3 bytes, int32 → words, scales."""
+    """Whole tiles, as (64 n, K/2) two codes a byte and (64 n, K/16) e4m3 bytes, int32 → words,
+    scales.
+    """
     n, k = byte.shape[0] // ROWS, scale.shape[1] * BLOCK // COLS
     code = torch.stack((byte & 15, byte >> 4), -1).view(*scale.shape, BLOCK)
     code = code * (scale > 0)[..., None]  # a stored scale cannot be 0: zero the codes instead
@@ -119,7 +133,8 @@ def _words(byte, scale):
     fields = *((f & 8) << 12 | (f & 7) << 6 for f in (a, b, c)), d & 8 | d >> 1 & 3 | (d & 1) << 4
     a, b, c, d = (half[..., 0] | half[..., 1] << 16 for half in fields)  # (n, k, 64, 16)
     s = _to_ue5m3(scale).view(n, ROWS, k, 4, 2).transpose(1, 2)  # (n, k, 64, 4, 2)
-    # Order the sub-tiles 0 2 1 3: one mask then extracts two sub-tiles' scales, one from each half word.
+    # Order the sub-tiles 0 2 1 3: one mask then extracts two sub-tiles' scales, one from each half
+    # word.
     s = s[..., 0, :] | s[..., 2, :] << 8 | s[..., 1, :] << 16 | s[..., 3, :] << 24
     return a | _rotate(b, 3) | _rotate(c, 6) | d, _rotate(s, 4)
 
@@ -130,13 +145,17 @@ def _rotate(word, left):
 
 
 def _to_ue5m3(byte):
-    """e4m3 → (e + 9) << 3 | m. A normal number stores e + 7. Scale 0 becomes 143, used by no other scale."""
+    """e4m3 → (e + 9) << 3 | m. A normal number stores e + 7. Scale 0 becomes 143, used by no other
+    scale.
+    """
     table = torch.tensor([143, 0, 8, 12, 16, 18, 20, 22], dtype=torch.int32, device=byte.device)
     return torch.where(byte < 8, table[byte.clamp(max=7)], byte + 16)
 
 
 def unpack(packed):
-    """The tuples that went into pack, bit for bit, except that blocks of scale 0 have lost their codes."""
+    """The tuples that went into pack, bit for bit, except that blocks of scale 0 have lost their
+    codes.
+    """
     (N, K), (n, k), w = packed.shape, packed.words.shape[:2], packed.words
     a, b, c, d = (torch.stack((t, t >> 16), -1) for t in (w, _rotate(w, 29), _rotate(w, 26), w))
     fields = *(t >> 12 & 8 | t >> 6 & 7 for t in (a, b, c)), d & 8 | d << 1 & 6 | d >> 4 & 1
@@ -155,12 +174,15 @@ def unpack(packed):
 
 
 def linear(x, weight, bias=None, lora=None, learn=None, needed=True):
-    """x (..., K) → x @ W.T + bias + scale · (x @ A.T) @ B.T, (..., N); all bf16 on a GPU, fp32 on a CPU.
+    """x (..., K) → x @ W.T + bias + scale · (x @ A.T) @ B.T, (..., N); all bf16 on a GPU, fp32 on a
+    CPU.
 
-    weight: a PackedNVFP4 or a Dense. lora = (A (R, K), B (N, R / S), splits, scale): the S parts of a fused
-    projection, splits[s] columns of y each, use R / S rows of A each; call a Dense's `adapt` with B first.
-    learn = (lora_A, lora_B): parameters to receive the gradients where A and B are rounded copies of them.
-    Gradients flow to x, bias and these, never to W. needed=False: skip x @ W.T, because y goes unread."""
+    weight: a PackedNVFP4 or a Dense. lora = (A (R, K), B (N, R / S), splits, scale): the S parts of
+    a fused projection, splits[s] columns of y each, use R / S rows of A each; call a Dense's
+    `adapt` with B first. learn = (lora_A, lora_B): parameters to receive the gradients where A and
+    B are rounded copies of them. Gradients flow to x, bias and these, never to W. needed=False:
+    skip x @ W.T, because y goes unread.
+    """
     N, K = weight.shape
     A, B, splits, scale = lora or (None, None, (), 1.0)
     stored = weight.wide if isinstance(weight, Dense) else weight.words
@@ -188,7 +210,9 @@ def linear(x, weight, bias=None, lora=None, learn=None, needed=True):
 
 
 class _Linear(torch.autograd.Function):
-    """Saves x, xa = scale · x @ A.T, A and B; on a GPU backward decodes W again from its packed bytes."""
+    """Saves x, xa = scale · x @ A.T, A and B; on a GPU backward decodes W again from its packed
+    bytes.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, bias, A, B, splits, scale, needed, lora_A, lora_B):
@@ -233,7 +257,9 @@ class _Linear(torch.autograd.Function):
 
 
 def dequantize(packed, dtype=torch.bfloat16, out=None):
-    """(N, K), rounded in bf16 only if global_scale is no power of two. out: on a GPU, where to write it."""
+    """(N, K), rounded in bf16 only if global_scale is no power of two. out: on a GPU, where to
+    write it.
+    """
     if isinstance(packed, Dense):
         return packed.weight
     if packed.dense is not None:
@@ -256,8 +282,9 @@ def dequantize(packed, dtype=torch.bfloat16, out=None):
 
 
 def _beside(weight, B, splits):
-    """[W, B] (N, K + R). Its product with [x, xa] is rounded once, as in the fused kernel. Two cuBLAS
-    calls would round x @ W.T first, by more than what an adapter adds early in training."""
+    """[W, B] (N, K + R). Its product with [x, xa] is rounded once, as in the fused kernel. Two
+    cuBLAS calls would round x @ W.T first, by more than what an adapter adds early in training.
+    """
     if isinstance(weight, Dense):
         return weight.wide
     N, K = weight.shape
@@ -290,9 +317,10 @@ def _plan(M, N, K, gpu):
     """→ [Launch]. gpu: torch's device properties."""
     sms, tiles, large = gpu.multi_processor_count, triton.cdiv(N, ROWS), N // (2 * ROWS)
     if gpu.major == 9 and M >= 192 and tiles == 2 * large:
-        # Tiles of 128 × 256 load x half as often. A wave is one such tile on each SM. Full waves run unsplit;
-        # all SMs share the rest, split along k into 1024 columns or more (4096 without a full wave): shorter
-        # pieces cost more than they save. A wave takes 1.8 times as long as one of 64 × 128, two to an SM.
+        # Tiles of 128 × 256 load x half as often. A wave is one such tile on each SM. Full waves
+        # run unsplit; all SMs share the rest, split along k into 1024 columns or more (4096 without
+        # a full wave): shorter pieces cost more than they save. A wave takes 1.8 times as long as
+        # one of 64 × 128, two to an SM.
         whole = large // sms * sms
         split = max(1, min(4, sms // max(1, large - whole), K // (1024 if whole else 4096)))
         waves = whole / sms + (large > whole) / split
@@ -302,16 +330,19 @@ def _plan(M, N, K, gpu):
                 Launch(whole, large - whole, 256, 128, split, 3),
             )
             return [launch for launch in parts if launch.tiles]
-    # If one tile holds all rows of x, each weight is decoded once. Without wgmma a tile holds 32 at most.
+    # If one tile holds all rows of x, each weight is decoded once. Without wgmma a tile holds 32 at
+    # most.
     most = max(8, min(32, triton.next_power_of_2(M)))
     if gpu.major in (9, 10) and M >= 64:
         most = 64 if M < 128 else 128
-    # But a small W has too few such tiles for all SMs: smaller tiles are faster, though each decodes the same
-    # weights again. If k is long, split it instead: count every 14 steps of 128 columns as one tile.
+    # But a small W has too few such tiles for all SMs: smaller tiles are faster, though each
+    # decodes the same weights again. If k is long, split it instead: count every 14 steps of 128
+    # columns as one tile.
     m = min(most, 16 if K < 3584 else 32)
     while m < most and tiles * max(1, K // 1792) * triton.cdiv(M, m) > sms:
         m *= 2
-    # Split k, if it has eight steps or more, as far as all CTAs run at once and each has two steps or more.
+    # Split k, if it has eight steps or more, as far as all CTAs run at once and each has two steps
+    # or more.
     split = CTAS[m] * sms // (tiles * triton.cdiv(M, m)) if K >= 8 * COLS else 1
     return [Launch(0, tiles, m, ROWS, max(1, min(split, 14, K // (2 * COLS))), 3 if m >= 64 else 4)]
 
@@ -319,7 +350,8 @@ def _plan(M, N, K, gpu):
 def _fused(x, weight, bias, A, B, splits, scale, plan, major):
     """→ y (M, N), and xa = scale · x @ A.T (M, R) or None. major: the GPU's compute capability."""
     (M, K), N, plain = x.shape, weight.shape[0], isinstance(weight, Dense)
-    # A dependent kernel's CTAs hold SM slots while they wait. With many rows a Dense's cuBLAS call needs all.
+    # A dependent kernel's CTAs hold SM slots while they wait. With many rows a Dense's cuBLAS call
+    # needs all.
     pdl = major >= 9 and (M <= 16 or not plain)
     flags = {"PDL": pdl, "launch_pdl": pdl, "F32": x.dtype == torch.float32}
     # kernels overlap: keep all sums alive, so that no two share memory
@@ -399,7 +431,9 @@ def _halves(t, F32: constexpr):
 
 @jit
 def _decode(words, scales, exponent, HALF: constexpr, F32: constexpr):
-    """words (N, 16), scales (N, 2) → (N, 64) weights · 2^-20 / global_scale; HALF: sub-tiles 0, 1 or 2, 3."""
+    """words (N, 16), scales (N, 2) → (N, 64) weights · 2^-20 / global_scale; HALF: sub-tiles 0, 1
+    or 2, 3.
+    """
     N: constexpr = words.shape[0]
     w, s = words.to(tl.uint32, bitcast=True), scales.to(tl.uint32, bitcast=True)
     if HALF == 0:
@@ -416,7 +450,9 @@ def _decode(words, scales, exponent, HALF: constexpr, F32: constexpr):
 
 @jit
 def _load_x(x, first_m, col, M, K, TILE_M: constexpr, WIDTH: constexpr, TMA: constexpr):
-    """(TILE_M, WIDTH) of x from row first_m and column col on, zeros past its ends. TMA: by a descriptor."""
+    """(TILE_M, WIDTH) of x from row first_m and column col on, zeros past its ends. TMA: by a
+    descriptor.
+    """
     if TMA:
         return x.load([first_m, col])
     else:
@@ -428,8 +464,8 @@ def _load_x(x, first_m, col, M, K, TILE_M: constexpr, WIDTH: constexpr, TMA: con
 def _multiply(acc, w, x_tile, WAIT: constexpr):
     acc = tl.dot(w, tl.trans(x_tile), acc, input_precision="ieee")
     if WAIT:
-        # Triton leaves a wgmma in flight while the next decode overwrites registers that it still reads: sums
-        # are wrong. An empty instruction that uses acc makes Triton wait for the wgmma.
+        # Triton leaves a wgmma in flight while the next decode overwrites registers that it still
+        # reads: sums are wrong. An empty instruction that uses acc makes Triton wait for the wgmma.
         acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
     return acc
 
@@ -461,8 +497,9 @@ def _linear_kernel(
     PDL: constexpr,
     F32: constexpr,
 ):
-    """(TILE_N, TILE_M) of y.T, y[m, n] = Σ_k x[m, k] W[n, k]. Grid: (tiles of x, tiles of W, SPLIT_K).
-    TMA: x is a tensor descriptor, not a pointer."""
+    """(TILE_N, TILE_M) of y.T, y[m, n] = Σ_k x[m, k] W[n, k]. Grid: (tiles of x, tiles of W,
+    SPLIT_K). TMA: x is a tensor descriptor, not a pointer.
+    """
     pid_m, pid_n, pid_k = tl.program_id(0), tl.program_id(1) + first_tile, tl.program_id(2)
     # steps of 128 columns
     begin, end = pid_k * tiles_k // SPLIT_K, (pid_k + 1) * tiles_k // SPLIT_K
@@ -495,15 +532,17 @@ def _linear_kernel(
         B = tl.load(
             lora_B + offs_n[:, None] * RANK + r[None, :], in_n[:, None] & (r < RANK)[None, :], 0.0
         )
-    # Promise at least one step: if acc might leave the loop as zeros, ptxas would serialise all wgmmas.
+    # Promise at least one step: if acc might leave the loop as zeros, ptxas would serialise all
+    # wgmmas.
     tl.assume(end - begin > 0)
     for k in range(end - begin):
         w, s = tl.load(w_ptr + k * 1024), tl.load(s_ptr + k * 128)
         if TILE_M == 8:
             x_tile = _load_x(x, first_m, (begin + k) * 128, M, K, TILE_M, 128, TMA)
             w_tile = tl.join(_decode(w, s, exponent, 0, F32), _decode(w, s, exponent, 1, F32))
-            # mma.sync may take k in any order that w and x share. In this one a thread's 8 columns of x are
-            # neighbours: one load from shared memory. (wgmma, from 16 rows on, reads shared memory itself.)
+            # mma.sync may take k in any order that w and x share. In this one a thread's 8 columns
+            # of x are neighbours: one load from shared memory. (wgmma, from 16 rows on, reads
+            # shared memory itself.)
             w_tile = w_tile.permute(0, 2, 1).reshape(TILE_N, 4, 4, 2, 2, 2)
             w_tile = w_tile.permute(0, 1, 4, 2, 3, 5).reshape(TILE_N, 128)
             x_tile = x_tile.reshape(8, 4, 4, 2, 2, 2).permute(0, 1, 4, 2, 3, 5).reshape(8, 128)
@@ -512,7 +551,8 @@ def _linear_kernel(
             x0 = _load_x(x, first_m, (begin + k) * 128, M, K, TILE_M, 64, TMA)
             x1 = _load_x(x, first_m, (begin + k) * 128 + 64, M, K, TILE_M, 64, TMA)
             acc = _multiply(acc, _decode(w, s, exponent, 0, F32), x0, not F32)
-            # With two warpgroups this product may stay in flight: the next decode writes other registers.
+            # With two warpgroups this product may stay in flight: the next decode writes other
+            # registers.
             acc = _multiply(acc, _decode(w, s, exponent, 1, F32), x1, not F32 and TILE_N == 64)
     tile = tl.program_id(1) * tl.num_programs(0) + pid_m
     acc, done = _sum_splits(acc, sums, counters + 2048, tile, pid_k, TILE_N, TILE_M, SPLIT_K)
@@ -540,7 +580,9 @@ def _linear_kernel(
 
 @jit
 def _sum_splits(acc, sums, counters, tile, part, R: constexpr, C: constexpr, SPLIT_K: constexpr):
-    """→ (the sum of acc (R, C) over the SPLIT_K CTAs of a tile, whether this CTA arrived last and has it)."""
+    """→ (the sum of acc (R, C) over the SPLIT_K CTAs of a tile, whether this CTA arrived last and
+    has it).
+    """
     if SPLIT_K == 1:
         return acc, True
     offs = tile * SPLIT_K * R * C + tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]
@@ -550,7 +592,8 @@ def _sum_splits(acc, sums, counters, tile, part, R: constexpr, C: constexpr, SPL
     if done:
         tl.store(counters + tile, 0)  # for the next launch
         acc = tl.zeros((R, C), tl.float32)
-        # .cg reads L2: L1 may hold an older launch's lines. Unrolled, the loads of a small tile overlap.
+        # .cg reads L2: L1 may hold an older launch's lines. Unrolled, the loads of a small tile
+        # overlap.
         for i in tl.range(
             SPLIT_K, loop_unroll_factor=SPLIT_K if R * C <= 4096 else 1, num_stages=1
         ):
@@ -574,7 +617,9 @@ def _shrink_kernel(
     PDL: constexpr,
     F32: constexpr,
 ):
-    """xa (M, R) = scale · x @ lora_A.T, as xa.T and with split-K, as above. Grid: (x tiles, R/32, splits)."""
+    """xa (M, R) = scale · x @ lora_A.T, as xa.T and with split-K, as above. Grid: (x tiles, R/32,
+    splits).
+    """
     offs_m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
     offs_r, offs_k, steps = (
         tl.program_id(1) * 32 + tl.arange(0, 32),
@@ -628,8 +673,10 @@ def _dequantize_kernel(
 
 
 class Dense:
-    """A weight W (N, K) that is not quantised. wide: [W, B] (N, K + R) once there is an adapter, so that one
-    cuBLAS call multiplies it with [x, xa]. counters: of _shrink_kernel, for one stream at a time."""
+    """A weight W (N, K) that is not quantised. wide: [W, B] (N, K + R) once there is an adapter, so
+    that one cuBLAS call multiplies it with [x, xa]. counters: of _shrink_kernel, for one stream at
+    a time.
+    """
 
     def __init__(self, W):
         self.weight = self.wide = W
@@ -639,7 +686,9 @@ class Dense:
         )
 
     def adapt(self, B, splits):
-        """B (N, R / S) has changed: rewrite its columns in place, so that captured graphs read them."""
+        """B (N, R / S) has changed: rewrite its columns in place, so that captured graphs read
+        them.
+        """
         K, B = self.shape[1], _block_diagonal(B, splits).to(self.weight)
         if self.wide is self.weight:
             self.wide = torch.cat([self.weight, B], 1)

@@ -1,20 +1,23 @@
 """GRPO and its relatives: from the rewards of a group of answers to a loss.
 
-    A    = (r − mean of its group) / (std of its group + 1e-4)     advantage: one number per answer
-    ρ_t  = π_θ(token t) / π_old(token t)                           ratio: how far the policy moved since "old"
+    A    = (r − mean of its group) / (std of its group + 1e-4)  advantage: one number per answer
+    ρ_t  = π_θ(token t) / π_old(token t)                        ratio: the policy's move since "old"
 
-    dapo      −Σ_i Σ_t min(ρA, clip(ρ, 1−ε_low, 1+ε_high)A)   / Σ lengths           DAPO 2503.14476, eq. 8
-    grpo      −Σ_i 1/|o_i| Σ_t min(ρA, clip(ρ, …)A)           / rows                GRPO 2402.03300, eq. 3
-    dr_grpo   −Σ_i Σ_t min(ρA, clip(ρ, …)A)                   / (rows · max length) Dr. GRPO 2503.20783, §3.2
-    gspo      −Σ_i min(s_i A, clip(s_i, …)A), s_i = exp(mean_t ln ρ_t)  / rows      GSPO 2507.18071, eq. 5
-    cispo     −Σ_i Σ_t stopgrad(min(ρ, ρ_max)) A ln π_θ       / Σ lengths           CISPO 2506.13585, eq. 4
+    dapo     −Σ_i Σ_t min(ρA, clip(ρ, 1−ε_low, 1+ε_high)A) / Σ lengths      DAPO 2503.14476, eq. 8
+    grpo     −Σ_i 1/|o_i| Σ_t min(ρA, clip(ρ, …)A)         / rows           GRPO 2402.03300, eq. 3
+    dr_grpo  −Σ_i Σ_t min(ρA, clip(ρ, …)A)          / (rows · max length)  Dr. GRPO 2503.20783, §3.2
+    gspo     −Σ_i min(s_i A, clip(s_i, …)A)                / rows           GSPO 2507.18071, eq. 5
+             s_i = exp(mean_t ln ρ_t)
+    cispo    −Σ_i Σ_t stopgrad(min(ρ, ρ_max)) A ln π_θ     / Σ lengths      CISPO 2506.13585, eq. 4
 
-A loss is a sum over its rows divided by `normalizer`, one number for the whole optimizer batch, over all
-micro-batches and ranks. So the gradient does not depend on how the batch is cut. While the policy has not
-moved, every ρ is 1: the value of a centred grpo or gspo loss is then about 0, but its gradient is not.
+A loss is a sum over its rows divided by `normalizer`, one number for the whole optimizer batch,
+over all micro-batches and ranks. So the gradient does not depend on how the batch is cut. While the
+policy has not moved, every ρ is 1: the value of a centred grpo or gspo loss is then about 0, but
+its gradient is not.
 
-Tensors are (B, T) with B = P·G: sample g of prompt p is row p·G + g. Build the mask from lengths, never from
-token ids: padding may have the end token's id. The sampled end token is an action too and is not masked.
+Tensors are (B, T) with B = P·G: sample g of prompt p is row p·G + g. Build the mask from lengths,
+never from token ids: padding may have the end token's id. The sampled end token is an action too
+and is not masked.
 
 Left out: value networks, entropy bonuses, whole-batch reward scaling.
 Needs: torch.
@@ -22,7 +25,8 @@ Needs: torch.
 
 import torch
 
-# (ε_low, ε_high) by default: DAPO's clip-higher, PPO's 0.2, GSPO §5.1; cispo ignores them for cispo_max
+# (ε_low, ε_high) by default: DAPO's clip-higher, PPO's 0.2, GSPO §5.1; cispo ignores them for
+# cispo_max
 CLIP = {
     "dapo": (0.2, 0.28),
     "grpo": (0.2, 0.2),
@@ -35,8 +39,9 @@ CLIP = {
 def advantages(rewards, scale="group"):
     """Rewards (P, G) → advantages (P, G) f32. A group whose rewards are all equal gets exact zeros.
 
-    scale: "group" divides by the group's unbiased std + 1e-4 (GRPO, DAPO), "none" does not (Dr. GRPO).
-    ValueError: fewer than two samples in a group, unknown scale, a reward that is NaN or infinite.
+    scale: "group" divides by the group's unbiased std + 1e-4 (GRPO, DAPO), "none" does not (Dr.
+    GRPO). ValueError: fewer than two samples in a group, unknown scale, a reward that is NaN or
+    infinite.
     """
     P, G = rewards.shape
     if G < 2:
@@ -54,21 +59,25 @@ def advantages(rewards, scale="group"):
     centred = rewards - rewards.mean(1, keepdim=True)
     if scale == "group":
         centred = centred / (rewards.std(1, keepdim=True) + 1e-4)
-    # equal rewards give exact zeros: 0.1 minus a rounded mean would be tiny, and AdamW would rescale a tiny
-    # gradient to a full step
+    # equal rewards give exact zeros: 0.1 minus a rounded mean would be tiny, and AdamW would
+    # rescale a tiny gradient to a full step
     constant = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
     return centred.masked_fill(constant, 0).float()
 
 
 def overlong_penalty(lengths, max_new_tokens, cache):
-    """DAPO's soft overlong punishment (eq. 13): lengths (B,) → (B,) f64 to add to rewards, 0 for an answer
-    that leaves `cache` of max_new_tokens unused, falling linearly to −1 for one that uses them all."""
+    """DAPO's soft overlong punishment (eq. 13): lengths (B,) → (B,) f64 to add to rewards, 0 for an
+    answer that leaves `cache` of max_new_tokens unused, falling linearly to −1 for one that uses
+    them all.
+    """
     return ((max_new_tokens - cache - lengths.double()) / cache).clamp(-1, 0)
 
 
 def normalizer(loss_type, lengths, max_new_tokens):
-    """→ scalar, policy_loss's divisor for a whole optimizer batch: sum it over ranks. lengths (B,): trained
-    tokens of each row; a row with none (a truncated answer that is masked out) is not counted."""
+    """→ scalar, policy_loss's divisor for a whole optimizer batch: sum it over ranks. lengths (B,):
+    trained tokens of each row; a row with none (a truncated answer that is masked out) is not
+    counted.
+    """
     rows = (lengths > 0).sum()
     return {
         "dapo": lengths.sum(),
@@ -93,12 +102,13 @@ def policy_loss(
     ref_logprobs=None,
     beta=0.0,
 ):
-    """→ (loss, clipped), two scalars: this micro-batch's share of the loss, the number of clipped tokens.
+    """→ (loss, clipped), two scalars: this micro-batch's share of the loss, the number of clipped
+    tokens.
 
-    logprobs, old_logprobs, ref_logprobs, weights (B, T) f32, advantages (B,), mask (B, T) bool. Gradients
-    flow through logprobs alone. weights: of truncated importance sampling; gspo averages them over an answer.
-    clip_low, clip_high, cispo_max: ε_low, ε_high, ρ_max. beta: coefficient of the KL (k3) to ref_logprobs.
-    Values outside the mask, even NaN, have no influence.
+    logprobs, old_logprobs, ref_logprobs, weights (B, T) f32, advantages (B,), mask (B, T) bool.
+    Gradients flow through logprobs alone. weights: of truncated importance sampling; gspo averages
+    them over an answer. clip_low, clip_high, cispo_max: ε_low, ε_high, ρ_max. beta: coefficient of
+    the KL (k3) to ref_logprobs. Values outside the mask, even NaN, have no influence.
     """
     low = CLIP[loss_type][0] if clip_low is None else clip_low
     high = CLIP[loss_type][1] if clip_high is None else clip_high
@@ -120,7 +130,9 @@ def policy_loss(
 
 
 def clipped_surrogate(log_ratio, adv, weights, low, high):
-    """→ −Σ_t w · min(ρA, clip(ρ, 1−ε_low, 1+ε_high)A) (B,), PPO's surrogate; number of clipped tokens ()."""
+    """→ −Σ_t w · min(ρA, clip(ρ, 1−ε_low, 1+ε_high)A) (B,), PPO's surrogate; number of clipped
+    tokens ().
+    """
     ratio = log_ratio.exp()
     clip = ratio.clamp(1 - low, 1 + high)
     objective = weights * torch.min(ratio * adv, clip * adv)  # (B, T)
@@ -129,7 +141,9 @@ def clipped_surrogate(log_ratio, adv, weights, low, high):
 
 
 def gspo(log_ratio, adv, weights, lengths, low, high):
-    """→ −mean(w) · min(sA, clip(s, …)A) (B,), s: geometric mean of ratios; number of clipped tokens ()."""
+    """→ −mean(w) · min(sA, clip(s, …)A) (B,), s: geometric mean of ratios; number of clipped tokens
+    ().
+    """
     ratio = (log_ratio.sum(1) / lengths).exp()  # (B,)
     clip = ratio.clamp(1 - low, 1 + high)
     objective = weights.sum(1) / lengths * torch.min(ratio * adv, clip * adv)  # (B,)
@@ -138,7 +152,9 @@ def gspo(log_ratio, adv, weights, lengths, low, high):
 
 
 def cispo(log_ratio, adv, logprobs, weights, cispo_max):
-    """→ −Σ_t w · stopgrad(min(ρ, ρ_max)) A ln π (B,): bounded weights; number of tokens at the bound ()."""
+    """→ −Σ_t w · stopgrad(min(ρ, ρ_max)) A ln π (B,): bounded weights; number of tokens at the
+    bound ().
+    """
     ratio = log_ratio.detach().exp()
     objective = weights * ratio.clamp(max=cispo_max) * adv * logprobs  # (B, T)
     clipped = (ratio > cispo_max) & (weights > 0)  # (B, T)
@@ -146,12 +162,16 @@ def cispo(log_ratio, adv, logprobs, weights, cispo_max):
 
 
 def importance_weights(old_logprobs, sampled_logprobs, cap=2.0):
-    """min(π_old / π_sampler, cap) (B, T), no gradient: truncated importance sampling (Yao et al. 2025)."""
+    """min(π_old / π_sampler, cap) (B, T), no gradient: truncated importance sampling (Yao et al.
+    2025).
+    """
     return (old_logprobs - sampled_logprobs).exp().clamp(max=cap).detach()
 
 
 def kl_k3(log_ratio):
-    """q − 1 − ln q with q = exp(log_ratio) = π_ref/π: ≥ 0, with mean KL(π‖π_ref) under π (Schulman's k3)."""
+    """q − 1 − ln q with q = exp(log_ratio) = π_ref/π: ≥ 0, with mean KL(π‖π_ref) under π
+    (Schulman's k3).
+    """
     return log_ratio.expm1() - log_ratio  # expm1 keeps the digits that q − 1 loses near q = 1
 
 

@@ -1,12 +1,14 @@
-"""Gumbel-max sampling: argmax(logits / T − log(−log(uniform))) is an exact draw from softmax(logits / T).
+"""Gumbel-max sampling: argmax(logits / T − log(−log(uniform))) is an exact draw from softmax(logits
+/ T).
 
-The uniform numbers are counter-based: Philox-4x32-10 (Salmon et al., SC 2011; Triton's tl.philox) maps a
-counter (vocabulary id // 4, position, sequence number, step) and a key, the seed, to random bits, without any
-state. So a draw depends neither on the other rows of its batch nor on the order in which sequences finish.
+The uniform numbers are counter-based: Philox-4x32-10 (Salmon et al., SC 2011; Triton's tl.philox)
+maps a counter (vocabulary id // 4, position, sequence number, step) and a key, the seed, to random
+bits, without any state. So a draw depends neither on the other rows of its batch nor on the order
+in which sequences finish.
 
-Plain torch lines define what each function returns. On a GPU, outside autograd, `sample` and `append` launch
-Triton kernels with the same result. Their launch is a PDL (programmatic dependent launch): a kernel may start
-while its predecessor still runs, and waits for it before reading.
+Plain torch lines define what each function returns. On a GPU, outside autograd, `sample` and
+`append` launch Triton kernels with the same result. Their launch is a PDL (programmatic dependent
+launch): a kernel may start while its predecessor still runs, and waits for it before reading.
 
 Needs: torch; on a GPU also triton.
 """
@@ -44,8 +46,10 @@ def _start(PDL: constexpr):
 
 def sample(logits, temperature, seed, step, sequence, position):
     """Draw from softmax(logits / temperature) → token (B,) int64, its log-probability (B,) f32.
-    Temperature 0 takes the largest logit, with its log-probability at temperature 1. logits (B, V) f32; seed,
-    step: ints; sequence, position (B,) int64: a row's global number, the new token's index in its answer."""
+    Temperature 0 takes the largest logit, with its log-probability at temperature 1. logits (B, V)
+    f32; seed, step: ints; sequence, position (B,) int64: a row's global number, the new token's
+    index in its answer.
+    """
     if _fused(logits):
         return _sample(logits, temperature, seed, step, sequence, position)
     scaled = logits / (temperature or 1.0)
@@ -57,20 +61,25 @@ def sample(logits, temperature, seed, step, sequence, position):
 
 
 def nucleus(logits, temperature, top_p):
-    """Logits (B, V) f32 → the same with −inf outside the nucleus: the fewest most probable tokens whose
-    probabilities sum to top_p or more, 0 < top_p <= 1 (Holtzman et al. 2020), at most NUCLEUS of them, and
-    all that tie with the last of these. Temperature 0 counts as 1. A row of NaN stays NaN."""
+    """Logits (B, V) f32 → the same with −inf outside the nucleus: the fewest most probable tokens
+    whose probabilities sum to top_p or more, 0 < top_p <= 1 (Holtzman et al. 2020), at most NUCLEUS
+    of them, and all that tie with the last of these. Temperature 0 counts as 1. A row of NaN stays
+    NaN.
+    """
     scaled = logits / (temperature or 1.0)
     ordered = scaled.topk(min(NUCLEUS, logits.shape[1])).values
     p = (ordered - scaled.logsumexp(-1, keepdim=True)).exp()
     before = p.cumsum(-1) - p  # sum over the more probable tokens
     least = ordered.masked_fill(before >= top_p, float("inf")).amin(-1, keepdim=True)  # (B, 1)
-    # compare with a threshold, do not scatter: deterministic scatter cannot be captured into a CUDA graph
+    # compare with a threshold, do not scatter: deterministic scatter cannot be captured into a CUDA
+    # graph
     return logits.masked_fill(scaled < least, float("-inf"))
 
 
 def _sample(logits, temperature, seed, step, sequence, position):
-    """A kernel finds each tile's maximum, sum of exponentials and winner; another merges a row's tiles."""
+    """A kernel finds each tile's maximum, sum of exponentials and winner; another merges a row's
+    tiles.
+    """
     B, V = logits.shape
     logits = logits.contiguous()
     tiles = triton.cdiv(V, VOCAB_TILE)
@@ -173,13 +182,16 @@ def noise(V, seed, step, sequence, position):
     block = torch.arange((V + 3) // 4, device=sequence.device)[None]  # (1, V/4)
     words = philox(seed, block, position[:, None], sequence[:, None], step & 0xFFFFFFFF)
     bits = torch.stack(words, -1).flatten(1)[:, :V]  # (B, V) 32-bit words
-    # 23 bits + ½ are exact in fp32; 24 could round to uniform = 1, whose noise is infinite and always wins
+    # 23 bits + ½ are exact in fp32; 24 could round to uniform = 1, whose noise is infinite and
+    # always wins
     uniform = ((bits >> 9).float() + 0.5) * 2.0**-23
     return uniform.log_().neg_().log_().neg_()
 
 
 def philox(seed, c0, c1, c2, c3):
-    """Philox-4x32-10: a counter of four 32-bit words (int64 tensors or ints) → four random 32-bit words."""
+    """Philox-4x32-10: a counter of four 32-bit words (int64 tensors or ints) → four random 32-bit
+    words.
+    """
     low = 0xFFFFFFFF
     key0, key1 = seed & low, (seed >> 32) & low
     for _ in range(10):
@@ -196,10 +208,12 @@ def philox(seed, c0, c1, c2, c3):
 
 
 def append(token, logprob, rows, positions, stops, limit, last, rollout):
-    """Write each running row's new token to the rollout; end the row at a stop token or at `limit` tokens.
-    token, logprob (B,): from sample. rows (B,) int64: each row's index in the rollout. stops (n,) int64.
-    Changed in place: rollout, a Rollout; last (B,) int64, which takes the token; positions (B,) int64 of the
-    tokens that the model just read: each grows by 1, or becomes −1 when its row ends, and is then skipped."""
+    """Write each running row's new token to the rollout; end the row at a stop token or at `limit`
+    tokens. token, logprob (B,): from sample. rows (B,) int64: each row's index in the rollout.
+    stops (n,) int64. Changed in place: rollout, a Rollout; last (B,) int64, which takes the token;
+    positions (B,) int64 of the tokens that the model just read: each grows by 1, or becomes −1 when
+    its row ends, and is then skipped.
+    """
     if _fused(logprob):
         _append_kernel[len(token),](
             token,

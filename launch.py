@@ -1,7 +1,8 @@
-"""From a command line to a running train(): load what the flags name, join the ranks, report errors.
+"""From a command line to a running train(): load what the flags name, join the ranks, report
+errors.
 
-Exit codes: 0 done, 1 a traceback, 2 other errors, 3 --preflight finds training pointless, 128 + n signal n.
-Needs: torch; checkpoint.py, model.py, runs.py, tasks.py, lora.py; tools/flags.py.
+Exit codes: 0 done, 1 a traceback, 2 other errors, 3 --preflight finds training pointless, 128 + n
+signal n. Needs: torch; checkpoint.py, model.py, runs.py, tasks.py, lora.py; tools/flags.py.
 """
 
 import os
@@ -23,7 +24,9 @@ from tools.flags import parse
 
 
 def main(train, preflight):
-    """Parse the command line, call train or preflight, exit. An unforeseen error keeps its traceback."""
+    """Parse the command line, call train or preflight, exit. An unforeseen error keeps its
+    traceback.
+    """
     sys.stdout.reconfigure(errors="replace")  # a terminal may not have Unicode
     try:
         sys.exit(start(parse(sys.argv[1:]), train, preflight))
@@ -40,7 +43,9 @@ def main(train, preflight):
 
 
 def start(config, train, preflight):
-    """Load what the flags name, then train or preflight → the exit code. SystemExit: a stopped run."""
+    """Load what the flags name, then train or preflight → the exit code. SystemExit: a stopped
+    run.
+    """
     device = join_ranks(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     trains, given = bool(config.steps or config.preflight), (config.data, config.operands)
     task = (
@@ -64,8 +69,9 @@ def start(config, train, preflight):
         lora.load_adapter(model, config.adapter)
     plain = "" if tokenizer.chat_template else ", without a chat template: prompts are plain text"
     run.say(
-        f"{config.model}: {config.quant} on {model.device}, loaded in {time.perf_counter() - began:.0f} s"
-        f"{plain}\n{config.task}: {len(task.train)} problems to train on, {len(task.held_out)} held out; "
+        f"{config.model}: {config.quant} on {model.device}, "
+        f"loaded in {time.perf_counter() - began:.0f} s{plain}\n{config.task}: "
+        f"{len(task.train)} problems to train on, {len(task.held_out)} held out; "
         f"{config.prompts} prompts × {config.group_size} answers a step"
     )
     for number in (signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal was closed
@@ -78,7 +84,9 @@ def start(config, train, preflight):
 
 
 def encoded(config, of_model, task, tokenizer, problems):
-    """Problems → token ids of their prompts. ValueError quotes a prompt that the model cannot take."""
+    """Problems → token ids of their prompts. ValueError quotes a prompt that the model cannot
+    take.
+    """
     prompts, room = [], of_model.max_position_embeddings - config.max_new_tokens
     for text in map(task.prompt, problems):
         prompts.append(prompt := checkpoint.encode(tokenizer, text))
@@ -96,7 +104,9 @@ def encoded(config, of_model, task, tokenizer, problems):
 
 
 def join_ranks(device):
-    """→ this process's device. Under torchrun, join the process group and take the GPU of the local rank."""
+    """→ this process's device. Under torchrun, join the process group and take the GPU of the local
+    rank.
+    """
     if "RANK" in os.environ:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
         if device == "cuda":

@@ -1,12 +1,14 @@
-"""Log-probabilities of given tokens and their gradient, without a (tokens, vocabulary) tensor in memory.
+"""Log-probabilities of given tokens and their gradient, without a (tokens, vocabulary) tensor in
+memory.
 
-    z       = hidden @ W.T / temperature               W: lm_head (V, D); Qwen2.5 has 152,000 logits a token
-    logprob = z[target] − ln Σ exp z                   entropy = ln Σ exp z − Σ softmax(z) · z
+    z       = hidden @ W.T / temperature       W: lm_head (V, D); Qwen2.5 has 152,000 logits a token
+    logprob = z[target] − ln Σ exp z           entropy = ln Σ exp z − Σ softmax(z) · z
     d logprob / d hidden = (onehot(target) − softmax(z)) @ W / temperature
 
-Logits exist for a chunk of tokens at a time. W is frozen, so forward can compute a log-probability's whole
-gradient, a vector like its hidden state, from them, and backward multiplies it by one number a token. On a
-GPU one kernel reads a chunk's logits twice and writes all results; the plain torch lines define them.
+Logits exist for a chunk of tokens at a time. W is frozen, so forward can compute a
+log-probability's whole gradient, a vector like its hidden state, from them, and backward multiplies
+it by one number a token. On a GPU one kernel reads a chunk's logits twice and writes all results;
+the plain torch lines define them.
 
 Left out: gradients of W and of the entropy. Needs: torch; on a GPU also triton.
 """
@@ -25,13 +27,17 @@ LOGITS_AT_ONCE = 1 << 26  # of a chunk: 268 MB of fp32 for any vocabulary
 
 
 def logits(hidden, W):
-    """(n, D), (V, D) → (n, V) f32: the one way from hidden states to logits, in sampler and trainer."""
+    """(n, D), (V, D) → (n, V) f32: the one way from hidden states to logits, in sampler and
+    trainer.
+    """
     return torch.mm(hidden, W.T, out_dtype=torch.float32) if hidden.is_cuda else hidden @ W.T
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """hidden (n, D), targets (n,) int64, W (V, D), temperature → the log-probability of each target and the
-    entropy of its distribution in nats, (n,) f32. Only the first has a gradient, and only for hidden."""
+    """hidden (n, D), targets (n,) int64, W (V, D), temperature → the log-probability of each target
+    and the entropy of its distribution in nats, (n,) f32. Only the first has a gradient, and only
+    for hidden.
+    """
 
     @staticmethod
     def forward(ctx, hidden, targets, W, temperature):
@@ -57,8 +63,9 @@ class TokenLogprobs(torch.autograd.Function):
 
 
 def softmax(z, targets, temperature, logprob, entropy, dz):
-    """z (n, V) f32, before the temperature; a CPU overwrites it. Writes logprob, entropy (n,) f32 and, unless
-    it is None, dz (n, V), the derivative of logprob."""
+    """z (n, V) f32, before the temperature; a CPU overwrites it. Writes logprob, entropy (n,) f32
+    and, unless it is None, dz (n, V), the derivative of logprob.
+    """
     if z.is_cuda:
         _softmax_kernel[len(z),](
             z, targets, 1 / temperature, logprob, entropy, dz, z.shape[1], TILE=4096, num_warps=8
@@ -80,8 +87,8 @@ def _softmax_kernel(z, targets, scale, logprob, entropy, dz, V, TILE: constexpr)
     row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
     z += row * V
     target = tl.load(targets + row)
-    # online softmax: top is the largest logit so far, total the sum of exp(logit − top), dot that of
-    # exp(logit − top) · logit; when top grows, total and dot shrink
+    # online softmax: top is the largest logit so far, total the sum of exp(logit − top), dot that
+    # of exp(logit − top) · logit; when top grows, total and dot shrink
     top, total, dot = -1e30, 0.0, 0.0
     for start in range(0, V, TILE):
         x = tl.load(z + start + cols, mask=start + cols < V, other=float("-inf")) * scale

@@ -1,18 +1,20 @@
 """LoRA: the weight matrix stays frozen, and a product of two thin matrices beside it is trained.
 
-    y = x @ W.T + (alpha / rank) · (x @ lora_A.T) @ lora_B.T          W (N, K), lora_A (r, K), lora_B (N, r)
+    y = x @ W.T + (alpha / rank) · (x @ lora_A.T) @ lora_B.T  W (N, K), lora_A (r, K), lora_B (N, r)
 
-LoRA (arXiv 2106.09685, §4.1) as in QeRL (arXiv 2510.11696, §2): on all seven projections of a block, never
-merged, because rounding W + B·A to 4 bits would lose B·A. lora_B starts at 0: the first policy is the base's.
+LoRA (arXiv 2106.09685, §4.1) as in QeRL (arXiv 2510.11696, §2): on all seven projections of a
+block, never merged, because rounding W + B·A to 4 bits would lose B·A. lora_B starts at 0: the
+first policy is the base's.
 
 S projections with the same input run as one matrix, and so do their adapters:
 
-    W     [ q ]  N        lora_A  [ A_q ]  S·r    lora_B  [ B_q ]  N       row block s of lora_B multiplies
-          [ k ]                   [ A_k ]                 [ B_k ]          row block s of lora_A: this equals
-          [ v ]   x K             [ A_v ]   x K           [ B_v ]   x r    three separate adapters
+    W   [ q ]  N    lora_A  [ A_q ]  S·r  lora_B  [ B_q ]  N     row block s of lora_B multiplies
+        [ k ]               [ A_k ]               [ B_k ]        row block s of lora_A: this equals
+        [ v ]   x K         [ A_v ]   x K         [ B_v ]   x r  three separate adapters
 
-The parameters are fp32. refresh() rounds them in place into copies of the compute type (bf16 on a GPU). A
-base that fuses LoRA into its GEMM reads the copies; for any other base forward() rounds the parameters anew.
+The parameters are fp32. refresh() rounds them in place into copies of the compute type (bf16 on a
+GPU). A base that fuses LoRA into its GEMM reads the copies; for any other base forward() rounds the
+parameters anew.
 
 Adapter files are PEFT's, with fused projections split into their parts.
 Left out: dropout, bias, DoRA, rsLoRA, several adapters at once. Needs: torch, safetensors.
@@ -35,10 +37,11 @@ PREFIX = "base_model.model.model."  # how every tensor name in PEFT's files begi
 class LoRALinear(nn.Module):
     """A frozen base and its adapter: x (…, K) → (…, N) in the dtype of x.
 
-    base: a module with in_features, out_features and forward(x). If base.fuses_lora is True, the base adds
-    the adapter: base(x, (copy_A, copy_B, splits, scale), (lora_A, lora_B), needed) multiplies by the rounded
-    copies and passes gradients to the fp32 parameters. refresh() writes the copies, then calls
-    base.adapt(copy_B, splits). splits: the rows of each fused part, N in all. ValueError: rank < 1.
+    base: a module with in_features, out_features and forward(x). If base.fuses_lora is True, the
+    base adds the adapter: base(x, (copy_A, copy_B, splits, scale), (lora_A, lora_B), needed)
+    multiplies by the rounded copies and passes gradients to the fp32 parameters. refresh() writes
+    the copies, then calls base.adapt(copy_B, splits). splits: the rows of each fused part, N in
+    all. ValueError: rank < 1.
     """
 
     def __init__(
@@ -53,7 +56,8 @@ class LoRALinear(nn.Module):
         assert sum(self.splits) == N, (
             f"splits {self.splits} do not add up to the {N} rows of the base"
         )
-        # U(−1/√K, 1/√K), as in torch's Linear and in PEFT; a draw on the CPU is the same for every device
+        # U(−1/√K, 1/√K), as in torch's Linear and in PEFT; a draw on the CPU is the same for every
+        # device
         lora_A = torch.empty(len(self.splits) * rank, K).uniform_(
             -(K**-0.5), K**-0.5, generator=generator
         )
@@ -65,7 +69,9 @@ class LoRALinear(nn.Module):
         self.refresh()
 
     def refresh(self):
-        """Round the parameters into the copies, in place: a captured CUDA graph reads the same addresses."""
+        """Round the parameters into the copies, in place: a captured CUDA graph reads the same
+        addresses.
+        """
         with torch.no_grad():
             self.copy_A.copy_(self.lora_A)
             self.copy_B.copy_(self.lora_B)
@@ -73,7 +79,9 @@ class LoRALinear(nn.Module):
                 self.base.adapt(self.copy_B, self.splits)
 
     def forward(self, x, needed=True):
-        """x (…, K) → (…, N). needed=False: only backward will run, so a fusing base may skip computing y."""
+        """x (…, K) → (…, N). needed=False: only backward will run, so a fusing base may skip
+        computing y.
+        """
         if not self.enabled:
             return self.base(x)
         if getattr(self.base, "fuses_lora", False):
@@ -85,7 +93,9 @@ class LoRALinear(nn.Module):
 
 
 def lora_layers(model):
-    """→ {name: LoRALinear}, in the model's order. ValueError: there is none, so nothing would learn."""
+    """→ {name: LoRALinear}, in the model's order. ValueError: there is none, so nothing would
+    learn.
+    """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
     if not layers:
         raise ValueError("this model has no LoRALinear: nothing would learn")
@@ -112,7 +122,9 @@ def disabled(model):
 
 
 def adapter_tensors(model):
-    """→ {PEFT's tensor name: fp32 view of the rows of lora_A or lora_B that belong to one projection}."""
+    """→ {PEFT's tensor name: fp32 view of the rows of lora_A or lora_B that belong to one
+    projection}.
+    """
     tensors = {}
     for name, layer in lora_layers(model).items():
         parent, _, own = name.rpartition(".")
@@ -155,7 +167,8 @@ def save_adapter(model, folder, base_name=""):
 def load_adapter(model, folder):
     """Copy an adapter that save_adapter or PEFT wrote into the parameters, and refresh the copies.
 
-    ValueError: the folder holds no adapter, a damaged one, another kind, rank or alpha, or other tensors.
+    ValueError: the folder holds no adapter, a damaged one, another kind, rank or alpha, or other
+    tensors.
     """
     folder = Path(folder)
     for file in ("adapter_config.json", "adapter_model.safetensors"):

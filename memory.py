@@ -1,22 +1,28 @@
-"""Where the bytes go, by formula, without loading a weight: python memory.py --model 32b --memory-gb 40
+"""Where the bytes go, by formula, without loading a weight.
+
+    python memory.py --model 32b --memory-gb 40
 
     peak = weights + adapter and optimizer + the larger of rollout and update
 
-    weights    0.5625 byte a quantised weight (4 bits, and 8 bits for each 16), 2 for lm_head; embeddings that
-               are not tied to it lie in host memory
-    adapter    12 bytes a parameter (itself and AdamW's two moments, fp32) and 2 for its bf16 copy. With
-               bf16 weights another copy of lora_B, as a block-diagonal matrix with its zeros
-    rollout    keys and values of every slot, logits twice, one weight in bf16, a prefill's activations
-    update     the gradient, and what autograd saves of a micro-batch: with gradient checkpointing the
-               residual stream between layers (fp32), without it every activation. On top the larger of:
-               logits in chunks; one layer's backward: its activations, gradients, one weight in bf16
+    weights    0.5625 byte a quantised weight (4 bits, and 8 bits for each 16), 2 for lm_head;
+               embeddings that are not tied to it lie in host memory
+    adapter    12 bytes a parameter (itself and AdamW's two moments, fp32) and 2 for its bf16 copy.
+               With bf16 weights another copy of lora_B, as a block-diagonal matrix with its zeros
+    rollout    keys and values of every slot, logits twice, one weight in bf16, a prefill's
+               activations
+    update     the gradient, and what autograd saves of a micro-batch: with gradient checkpointing
+               the residual stream between layers (fp32), without it every activation. On top the
+               larger of: logits in chunks; one layer's backward: its activations, gradients, one
+               weight in bf16
 
-A line of the table: a card; the GB needed to sample and train one answer at a time; the most answers sampled
-at a time; the most --micro-tokens; the longest prompt plus answer, 8 at a time; the parts of that first peak.
-0: nothing fits. The update has --gradient-checkpointing. A card's GB and `needs` are 2³⁰ bytes, a part's 10⁹.
-The formulas are a GPU's: a CPU computes in fp32 and keeps each weight twice, packed and decoded.
+A line of the table: a card; the GB needed to sample and train one answer at a time; the most
+answers sampled at a time; the most --micro-tokens; the longest prompt plus answer, 8 at a time; the
+parts of that first peak. 0: nothing fits. The update has --gradient-checkpointing. A card's GB and
+`needs` are 2³⁰ bytes, a part's 10⁹. The formulas are a GPU's: a CPU computes in fp32 and keeps each
+weight twice, packed and decoded.
 
-Needs: transformers; checkpoint.py for configs; model, rollout, fp4_gemm, logprobs for sizes and families.
+Needs: transformers; checkpoint.py for configs; model, rollout, fp4_gemm, logprobs for sizes and
+families.
 """
 
 import argparse
@@ -35,7 +41,8 @@ from rollout import PREFILL_TOKENS, SLOTS, cached_bytes, prefill_bytes
 CARDS = 12, 16, 24, 40, 48, 80
 BESIDE = 1.5e9  # bytes for CUDA's context, a display, and the gaps that the allocator leaves
 
-# hidden, layers, query heads, key heads, width of the MLP, vocabulary, lm_head tied to the embeddings
+# hidden, layers, query heads, key heads, width of the MLP, vocabulary, lm_head tied to the
+# embeddings
 MODELS = {
     "135m": (576, 30, 9, 3, 1536, 49152, True),  # SmolLM2; the others are Qwen2.5
     "0.5b": (896, 24, 14, 2, 4864, 151936, True),
@@ -79,7 +86,9 @@ class Plan(NamedTuple):
 
 
 def linears(c):
-    """name → (N of each part), K: the GEMMs of a layer; parts share their input. c: a transformers config."""
+    """name → (N of each part), K: the GEMMs of a layer; parts share their input. c: a transformers
+    config.
+    """
     D, F, Dh = c.hidden_size, c.intermediate_size, head_dim(c)
     q, kv = c.num_attention_heads * Dh, c.num_key_value_heads * Dh
     return {"qkv": ((q, kv, kv), D), "o": ((D,), q), "gate_up": ((F, F), D), "down": ((D,), F)}
@@ -95,8 +104,9 @@ def plan(
     checkpointing=True,
     prefill=PREFILL_TOKENS,
 ):
-    """→ Plan. c: a transformers config; slots: answers sampled at once; length: tokens of prompt and answer;
-    prefill: prompt tokens in one forward pass."""
+    """→ Plan. c: a transformers config; slots: answers sampled at once; length: tokens of prompt
+    and answer; prefill: prompt tokens in one forward pass.
+    """
     D, F, V, L = c.hidden_size, c.intermediate_size, c.vocab_size, c.num_hidden_layers
     products = [(len(parts), sum(parts), K) for parts, K in linears(c).values()]
     qkv, q, (*_, head_norm) = sum(linears(c)["qkv"][0]), linears(c)["o"][1], family(c)
@@ -106,11 +116,12 @@ def plan(
     learned = L * rank * sum(S * K + N for S, N, K in products)
     adapter = 14 * learned + 2 * L * rank * sum(S * N for S, N, _ in products) * (quant == "bf16")
     scratch = 0 if quant == "bf16" else 2 * max(N * K for _, N, K in products)
-    # bytes that autograd saves per token and layer: two residual sums (fp32) and their norms, qkv before and
-    # after RoPE, attention's output, gate, up, SwiGLU's output, x @ A.T; Qwen3's head norms save fp32 q and k
+    # bytes that autograd saves per token and layer: two residual sums (fp32) and their norms, qkv
+    # before and after RoPE, attention's output, gate, up, SwiGLU's output, x @ A.T; Qwen3's head
+    # norms save fp32 q and k
     kept = 14 * D + 4 * qkv + 6 * F + 14 * rank + 2 * (q + qkv) * head_norm
-    # the most that backward adds: gate's and up's gradients (4 F); or, once gate, up and their product (6 F)
-    # are freed, these gradients beside the decoded weight
+    # the most that backward adds: gate's and up's gradients (4 F); or, once gate, up and their
+    # product (6 F) are freed, these gradients beside the decoded weight
     widest = max(micro_tokens * (8 * D + 4 * F), micro_tokens * (8 * D - 2 * F) + scratch)
     inside, stays = (kept, 4 * D * L) if checkpointing else (0, kept * L)
     update = (
@@ -123,7 +134,9 @@ def plan(
 
 
 def plan_of(config, c, slots, length, prefill=PREFILL_TOKENS, longest=0):
-    """The plan of a run. config: a flags.Config; longest: tokens of the longest row, if it is known."""
+    """The plan of a run. config: a flags.Config; longest: tokens of the longest row, if it is
+    known.
+    """
     return plan(
         c,
         config.quant,

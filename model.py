@@ -3,16 +3,18 @@
     ids → embed → [   x + o(attention(rope(qkv(norm(x)))))
                     → x + down(swiglu(gate_up(norm(x))))   ] × layers → norm → hidden
 
-Sampler and trainer run this same code on the same tensors. Every projection is a frozen base in NVFP4 (or in
-bf16, with quant="bf16") with a LoRA beside it; q, k, v are one matrix, and so are gate and up. Embeddings,
-lm_head, norms and biases are not quantised; aqn.py adds its noise to the norms' weights, fp32 buffers.
+Sampler and trainer run this same code on the same tensors. Every projection is a frozen base in
+NVFP4 (or in bf16, with quant="bf16") with a LoRA beside it; q, k, v are one matrix, and so are gate
+and up. Embeddings, lm_head, norms and biases are not quantised; aqn.py adds its noise to the norms'
+weights, fp32 buffers.
 
-load() reads and quantises one layer after the other, so its peak of memory is the model plus one layer. A CPU
-computes in fp32, a GPU in bf16 with the residual stream and the logits in fp32.
+load() reads and quantises one layer after the other, so its peak of memory is the model plus one
+layer. A CPU computes in fp32, a GPU in bf16 with the residual stream and the logits in fp32.
 
-transformers supplies the config and the formulas of scaled RoPE; its own models are the tests' oracle.
-Left out: mixtures of experts, sliding windows, encoder parts, dropout.
-Needs: torch, transformers, tqdm; nvfp4.py, fp4_gemm.py, lora.py, ops.py, logprobs.py, checkpoint.py.
+transformers supplies the config and the formulas of scaled RoPE; its own models are the tests'
+oracle. Left out: mixtures of experts, sliding windows, encoder parts, dropout.
+Needs: torch, transformers, tqdm; nvfp4.py, fp4_gemm.py, lora.py, ops.py, logprobs.py,
+checkpoint.py.
 """
 
 from functools import partial
@@ -42,9 +44,9 @@ QUANT = {"nvfp4": "sweep", "rtn": "rtn", "bf16": None}
 def load(name_or_source, quant="nvfp4", rank=32, alpha=32, device="cpu", seed=0):
     """→ Decoder with quantised weights and a fresh adapter whose lora_A comes from `seed`.
 
-    name_or_source: what checkpoint.open takes, or returns. quant: "nvfp4" (scale sweep), "rtn" (the paper's
-    rounding) or "bf16" (not quantised; fp32 on a CPU). ValueError: an unsupported architecture or config, a
-    tensor that is missing, misshapen or left over.
+    name_or_source: what checkpoint.open takes, or returns. quant: "nvfp4" (scale sweep), "rtn" (the
+    paper's rounding) or "bf16" (not quantised; fp32 on a CPU). ValueError: an unsupported
+    architecture or config, a tensor that is missing, misshapen or left over.
     """
     if quant not in QUANT:
         raise ValueError(f"quant={quant!r} must be one of {', '.join(QUANT)}")
@@ -70,8 +72,10 @@ class RMSNorm(nn.Module):
 
 
 class FrozenLinear(nn.Module):
-    """y = x @ W.T + bias, `weights` joined along N. W is packed NVFP4, or a Dense matrix if method is None.
-    A weight that is already an NVFP4Tensor keeps its codes; if method is None it is dequantised."""
+    """y = x @ W.T + bias, `weights` joined along N. W is packed NVFP4, or a Dense matrix if method
+    is None. A weight that is already an NVFP4Tensor keeps its codes; if method is None it is
+    dequantised.
+    """
 
     fuses_lora = True
 
@@ -95,7 +99,9 @@ class FrozenLinear(nn.Module):
         self.out_features, self.in_features = self.W.shape
 
     def adapt(self, B, splits):
-        """LoRALinear calls this after each change of the adapter's B, of which a Dense keeps a copy."""
+        """LoRALinear calls this after each change of the adapter's B, of which a Dense keeps a
+        copy.
+        """
         if isinstance(self.W, fp4_gemm.Dense):
             self.W.adapt(B, splits)
 
@@ -159,13 +165,17 @@ class Block(nn.Module):
 
     def summed(self, x, *where):
         """x → x + y, for gradient checkpointing: it keeps x alone. A call with gradients on is the
-        recomputation in backward: only the tensors saved inside matter, so the last GEMM is skipped."""
+        recomputation in backward: only the tensors saved inside matter, so the last GEMM is
+        skipped.
+        """
         x, y = self(x, None, *where, needed=not torch.is_grad_enabled())
         return x + y
 
 
 class Decoder(nn.Module):
-    """layers, norm, embed_tokens (V, D), lm_head (V, D; the same tensor when tied); config, dtype, device."""
+    """layers, norm, embed_tokens (V, D), lm_head (V, D; the same tensor when tied); config, dtype,
+    device.
+    """
 
     def __init__(self, source, method, rank, alpha, device, generator):
         super().__init__()
@@ -227,11 +237,12 @@ class Decoder(nn.Module):
     def forward(self, ids, positions, cache=None):
         """ids, positions (B, T) → hidden (B, T, D) after the final norm.
 
-        Rows are independent and causal, each from position 0; padding goes on the right. A KVCache stores
-        keys and values; with one, T = 1 is a decode step: the new token attends up to its own position.
+        Rows are independent and causal, each from position 0; padding goes on the right. A KVCache
+        stores keys and values; with one, T = 1 is a decode step: the new token attends up to its
+        own position.
         """
-        # The residual stream is fp32 on a GPU too, because bf16 would round each of its sums, and not always
-        # to the same number in the sampler's and the trainer's batches.
+        # The residual stream is fp32 on a GPU too, because bf16 would round each of its sums, and
+        # not always to the same number in the sampler's and the trainer's batches.
         x = ops.embed(ids, self.embed_tokens)  # (B, T, D)
         y = None  # a sublayer's output; the next norm adds it to x
         angle = positions[..., None] * self.inv_freq  # (B, T, Dh/2) f32
@@ -241,9 +252,10 @@ class Decoder(nn.Module):
         for i, layer in enumerate(self.layers):
             where = (positions, cos, sin, cache, i)
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                # Reentrant checkpointing stores the layer's input, which must require a gradient. The other
-                # kind hooks every saved tensor, which takes longer than the kernels of a small model, and its
-                # first forward runs with gradients on, for which `summed` returns no usable sum.
+                # Reentrant checkpointing stores the layer's input, which must require a gradient.
+                # The other kind hooks every saved tensor, which takes longer than the kernels of a
+                # small model, and its first forward runs with gradients on, for which `summed`
+                # returns no usable sum.
                 x = recompute(
                     layer.summed,
                     x.requires_grad_(),
@@ -260,11 +272,13 @@ class Decoder(nn.Module):
         return logprobs.logits(hidden, self.lm_head)
 
     def logprobs(self, tokens, prompt_lengths, lengths, temperature):
-        """(B, T) tokens → (B, T) f32 log-probability of each answer token, and entropy of its distribution.
+        """(B, T) tokens → (B, T) f32 log-probability of each answer token, and entropy of its
+        distribution.
 
-        Row b is prompt_lengths[b] prompt tokens, lengths[b] answer tokens, then padding; outside the answer
-        both results are 0. Temperature divides the logits, as in sampling (0 counts as 1). Only the
-        log-probabilities have a gradient. No [B, T, V] tensor ever exists: see logprobs.py.
+        Row b is prompt_lengths[b] prompt tokens, lengths[b] answer tokens, then padding; outside
+        the answer both results are 0. Temperature divides the logits, as in sampling (0 counts as
+        1). Only the log-probabilities have a gradient. No [B, T, V] tensor ever exists: see
+        logprobs.py.
         """
         mask = answer_mask(tokens, prompt_lengths, lengths)
         hidden = self(tokens, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
@@ -275,13 +289,17 @@ class Decoder(nn.Module):
 
 
 def answer_mask(tokens, prompt_lengths, lengths):
-    """(B, T) bool: an answer's tokens and end token. From lengths, because padding may be the end token."""
+    """(B, T) bool: an answer's tokens and end token. From lengths, because padding may be the end
+    token.
+    """
     t = torch.arange(tokens.shape[1], device=tokens.device)
     return (t >= prompt_lengths[:, None]) & (t < (prompt_lengths + lengths)[:, None])
 
 
 class KVCache:
-    """Keys and values of `slots` sequences of `length` tokens, each (layers, slots, Hkv, length, Dh)."""
+    """Keys and values of `slots` sequences of `length` tokens, each (layers, slots, Hkv, length,
+    Dh).
+    """
 
     def __init__(self, model, slots, length):
         c = model.config
@@ -291,9 +309,9 @@ class KVCache:
             torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(2)
         )
         self.counters = torch.zeros(slots * shape[2], dtype=torch.int32, device=model.device)
-        # The sampler sets these before each call. Prefill: the slots to fill, and of, the row of k and v for
-        # each. A decode step: each row's slot, how many positions of a prompt it shares, the slot that holds
-        # those (leaders), and the pieces of the longest row
+        # The sampler sets these before each call. Prefill: the slots to fill, and of, the row of k
+        # and v for each. A decode step: each row's slot, how many positions of a prompt it shares,
+        # the slot that holds those (leaders), and the pieces of the longest row
         self.slots = self.of = self.shared = self.leaders = self.pieces = None
 
     def fill(self, layer, k, v):
@@ -304,7 +322,9 @@ class KVCache:
 
 
 def family(config):
-    """→ (qkv bias, o bias, head norm). ValueError: the model computes what this decoder does not."""
+    """→ (qkv bias, o bias, head norm). ValueError: the model computes what this decoder does
+    not.
+    """
     name = (config.architectures or ["a model without a named architecture"])[0]
     if name not in FAMILIES:
         raise ValueError(f"{name} is not supported: this decoder is {', '.join(FAMILIES)}")
@@ -330,8 +350,10 @@ def head_dim(config):
 
 
 def rope_frequencies(config):
-    """→ (Dh/2,) radians per position, and the factor on cos and sin. transformers has the formulas of the
-    scaled kinds; the plain one is written out, because transformers keeps it in models, slow to import."""
+    """→ (Dh/2,) radians per position, and the factor on cos and sin. transformers has the formulas
+    of the scaled kinds; the plain one is written out, because transformers keeps it in models, slow
+    to import.
+    """
     kind = config.rope_parameters.get("rope_type", "default")
     if kind != "default":
         return ROPE_INIT_FUNCTIONS[kind](config, "cpu")

@@ -6,18 +6,21 @@
              | block_scale 0 | block_scale 1 | …     e4m3, 8 bit: 2⁻⁹ … 448;  global_scale: one fp32
     packed[n, j] = code[n, 2j+1] << 4 | code[n, 2j]               → 4 + 8/16 = 4.5 bit per weight
 
-This is the format of QeRL (arXiv 2510.11696, §3.3, eq. 6), of compressed-tensors and of ModelOpt. The
-quantiser chooses each block's scale by one of two methods, then rounds each weight to the nearest code:
+This is the format of QeRL (arXiv 2510.11696, §3.3, eq. 6), of compressed-tensors and of ModelOpt.
+The quantiser chooses each block's scale by one of two methods, then rounds each weight to the
+nearest code:
 
-    "rtn"    round to nearest, as in the paper: the block's largest magnitude (amax) is stored as 6, because
-             the scale is amax / 6, rounded to e4m3.
-    "sweep"  the default: try ten neighbouring e4m3 scales, amax / 6 among them, and keep the one with the
-             least squared error. E2M1 has nothing between 4 and 6, so a block often loses less when its
-             largest weight is stored as 4 or 3, or is clipped. Sweep costs time only while quantising.
+    "rtn"    round to nearest, as in the paper: the block's largest magnitude (amax) is stored as 6,
+             because the scale is amax / 6, rounded to e4m3.
+    "sweep"  the default: try ten neighbouring e4m3 scales, amax / 6 among them, and keep the one
+             with the least squared error. E2M1 has nothing between 4 and 6, so a block often loses
+             less when its largest weight is stored as 4 or 3, or is clipped. Sweep costs time only
+             while quantising.
 
-global_scale is the tensor's amax / (6 · 448), so that no block scale exceeds 448, rounded up to a power of
-two: multiplying by a power of two never rounds. E2M1 × E4M3 has at most 6 significant bits, so bf16 holds
-every dequantised weight exactly, and a kernel may apply the scales in any order.
+global_scale is the tensor's amax / (6 · 448), so that no block scale exceeds 448, rounded up to a
+power of two: multiplying by a power of two never rounds. E2M1 × E4M3 has at most 6 significant
+bits, so bf16 holds every dequantised weight exactly, and a kernel may apply the scales in any
+order.
 
 Use: q = quantize(w); dequantize(q) is then close to w, a (N, K) matrix with K a multiple of 16.
 Left out: quantised activations, stochastic rounding, calibration data (AWQ, GPTQ).
@@ -46,9 +49,10 @@ class NVFP4Tensor(NamedTuple):
 def quantize(w, method="sweep", global_scale=None):
     """Quantise w (N, K), of any floating-point dtype → NVFP4Tensor on the same device.
 
-    method: "sweep" or "rtn". global_scale: use this number, not the tensor's own. vLLM and TensorRT-LLM
-    require one scale for all parts of a fused GEMM: pass `shared_global_scale(q, k, v)` to all three calls.
-    ValueError: w is not a matrix, K is not a multiple of 16, a weight is NaN or infinite, unknown method.
+    method: "sweep" or "rtn". global_scale: use this number, not the tensor's own. vLLM and
+    TensorRT-LLM require one scale for all parts of a fused GEMM: pass `shared_global_scale(q, k,
+    v)` to all three calls. ValueError: w is not a matrix, K is not a multiple of 16, a weight is
+    NaN or infinite, unknown method.
     """
     if method not in ("sweep", "rtn"):
         raise ValueError(f"method={method!r} must be 'sweep' or 'rtn'")
@@ -78,7 +82,8 @@ def quantize(w, method="sweep", global_scale=None):
 
 
 def shared_global_scale(*weights):
-    """→ float: the smallest power of two with which no block scale of these tensors exceeds e4m3's 448.
+    """→ float: the smallest power of two with which no block scale of these tensors exceeds e4m3's
+    448.
 
     ValueError: a weight is NaN or infinite.
     """
@@ -97,7 +102,9 @@ def shared_global_scale(*weights):
 
 
 def _choose_scale(magnitude, offsets):
-    """(n, K/16, 16) |weights| / global_scale → (n, K/16) e4m3, the best of the codes near amax / 6."""
+    """(n, K/16, 16) |weights| / global_scale → (n, K/16) e4m3, the best of the codes near amax /
+    6.
+    """
     nearest = (magnitude.amax(-1) / FP4_MAX).clamp(max=FP8_MAX).to(torch.float8_e4m3fn)
     base = nearest.view(torch.uint8).int()  # positive e4m3 numbers sort as their bytes, 0 … 126
     best = base
@@ -119,7 +126,9 @@ def _divisor(scale):
 
 
 def _nearest_e2m1(x):
-    """x ≥ 0 → the nearest of 0 ½ 1 1½ 2 3 4 6. A tie takes the even code, as torch.round rounds it."""
+    """x ≥ 0 → the nearest of 0 ½ 1 1½ 2 3 4 6. A tie takes the even code, as torch.round rounds
+    it.
+    """
     # the exponent's bits alone: 2^⌊log2 x⌋
     power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
     step = power.clamp_(1, 4).mul_(0.5)  # ½ below 2, 1 below 4, 2 from 4 on
@@ -127,7 +136,9 @@ def _nearest_e2m1(x):
 
 
 def dequantize(q, dtype=torch.bfloat16):
-    """NVFP4Tensor → (N, K). Exact in bf16 and fp32 if global_scale is a power of two, as quantize's is."""
+    """NVFP4Tensor → (N, K). Exact in bf16 and fp32 if global_scale is a power of two, as quantize's
+    is.
+    """
     packed, block_scale, global_scale = q
     N, K = packed.shape[0], 2 * packed.shape[1]
     signed = torch.tensor(E2M1 + tuple(-v for v in E2M1), device=packed.device)

@@ -1,24 +1,26 @@
 """The operations of a decoder block that are not matrix products: one function each.
 
-Plain torch lines define each result. On a GPU a Triton kernel computes the same. add_norm, swiglu and rope
-have gradients, also by kernels; embeddings are frozen. rms_norm and causal attention are torch's.
+Plain torch lines define each result. On a GPU a Triton kernel computes the same. add_norm, swiglu
+and rope have gradients, also by kernels; embeddings are frozen. rms_norm and causal attention are
+torch's.
 
-    add_norm → [q k v] → cached_attention → [o] → add_norm → [gate up] → swiglu → [down] → add_norm → …
-    x + the output of the     rope, cache write,      brackets: a matrix product of fp4_gemm.py, with LoRA
-    branch before, its norm   split-KV attention
+    add_norm → [q k v] → cached_attention → [o] → add_norm → [gate up] → swiglu → [down] → …
+    x + the output of the     rope, cache write,     brackets: a matrix product of fp4_gemm.py,
+    branch before, its norm   split-KV attention     with LoRA
 
-A decode step launches a few hundred kernels of a few microseconds each, so the gaps between kernels cost
-time. PDL (programmatic dependent launch) closes the gaps: a kernel starts before its predecessor has ended,
-loads what no recent kernel writes (attention: positions, slots, cos, sin, older keys and values), waits for
-its predecessor, and then allows its successor to start.
+A decode step launches a few hundred kernels of a few microseconds each, so the gaps between kernels
+cost time. PDL (programmatic dependent launch) closes the gaps: a kernel starts before its
+predecessor has ended, loads what no recent kernel writes (attention: positions, slots, cos, sin,
+older keys and values), waits for its predecessor, and then allows its successor to start.
 
-cached_attention splits a row's cached positions into pieces of 256 (split-KV). A CTA (program, in Triton's
-words) computes one piece of one row for one key head and all query heads that share it. The CTA that finishes
-last adds up the pieces in their order, so that a result does not depend on timing. The kernel reads each
-row's length from GPU memory: a graph serves every length up to its pieces. It computes scores.T = K @ q.T:
-a tensor core's tile has 16 rows or more, which keys fill, and only 8 columns for the few queries. A piece's
-size is fixed, so only the number of rows, which chooses the tile, can change a row's bits. Rows of one group
-read whole tiles of their common prompt from the slot of the group's first row, so L2 serves all of them.
+cached_attention splits a row's cached positions into pieces of 256 (split-KV). A CTA (program, in
+Triton's words) computes one piece of one row for one key head and all query heads that share it.
+The CTA that finishes last adds up the pieces in their order, so that a result does not depend on
+timing. The kernel reads each row's length from GPU memory: a graph serves every length up to its
+pieces. It computes scores.T = K @ q.T: a tensor core's tile has 16 rows or more, which keys fill,
+and only 8 columns for the few queries. A piece's size is fixed, so only the number of rows, which
+chooses the tile, can change a row's bits. Rows of one group read whole tiles of their common prompt
+from the slot of the group's first row, so L2 serves all of them.
 
 Needs: torch; on a GPU also triton.
 """
@@ -35,7 +37,8 @@ except ImportError:  # a CPU machine may lack Triton: its kernels are then never
     jit, constexpr = (lambda kernel=None, **options: kernel or jit), int
 
 SPLIT = 256  # cached positions of one piece: what one CTA of the attention reads
-# cuDNN plans its attention anew for each shape, which takes longer than an update's attention: use PyTorch's
+# cuDNN plans its attention anew for each shape, which takes longer than an update's attention: use
+# PyTorch's
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -54,8 +57,9 @@ def _start(PDL: constexpr):
 
 # --- embeddings, norms and activations
 def embed(ids, table):
-    """Rows ids (…) int64 of table (V, D) → (…, D) f32. For ids on a GPU the table may be pinned host memory:
-    the kernel reads the rows over the bus."""
+    """Rows ids (…) int64 of table (V, D) → (…, D) f32. For ids on a GPU the table may be pinned
+    host memory: the kernel reads the rows over the bus.
+    """
     if not ids.is_cuda:
         return table[ids].float()
     out = torch.empty(*ids.shape, table.shape[1], device=ids.device)
@@ -80,7 +84,9 @@ def rms_norm(x, weight, eps, dtype=None):
 
 
 def add_norm(x, y, weight, eps, dtype):
-    """Residual stream x (…, D) f32, a branch's y (…, D) of `dtype` or None → (x + y, its norm in dtype)."""
+    """Residual stream x (…, D) f32, a branch's y (…, D) of `dtype` or None → (x + y, its norm in
+    dtype).
+    """
     if x.is_cuda:
         return AddNorm.apply(x, y, weight, eps, dtype)
     x = x if y is None else x + y
@@ -225,8 +231,10 @@ def _swiglu_kernel(gate_up, out, d_out, F_, TILE: constexpr, PDL: constexpr):
 
 # --- attention
 def rope(x, cos, sin):
-    """Rotary position embedding: rotate the pair (i, i + Dh/2) of each head by its position's i-th angle.
-    x (…, H, Dh), on a GPU (B, T, H, Dh); cos and sin of the angles (…, Dh/2) f32 → x's shape and dtype."""
+    """Rotary position embedding: rotate the pair (i, i + Dh/2) of each head by its position's i-th
+    angle. x (…, H, Dh), on a GPU (B, T, H, Dh); cos and sin of the angles (…, Dh/2) f32 → x's shape
+    and dtype.
+    """
     if x.is_cuda:
         return Rope.apply(x, cos, sin)
     a, b = x.float().chunk(2, -1)
@@ -301,8 +309,10 @@ def _rope_kernel(
 
 
 def causal_attention(q, k, v):
-    """A position attends to itself and earlier ones. q (B, T, H, Dh), k, v (B, T, Hkv, Dh) → (B, T, H·Dh).
-    Rows are padded on the right, so the causal mask also hides the padding from every real token."""
+    """A position attends to itself and earlier ones. q (B, T, H, Dh), k, v (B, T, Hkv, Dh) → (B, T,
+    H·Dh). Rows are padded on the right, so the causal mask also hides the padding from every real
+    token.
+    """
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, Dh)
     out = F.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
@@ -311,14 +321,16 @@ def causal_attention(q, k, v):
 
 
 def cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
-    """Attention of a decode step, for one new token per row: normalise and rotate its q and k, write k and v
-    to the cache, attend to positions 0 … positions[b] → (B, H·Dh).
+    """Attention of a decode step, for one new token per row: normalise and rotate its q and k,
+    write k and v to the cache, attend to positions 0 … positions[b] → (B, H·Dh).
 
-    qkv (B, (H + 2·Hkv)·Dh): the projection's output. head_norms: (q's weight, k's weight, eps) or None. cos,
-    sin (B, Dh/2) f32. positions (B,) int64: −1 marks a finished row, whose result is undefined and whose keys
-    and values are not written. cache: a model.KVCache. Row b is cached in slot cache.slots[b]; its first
-    cache.shared[b] positions are the same in slot cache.leaders[b], where a GPU reads whole tiles of them.
-    On a GPU older keys and values are loaded before the PDL wait: do not write them in the kernel before."""
+    qkv (B, (H + 2·Hkv)·Dh): the projection's output. head_norms: (q's weight, k's weight, eps) or
+    None. cos, sin (B, Dh/2) f32. positions (B,) int64: −1 marks a finished row, whose result is
+    undefined and whose keys and values are not written. cache: a model.KVCache. Row b is cached in
+    slot cache.slots[b]; its first cache.shared[b] positions are the same in slot cache.leaders[b],
+    where a GPU reads whole tiles of them. On a GPU older keys and values are loaded before the PDL
+    wait: do not write them in the kernel before.
+    """
     if qkv.is_cuda:
         return _cached_attention(qkv, head_norms, cos, sin, cache, layer, positions)
     # (slots, Hkv, length, Dh)
@@ -336,7 +348,8 @@ def cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
     v_cache[slots[going], :, positions[going]] = v[going]
     longest = int(positions.max()) + 1
     live = torch.arange(longest, device=q.device) <= positions[:, None]  # (B, longest)
-    # query heads that share a key head become queries of one head, so that keys and values are read once
+    # query heads that share a key head become queries of one head, so that keys and values are read
+    # once
     out = F.scaled_dot_product_attention(
         q.unflatten(1, (Hkv, -1)),
         k_cache[slots, :, :longest],
@@ -347,8 +360,9 @@ def cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
 
 
 def _cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
-    """Launch the kernel. cache.pieces: the pieces of the longest row, or more. cache.counters (≥ B·Hkv,)
-    int32: how many pieces of a row and key head are done; 0 before and after a call."""
+    """Launch the kernel. cache.pieces: the pieces of the longest row, or more. cache.counters (≥
+    B·Hkv,) int32: how many pieces of a row and key head are done; 0 before and after a call.
+    """
     k_cache, v_cache, pieces = cache.k[layer], cache.v[layer], cache.pieces
     B, width = qkv.shape
     _, Hkv, length, Dh = k_cache.shape
@@ -359,7 +373,8 @@ def _cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
     # its largest score, Σ p
     maxima = qkv.new_empty(B, Hkv, pieces, 2, H // Hkv, dtype=torch.float32)
     assert cache.counters.numel() >= B * Hkv and pieces * SPLIT < length + SPLIT
-    # few rows: large tiles, so that a CTA loads its piece at once; many: small ones, so that CTAs share an SM
+    # few rows: large tiles, so that a CTA loads its piece at once; many: small ones, so that CTAs
+    # share an SM
     few = 4 * B * Hkv <= 132  # at 4 pieces a row, no more CTAs than an H100 has SMs
     if qkv.is_cuda:
         few &= (
@@ -402,7 +417,9 @@ def _cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
 
 @jit
 def _rotated(x, at, mask, weight, d, in_d, cos, sin, eps, DH: constexpr):
-    """→ both halves (ROWS, HALF) of some heads, normalised and rotated, rounded where torch rounds."""
+    """→ both halves (ROWS, HALF) of some heads, normalised and rotated, rounded where torch
+    rounds.
+    """
     a = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(x + at + DH // 2, mask=mask, other=0.0).to(tl.float32)
     if weight is not None:
@@ -442,10 +459,13 @@ def _attention_kernel(
     HALF: constexpr,
     PDL: constexpr,
 ):
-    """Grid (Hkv, pieces, B): one piece of one row, for a key head and the REP query heads that share it."""
+    """Grid (Hkv, pieces, B): one piece of one row, for a key head and the REP query heads that
+    share it.
+    """
     h, piece, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # Before the wait, load only what was written before this layer's norm ran (older keys and values, but not
-    # qkv), because the kernels between, norm and qkv, have themselves waited for all that
+    # Before the wait, load only what was written before this layer's norm ran (older keys and
+    # values, but not qkv), because the kernels between, norm and qkv, have themselves waited for
+    # all that
     position = tl.load(positions + b).to(tl.int32)
     Hkv, last, begin = tl.num_programs(0), position // SPLIT, piece * SPLIT
     head, d, dim = tl.arange(0, ROWS), tl.arange(0, HALF), tl.arange(0, 2 * HALF)
@@ -468,8 +488,8 @@ def _attention_kernel(
     )
     m, total = tl.full((ROWS,), -1e30, tl.float32), tl.zeros((TILE, ROWS), tl.float32)
     acc = tl.zeros((2 * HALF, ROWS), tl.float32)
-    # online softmax: m is the running maximum of the scores, total the sum of 2^(score − m), acc that of
-    # 2^(score − m) · v; when m grows to `new`, total and acc shrink by 2^(m − new)
+    # online softmax: m is the running maximum of the scores, total the sum of 2^(score − m), acc
+    # that of 2^(score − m) · v; when m grows to `new`, total and acc shrink by 2^(m − new)
     for start in range(begin, tl.maximum(begin + 1, tl.minimum(begin + SPLIT, position)), TILE):
         t = tl.arange(0, TILE)
         live = (start + t < position)[:, None]

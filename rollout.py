@@ -1,26 +1,29 @@
-"""The sampler: a group of answers to each prompt, and the log-probability of every token as it was drawn.
+"""The sampler: a group of answers to each prompt, and the log-probability of every token as it was
+drawn.
 
-    waiting prompts ──► prefill: a prompt's tokens but the last, once for all rows of its group that start
+    waiting prompts ──► prefill: a prompt's tokens but the last, once for the rows of its group
                         ▲                     │
              free slots │                     ▼
-                        └── finished rows ◄── 8 steps, each one CUDA graph: last token of each row → model
-                                              → sample → write it to the Rollout → stop test
+                        └── finished rows ◄── 8 steps, each one CUDA graph: last token of each row
+                                              → model → sample → write it to the Rollout → stop test
 
-A step reads each row's newest token, which is not in the cache yet (at first the prompt's last), and draws
-the next one; so prefill draws nothing. The host replays the graph of a step 8 times, then reads which rows
-have finished, moves the other rows up and refills the free slots. A row's slot, position and last token are
-data on the GPU. So a graph depends on two numbers only, each rounded up to a power of two: the rows of the
-batch, and the pieces of 256 positions in the longest row, at least 4 to save captures. A row has a copy of
-its prompt's keys and values, but on a GPU it reads whole tiles of them in its group's first row, through L2.
-generate makes as many slots as free memory holds, and captures graphs as it needs them. It frees slots and
-graphs at the end: the update needs the memory, and no graph may outlive what it reads. A CPU uses no graphs.
+A step reads each row's newest token, which is not in the cache yet (at first the prompt's last),
+and draws the next one; so prefill draws nothing. The host replays the graph of a step 8 times, then
+reads which rows have finished, moves the other rows up and refills the free slots. A row's slot,
+position and last token are data on the GPU. So a graph depends on two numbers only, each rounded up
+to a power of two: the rows of the batch, and the pieces of 256 positions in the longest row, at
+least 4 to save captures. A row has a copy of its prompt's keys and values, but on a GPU it reads
+whole tiles of them in its group's first row, through L2. generate makes as many slots as free
+memory holds, and captures graphs as it needs them. It frees slots and graphs at the end: the update
+needs the memory, and no graph may outlive what it reads. A CPU uses no graphs.
 
-The sampler runs the model that trains, on the same tensors. So no weights are handed over, AQN's noise is in
-exactly the modules that sample, and the recorded log-probabilities are those of the policy that sampled.
-Random bits depend on (seed, step, sequence number, index in the answer) alone: see gumbel.py.
+The sampler runs the model that trains, on the same tensors. So no weights are handed over, AQN's
+noise is in exactly the modules that sample, and the recorded log-probabilities are those of the
+policy that sampled. Random bits depend on (seed, step, sequence number, index in the answer) alone:
+see gumbel.py.
 
-Training takes no top-k and no top-p: the trainer's probabilities would include the tokens that the sampler
-excludes, and their ratio would be wrong. Evaluation computes no ratio and may use top-p.
+Training takes no top-k and no top-p: the trainer's probabilities would include the tokens that the
+sampler excludes, and their ratio would be wrong. Evaluation computes no ratio and may use top-p.
 Needs: torch, tqdm; ops.py, gumbel.py, model.py.
 """
 
@@ -42,7 +45,9 @@ PREFILL_TOKENS = 8192  # most prompt tokens in one forward pass; a longer prompt
 
 
 class Rollout(NamedTuple):
-    """B = P·G rows: sample g of prompt p is row p·G + g. T: the tokens of the longest prompt plus answer."""
+    """B = P·G rows: sample g of prompt p is row p·G + g. T: the tokens of the longest prompt plus
+    answer.
+    """
 
     tokens: torch.Tensor  # (B, T) int64: prompt, answer, then zeros
     logprobs: torch.Tensor  # (B, T) f32: of each answer token when it was drawn; else 0
@@ -69,7 +74,9 @@ class Rollout(NamedTuple):
 
     @staticmethod
     def join(rollouts):
-        """→ Rollout of the rows of several rollouts in their order, padded on the right to the widest."""
+        """→ Rollout of the rows of several rollouts in their order, padded on the right to the
+        widest.
+        """
         widest = max(r.tokens.shape[1] for r in rollouts)
         return Rollout(
             *(
@@ -81,7 +88,9 @@ class Rollout(NamedTuple):
         )
 
     def micro_batches(self, rows, budget):
-        """Row numbers (n,) → [(k,), …], longest first: each at most `budget` padded tokens, or one row."""
+        """Row numbers (n,) → [(k,), …], longest first: each at most `budget` padded tokens, or one
+        row.
+        """
         length = (self.prompt_lengths + self.lengths).tolist()
         batches = []
         for row in sorted(rows.tolist(), key=lambda b: (-length[b], b)):
@@ -97,7 +106,8 @@ class Sampler:
 
     def __init__(self, model, slots=SLOTS):
         self.model, self.slots = model, slots
-        # of the last generate; length: positions of a slot, prefill: prompt tokens of a forward pass
+        # of the last generate; length: positions of a slot, prefill: prompt tokens of a forward
+        # pass
         self.stats = dict(slots=0, length=0, prefill=0)
         self.loaded = set()  # steps whose kernels are loaded: (rows, greedy?, top-p?, stop tokens)
 
@@ -117,11 +127,11 @@ class Sampler:
     ):
         """Sample group_size answers to each prompt (a list of token ids) → Rollout.
 
-        stop_ids: tokens that end an answer. temperature 0 is greedy. first: the global number of the first
-        sequence; give each rank its own, or ranks draw the same bits. progress: a bar's label, "" for none.
-        top_p < 1, for evaluation only: sample from the renormalised nucleus (see gumbel.nucleus).
-        ValueError: an empty prompt, or one that with max_new_tokens exceeds the model's context.
-        torch.OutOfMemoryError: not even one sequence fits.
+        stop_ids: tokens that end an answer. temperature 0 is greedy. first: the global number of
+        the first sequence; give each rank its own, or ranks draw the same bits. progress: a bar's
+        label, "" for none. top_p < 1, for evaluation only: sample from the renormalised nucleus
+        (see gumbel.nucleus). ValueError: an empty prompt, or one that with max_new_tokens exceeds
+        the model's context. torch.OutOfMemoryError: not even one sequence fits.
         """
         context = self.model.config.max_position_embeddings
         for i, prompt in enumerate(prompts):
@@ -174,7 +184,8 @@ class Sampler:
                     tqdm.write(
                         f"out of memory while sampling: going on with {slots} sequences at a time"
                     )
-                    # restart the running rows: their numbers fix their random bits, so they draw the same
+                    # restart the running rows: their numbers fix their random bits, so they draw
+                    # the same
                     for row, prompt, _ in reversed(running):
                         waiting.appendleft((row, prompt))
                         rollout.lengths[row] = 0
@@ -186,13 +197,15 @@ class Sampler:
         return rollout.rows(range(B))
 
     def _room(self, length, prefill, top_p):
-        """→ how many slots of `length` positions fit into free memory beside a prefill of so many tokens."""
+        """→ how many slots of `length` positions fit into free memory beside a prefill of so many
+        tokens.
+        """
         model, c = self.model, self.model.config
         if model.device.type == "cpu":
             return self.slots
-        # Reserve memory for a layer's largest weight in bf16, a prefill's activations, and half a GB for the
-        # allocator's gaps. A slot takes its keys and values, and its logits twice in fp32. With top-p a logit
-        # takes up to 20 bytes.
+        # Reserve memory for a layer's largest weight in bf16, a prefill's activations, and half a
+        # GB for the allocator's gaps. A slot takes its keys and values, and its logits twice in
+        # fp32. With top-p a logit takes up to 20 bytes.
         beside = 4 * c.hidden_size * c.intermediate_size + prefill_bytes(c, prefill) + 5e8
         torch.cuda.empty_cache()  # what the allocator still holds is too fragmented to count
         free, total = torch.cuda.mem_get_info()
@@ -208,12 +221,16 @@ def cached_bytes(config):
 
 
 def prefill_bytes(config, tokens):
-    """→ bytes of the activations of so many prompt tokens, in bf16 with a residual stream in fp32."""
+    """→ bytes of the activations of so many prompt tokens, in bf16 with a residual stream in
+    fp32.
+    """
     return tokens * (12 * config.hidden_size + 6 * config.intermediate_size)
 
 
 class _Batch:
-    """The KV cache of all slots, the state of the rows that run in them, and the graphs of their steps."""
+    """The KV cache of all slots, the state of the rows that run in them, and the graphs of their
+    steps.
+    """
 
     def __init__(self, sampler, slots, rollout, group, stops, limit, draw):
         self.sampler, self.model, self.stats = sampler, sampler.model, sampler.stats
@@ -225,17 +242,19 @@ class _Batch:
             draw,
         )
         self.cache = KVCache(self.model, slots, rollout.tokens.shape[1])
-        # column i is row i of the batch: its row in the rollout, its slot, the token the model reads next,
-        # its position (−1: finished), its sequence number, the length of its group's shared prompt, the
-        # slot to read that in. An even width aligns all 7 at 16 bytes, so that Triton compiles a kernel once
+        # column i is row i of the batch: its row in the rollout, its slot, the token the model
+        # reads next, its position (−1: finished), its sequence number, the length of its group's
+        # shared prompt, the slot to read that in. An even width aligns all 7 at 16 bytes, so that
+        # Triton compiles a kernel once
         self.state = torch.zeros(7, slots + slots % 2, dtype=torch.long, device=self.model.device)
         self.slots = slots
         self.cuda, self.graphs, self.pool = self.model.device.type == "cuda", {}, None
         self.requested = None  # (rows, pieces) at the last call of choose()
 
     def run(self, waiting, running, bar):
-        """Sample until every row has finished. waiting: deque of (row, prompt). running: a list, kept up to
-        date, of the (row, prompt, slot)s that run."""
+        """Sample until every row has finished. waiting: deque of (row, prompt). running: a list,
+        kept up to date, of the (row, prompt, slot)s that run.
+        """
         free = list(range(self.slots))
         enough = -(-self.slots // 8)  # free slots to wait for: a prefill of few prompts is slow
         most = -(-self.rollout.tokens.shape[1] // ops.SPLIT)  # pieces of a whole slot
@@ -271,8 +290,9 @@ class _Batch:
                 bar.set_postfix_str(f"{len(running)} running, {rate:.0f} tok/s", refresh=False)
 
     def admit(self, new, running):
-        """Prepare `new`, the (row, prompt, slot)s at the end of `running`: prefill their prompts, or copy the
-        keys and values of a row of their group that runs already."""
+        """Prepare `new`, the (row, prompt, slot)s at the end of `running`: prefill their prompts,
+        or copy the keys and values of a row of their group that runs already.
+        """
         began, device = time.perf_counter(), self.state.device
         first, older = self.draw[3], len(running) - len(new)
         state = [
@@ -295,8 +315,8 @@ class _Batch:
         while prompts:
             fit = max(1, PREFILL_TOKENS // len(prompts[-1]))
             group, prompts = prompts[-fit:], prompts[:-fit]
-            # at least two columns: the model takes one column for a decode step. The cached padding is
-            # never read: a row overwrites each position before it reads that position
+            # at least two columns: the model takes one column for a decode step. The cached padding
+            # is never read: a row overwrites each position before it reads that position
             width = max(2, len(group[-1]))
             ids = torch.tensor([p + (0,) * (width - len(p)) for p in group], device=device)
             self.cache.slots = torch.tensor([s for p in group for s in slots_of[p]], device=device)
@@ -307,14 +327,18 @@ class _Batch:
         self.clock("prefill_s", began)
 
     def lead(self, size):
-        """Let all rows of a group read their prompt in the slot of the group's first running row."""
+        """Let all rows of a group read their prompt in the slot of the group's first running
+        row.
+        """
         rows = self.state[0, :size]  # ascending: rows start in ascending order
         self.state[6, :size] = self.state[
             1, torch.searchsorted(rows, rows // self.group * self.group)
         ]
 
     def advance(self, size, pieces, steps):
-        """Run decode steps of the first `size` rows, within `pieces` of their slots → each row's position."""
+        """Run decode steps of the first `size` rows, within `pieces` of their slots → each row's
+        position.
+        """
         key = self.choose(size, pieces)
         began = time.perf_counter()
         if self.cuda and key not in self.graphs:
@@ -337,8 +361,10 @@ class _Batch:
         return positions
 
     def choose(self, size, pieces):
-        """→ (rows, pieces) of the graph to replay: this size, or a larger one that is captured already, until
-        this size is requested twice in a row: a capture costs many steps, and short answers end sooner."""
+        """→ (rows, pieces) of the graph to replay: this size, or a larger one that is captured
+        already, until this size is requested twice in a row: a capture costs many steps, and short
+        answers end sooner.
+        """
         before, self.requested = self.requested, (size, pieces)
         larger = [key for key in self.graphs if key[0] >= size and key[1] >= pieces]
         return min(larger) if larger and before != self.requested else self.requested

@@ -2,16 +2,16 @@
 
     config.json             the flags
     metrics.jsonl           one record per step and per evaluation, appended; keys: results/LOG.md
-    samples.jsonl           the worst and the best answer of the step after each evaluation, appended
+    samples.jsonl           the worst and the best answer of a step after each evaluation, appended
     checkpoint.safetensors  adapter and optimizer after a step, with a checksum; replaced atomically
     checkpoint.previous.…   the checkpoint before it, read when the last one is damaged
     adapter/                the same adapter in PEFT's files
     adapter-best/           the trained adapter with the highest eval_greedy; the first of equals
     curves.png              drawn from metrics.jsonl
 
-A resumed run replays the steps after its last checkpoint and appends their records again; readers take the
-last record of a step. The batch, the noise and every sampled token are functions of (seed, step), so on a CPU
-a resumed run ends with the same bytes as a run without a stop.
+A resumed run replays the steps after its last checkpoint and appends their records again; readers
+take the last record of a step. The batch, the noise and every sampled token are functions of (seed,
+step), so on a CPU a resumed run ends with the same bytes as a run without a stop.
 `python runs.py show|plot RUN…`, `list [FOLDER]`. Needs: torch, safetensors, matplotlib; lora.py.
 """
 
@@ -39,19 +39,24 @@ LINES = dict(
     eval="eval after {step:4d} steps | greedy {eval_greedy:.2f} {0}, {eval_greedy_loose:.2f} {1} | "
     "sampled {eval_sampled:.2f} | {rollout_s:.1f}s",
     step="step {step:4d} | reward {reward:.2f} | signal {signal:.0%} | finished {finished:.0%} | "
-    "len {length:.1f} | entropy {entropy:.2f} | mismatch {mismatch:.4f} | kl_noise {kl_noise:.1e} | "
+    "len {length:.1f} | entropy {entropy:.2f} | mismatch {mismatch:.4f} | "
+    "kl_noise {kl_noise:.1e} | "
     "clip {clip_fraction:.1%} | grad {grad_norm:.2f} | lr {lr:.1e} | σ {sigma:.1e} | "
-    "gen {rollout_s:.1f}s {rollout_tok_s:.0f} tok/s | train {update_s:.1f}s {update_tok_s:.0f} tok/s | "
+    "gen {rollout_s:.1f}s {rollout_tok_s:.0f} tok/s | "
+    "train {update_s:.1f}s {update_tok_s:.0f} tok/s | "
     "{memory_gb:.1f} GB",
 )
 
 
 class Run:
-    """One segment of a run: from its start or a resume to its end or an accident. done: optimizer steps that
-    the model has made; whole: False while a step is changing the model."""
+    """One segment of a run: from its start or a resume to its end or an accident. done: optimizer
+    steps that the model has made; whole: False while a step is changing the model.
+    """
 
     def __init__(self, config, quiet=False):
-        """quiet: do not print or write. ValueError: the folder is taken, or its run has made over --steps."""
+        """quiet: do not print or write. ValueError: the folder is taken, or its run has made over
+        --steps.
+        """
         named = f"runs/{Path(config.task).stem}-{time.strftime('%m%d-%H%M%S')}"
         self.folder = Path(config.resume or config.out or named)
         self.go_on = f"go on with: python train.py --resume {self.folder}"
@@ -85,8 +90,10 @@ class Run:
 
     @contextmanager
     def guarded(self, model, optimizer):
-        """Context manager around the training loop; yields the first step. A loop that is stopped or fails
-        saves its last finished step, unless it failed to write a file, and says how to go on."""
+        """Context manager around the training loop; yields the first step. A loop that is stopped
+        or fails saves its last finished step, unless it failed to write a file, and says how to go
+        on.
+        """
         self.model = model
         self.first = self.load(model, optimizer)  # outside the try: never save half a model
         self.began = time.perf_counter()
@@ -110,7 +117,9 @@ class Run:
 
     @contextmanager
     def undivided(self):
-        """Encloses an update, its log and its save. Signals wait for the end, so no part is left out."""
+        """Encloses an update, its log and its save. Signals wait for the end, so no part is left
+        out.
+        """
         pending, ends = [], (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         old = {s: signal.signal(s, lambda n, _: pending.append(n)) for s in ends}
         try:
@@ -122,8 +131,9 @@ class Run:
             signal.raise_signal(number)
 
     def made(self, step, stats, sampled):
-        """Count and log a finished step, and print warnings. sampled: the step's answers, which only the
-        experiments measure. ValueError: five steps in a row were skipped."""
+        """Count and log a finished step, and print warnings. sampled: the step's answers, which
+        only the experiments measure. ValueError: five steps in a row were skipped.
+        """
         stats["memory_gb"] = peak_memory_gb()
         self.history.append(stats)
         self.done, self.whole = step + self.config.updates_per_rollout, True
@@ -136,8 +146,9 @@ class Run:
             raise ValueError("five steps in a row were skipped: try a lower --lr")
 
     def log(self, kind, step, record):
-        """Append a record, print it, and keep the adapter that an evaluation found best. kind: "step" or
-        "eval"; step: optimizer steps made before it."""
+        """Append a record, print it, and keep the adapter that an evaluation found best. kind:
+        "step" or "eval"; step: optimizer steps made before it.
+        """
         record = {"kind": kind, "step": step, **{k: rounded(v) for k, v in record.items()}}
         if not self.quiet:
             if kind == "eval" and step and record["eval_greedy"] > self.best:
@@ -152,7 +163,9 @@ class Run:
         self.say(text)
 
     def sample(self, step, texts, rewards, advantages):
-        """Keep and print the worst and the best answer of a step. texts: (prompt, answer) of each row."""
+        """Keep and print the worst and the best answer of a step. texts: (prompt, answer) of each
+        row.
+        """
         order = sorted(range(len(rewards)), key=rewards.__getitem__)
         for which, b in () if self.quiet else (("worst", order[0]), ("best", order[-1])):
             append(
@@ -170,8 +183,9 @@ class Run:
             self.say(f"    {which:5} {rewards[b]:+.2f}  {texts[b][0]!r} → {texts[b][1]!r}")
 
     def save(self, model, optimizer):
-        """Write adapter and optimizer after `done` steps, each file atomically. In the middle of an optimizer
-        step nothing is written, because the last checkpoint is still good."""
+        """Write adapter and optimizer after `done` steps, each file atomically. In the middle of an
+        optimizer step nothing is written, because the last checkpoint is still good.
+        """
         if self.quiet or not self.whole:
             return
         tensors = dict(model.named_parameters())
@@ -179,7 +193,8 @@ class Run:
             tensors |= {f"{name}/{k}": v for k, v in optimizer.state.get(p, {}).items()}
         tensors = {k: v.detach().contiguous().cpu() for k, v in tensors.items()}
         metadata = {"step": str(self.done), "sha256": _digest(tensors, self.done)}
-        # the checkpoint last: after a crash in between, a resume replays the steps and saves both again
+        # the checkpoint last: after a crash in between, a resume replays the steps and saves both
+        # again
         lora.save_adapter(model, self.folder / "adapter", self.config.model)
         _replace(
             self.folder / "checkpoint.safetensors",
@@ -189,8 +204,9 @@ class Run:
         self.damaged = False
 
     def load(self, model, optimizer):
-        """→ the step to continue with, 0 without a checkpoint. Skips a damaged checkpoint, with a warning.
-        ValueError: a checkpoint of another model; all are damaged."""
+        """→ the step to continue with, 0 without a checkpoint. Skips a damaged checkpoint, with a
+        warning. ValueError: a checkpoint of another model; all are damaged.
+        """
         for path in self.saved():
             try:
                 tensors, self.done = _read(path)
@@ -230,13 +246,16 @@ class Run:
         return self.done
 
     def saved(self):
-        """Paths of the existing checkpoints, the last one first. A preflight has none, wherever it looks."""
+        """Paths of the existing checkpoints, the last one first. A preflight has none, wherever it
+        looks.
+        """
         paths = (self.folder / f"checkpoint{kind}.safetensors" for kind in ("", ".previous"))
         return [path for path in paths if path.exists() and not self.config.preflight]
 
     def say(self, text, file=None):
-        """Print. If that fails, stop the run as Ctrl-C does: the reader of a pipe ended (Ctrl-C also ends
-        `| tee`), the terminal was closed, or the disk behind `> log` is full."""
+        """Print. If that fails, stop the run as Ctrl-C does: the reader of a pipe ended (Ctrl-C
+        also ends `| tee`), the terminal was closed, or the disk behind `> log` is full.
+        """
         try:
             if not self.quiet:
                 print(text, file=file, flush=True)
@@ -245,30 +264,34 @@ class Run:
             raise KeyboardInterrupt(f" ({error.strerror})") from error
 
     def preflight(self, r):
-        """Report on the record of a step without update → exit code; 3: training would be pointless."""
+        """Report on the record of a step without update → exit code; 3: training would be
+        pointless.
+        """
         untrained = r["signal"] == 0 or self.config.overlong == "mask" and r["finished"] == 0
         pointless = untrained or not r["mismatch"] <= 1.5
         seconds = r["rollout_s"] + r["update_s"]
-        self.say(
-            "\n    ".join(
-                (
-                    f"{PROBE} prompts × {self.config.group_size} answers, nothing is updated:",
-                    f"solve rate  {r['solved']:7.1%}   answers with a reward above 0",
-                    f"finished    {r['finished']:7.1%}   answers that ended; --max-new-tokens cut the others",
-                    f"no signal   {1 - r['signal']:7.1%}   groups of equal rewards; --resample replaces them",
-                    f"mismatch    {r['mismatch']:7.4f}   sampler against trainer; 1 is perfect",
-                    f"memory      {r['memory_gb']:7.1f}   GB at most",
-                    f"a step      {seconds:7.1f}   seconds, {r['update_s']:.1f} of them the update; "
-                    f"{self.config.steps} steps {seconds * self.config.steps / 60:.0f} minutes, evaluation aside",
-                    *(f"change: {text}" for _, text in diagnose([r], 1, f"{PROBE} prompts")),
-                    "training would be pointless" if pointless else "ready to train",
-                )
-            )
-        )
+        minutes = seconds * self.config.steps / 60
+        lines = [
+            f"{PROBE} prompts × {self.config.group_size} answers, nothing is updated:",
+            f"solve rate  {r['solved']:7.1%}   answers with a reward above 0",
+            f"finished    {r['finished']:7.1%}   "
+            "answers that ended; --max-new-tokens cut the others",
+            f"no signal   {1 - r['signal']:7.1%}   "
+            "groups of equal rewards; --resample replaces them",
+            f"mismatch    {r['mismatch']:7.4f}   sampler against trainer; 1 is perfect",
+            f"memory      {r['memory_gb']:7.1f}   GB at most",
+            f"a step      {seconds:7.1f}   seconds, {r['update_s']:.1f} of them the update; "
+            f"{self.config.steps} steps {minutes:.0f} minutes, evaluation aside",
+            *(f"change: {text}" for _, text in diagnose([r], 1, f"{PROBE} prompts")),
+            "training would be pointless" if pointless else "ready to train",
+        ]
+        self.say("\n    ".join(lines))
         return 3 if pointless else 0
 
     def finish(self):
-        """Draw the curves and print where the results are. A drawing that fails costs only the drawing."""
+        """Draw the curves and print where the results are. A drawing that fails costs only the
+        drawing.
+        """
         results = f"done: {self.folder}"
         try:
             results += "" if self.quiet else f"/{plot([self.folder]).name}"
@@ -284,14 +307,16 @@ class Run:
 
 
 def diagnose(records, needed=5, seen="five steps"):
-    """Records of steps, the oldest first → (name, sentence) of each problem in the last `needed` of them."""
+    """Records of steps, the oldest first → (name, sentence) of each problem in the last `needed` of
+    them.
+    """
     last, recent = records[-1], records[-needed:]
     if len(recent) == needed and all(r["signal"] == 0 for r in recent):
         yield (
             "flat",
             (
-                f"{seen} without one group of unequal rewards: nothing can be learnt. Try a harder or "
-                "easier task (--operands 2-5), a larger --group-size or --max-new-tokens."
+                f"{seen} without one group of unequal rewards: nothing can be learnt. Try a harder "
+                "or easier task (--operands 2-5), a larger --group-size or --max-new-tokens."
             ),
         )
     if len(recent) == needed and all(r["finished"] == 0 for r in recent):
@@ -318,7 +343,9 @@ def diagnose(records, needed=5, seen="five steps"):
 
 
 def peak_memory_gb():
-    """Peak memory since the start, in 1e9 bytes: of the GPU if this process uses one, else of the process."""
+    """Peak memory since the start, in 1e9 bytes: of the GPU if this process uses one, else of the
+    process.
+    """
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # Linux counts in KiB
@@ -341,7 +368,9 @@ def read(folder):
 
 
 def line(record, own=False):
-    """A record as one line of text. –: not measured in this step. own: a task of one's own, of any reward."""
+    """A record as one line of text. –: not measured in this step. own: a task of one's own, of any
+    reward.
+    """
     text = LINES[record["kind"]] + " | skipped" * ("skipped" in record)
     text = text.format(
         *LABELS[own], **{k: float("nan") if v is None else v for k, v in record.items()}
@@ -350,8 +379,9 @@ def line(record, own=False):
 
 
 def plot(folders, path=None):
-    """Draw accuracy, entropy and noise, a colour for each run, a line style for each quantity → path, by
-    default curves.png in the run's folder or, for several runs, in the current folder."""
+    """Draw accuracy, entropy and noise, a colour for each run, a line style for each quantity →
+    path, by default curves.png in the run's folder or, for several runs, in the current folder.
+    """
     from matplotlib.figure import Figure
 
     path = path or Path("." if folders[1:] else folders[0], "curves.png")
@@ -456,7 +486,9 @@ def append(path, record):
 
 
 def _replace(path, write, keep=False):
-    """write(temporary path), then rename it: `path` is always a whole file. keep: the old as .previous."""
+    """write(temporary path), then rename it: `path` is always a whole file. keep: the old as
+    .previous.
+    """
     temporary = path.with_suffix(path.suffix + ".tmp")
     write(temporary)
     with open(temporary, "rb") as file:
@@ -485,7 +517,9 @@ def _digest(tensors, step):
 
 
 def rounded(x, digits=6):
-    """Round a float to so many significant digits; NaN and infinity, which JSON cannot hold, become None."""
+    """Round a float to so many significant digits; NaN and infinity, which JSON cannot hold, become
+    None.
+    """
     return x if not isinstance(x, float) else float(f"{x:.{digits}g}") if math.isfinite(x) else None
 
 

@@ -1,32 +1,36 @@
 r"""Tasks: problems, a prompt for each, and a reward that a program can verify: 1 if right, else 0.
 
-    task = TASKS["multiplication"]()          # addition; with data: gsm8k, math; own("FILE.py")
-    task.train, task.held_out                 # lists of problems, each a dict
-    task.prompt(problem)                      # "What is 7 * 8?", the user's message without a chat template
-    task.reward(problem, text, finished)      # 1.0 or 0.0
+    task = TASKS["multiplication"]()       # addition; with data: gsm8k, math; own("FILE.py")
+    task.train, task.held_out              # lists of problems, each a dict
+    task.prompt(problem)                   # "What is 7 * 8?", the user's message, no chat template
+    task.reward(problem, text, finished)   # 1.0 or 0.0
 
 An answer scores 1 if the model ended it (finished) and if it is right:
 
     multiplication, addition    the last number in the text equals the result exactly
-    gsm8k                       the number after the last "####" that a number follows equals the solution's.
-                                "#### 1. First step" is a heading, and skipped; "#### 6 * 3 = 18" answers 18.
-                                Without such a mark: the last number in the last \boxed{…}, else in the text
+    gsm8k                       the number after the last "####" that a number follows equals the
+                                solution's. "#### 1. First step" is a heading, and skipped;
+                                "#### 6 * 3 = 18" answers 18. Without such a mark: the last number
+                                in the last \boxed{…}, else in the text
     math                        math-verify finds the last \boxed{…} equal to the solution
 
     "7 * 8 = 56."         56    "-7", "−7", "-$7"       −7      "1,000" is 1000; "1,00" ends with 00
     "$56", "56%", "56kg"  56    "5-3", "5 - 3", "5 -3"   3      "3/4", "\frac{3}{4}" ¾; "1 1/2" 1½
     "7.0", "7 m^2"         7    "5e3", "2.5E-1"    5000, ¼      "3^2", "9**9": powers score 0
 
-A minus that touches a number is its sign, unless it subtracts. Units and percent signs are ignored. Only
-ASCII digits and the last 2,000 characters are read; a number of over 40 digits scores 0. No text is evaluated
-as code. Judging takes at most a few milliseconds, or 1 s of processor time where math-verify judges.
+A minus that touches a number is its sign, unless it subtracts. Units and percent signs are ignored.
+Only ASCII digits and the last 2,000 characters are read; a number of over 40 digits scores 0. No
+text is evaluated as code. Judging takes at most a few milliseconds, or 1 s of processor time where
+math-verify judges.
 
-data is a JSONL file, or a dataset of the hub as owner/name[/config][:split]. Its records have these fields:
-    gsm8k       question; answer, which ends with "#### 18"              openai/gsm8k/main
-    math        problem, question or prompt, which may be a chat; and    HuggingFaceH4/MATH-500:test
-                answer, reward_model.ground_truth or solution            open-r1/DAPO-Math-17k-Processed/en
+data is a JSONL file, or a dataset of the hub as owner/name[/config][:split], whose records have
 
-Left out: partial credit; 1.000,00 and 1 000. Needs: nothing; math-verify for math; datasets for the hub.
+    gsm8k    question; answer, which ends with "#### 18"           openai/gsm8k/main
+    math     problem, question or prompt, which may be a chat; and HuggingFaceH4/MATH-500:test
+             answer, reward_model.ground_truth, solution          open-r1/DAPO-Math-17k-Processed/en
+
+Left out: partial credit; 1.000,00 and 1 000. Needs: nothing; math-verify for math; datasets for the
+hub.
 """
 
 import hashlib
@@ -57,7 +61,8 @@ NUMBER = re.compile(
     r"""
     (?P<sign>[-\u2212])? (?:\\?[$€£])?
     (?: (?:(?P<whole>[0-9]+)[ ])? (?P<over>[0-9]+) / (?P<under>[0-9]+) (?![.]?[0-9])
-      | (?P<decimal> (?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]) | [0-9]+) (?:[.][0-9]+)? | (?<![\w.])[.][0-9]+ )
+      | (?P<decimal> (?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]) | [0-9]+) (?:[.][0-9]+)?
+                   | (?<![\w.])[.][0-9]+ )
         (?:[eE](?P<exp>[+-]?[0-9]+))? )
     """,
     re.VERBOSE,
@@ -87,13 +92,15 @@ HUB = re.compile(r"(?!.*\.jsonl?\Z)([\w-][\w.-]*/[\w.-]+)(?:/([\w.-]+))?(?::([\w
 DAPO = re.compile(
     r"\ASolve the following math problem[^\n]*\n\n|\n\nRemember to put your answer[^\n]*\Z"
 )
-# LaTeX that may keep sympy busy for hours: series, integrals, towers of powers or factorials, huge exponents
+# LaTeX that may keep sympy busy for hours: series, integrals, towers of powers or factorials, huge
+# exponents
 HEAVY = re.compile(
     r"\\(?:sum|prod|i*int|lim|Gamma)(?![a-z])|\^ *(?:\{[^}]*|\w)[\^!]"
     r"|(?:!|[0-9]{6})(?:\\right|[)} ])*!|(?:\^|binom)[{( -]*[0-9]{6}"
     r"|\w *[-+][^()]*\) *\^[{ ]*[0-9]{3}"
 )
-# A fork judges each pair, so that sympy is loaded once. SIGPROF ends the fork even inside a multiplication
+# A fork judges each pair, so that sympy is loaded once. SIGPROF ends the fork even inside a
+# multiplication
 WORKER = r"""import json, os, resource, signal, sys
 from math_verify import parse, verify
 def equal(*pair):
@@ -119,8 +126,10 @@ class Task(NamedTuple):
 
 
 def _arithmetic(question, operation, default, data=None, operands=None, held_out=32):
-    """All ordered pairs of operands from LOW-HIGH. Exactly held_out pairs are set aside, 3 * 4 together with
-    4 * 3. ValueError: operands not LOW-HIGH; under 2·held_out problems, or over MAX_PAIRS; data given."""
+    """All ordered pairs of operands from LOW-HIGH. Exactly held_out pairs are set aside, 3 * 4
+    together with 4 * 3. ValueError: operands not LOW-HIGH; under 2·held_out problems, or over
+    MAX_PAIRS; data given.
+    """
     if data:
         raise ValueError(
             f"{data}: the arithmetic tasks make their own problems: leave out --data and --test"
@@ -138,7 +147,8 @@ def _arithmetic(question, operation, default, data=None, operands=None, held_out
         )
     # not --seed: every run holds out the same pairs
     rng, values = random.Random(0), range(low, high + 1)
-    # a * a is 1 pair in n, and so of those held out; odd or even like held_out, as other pairs come in twos
+    # a * a is 1 pair in n, and so of those held out; odd or even like held_out, as other pairs come
+    # in twos
     squares = 2 * round(held_out / n / 2) + held_out % 2
     held = [(a, a) for a in rng.sample(values, squares)]
     for a, b in rng.sample(list(combinations(values, 2)), (held_out - squares) // 2):
@@ -156,7 +166,9 @@ def _arithmetic(question, operation, default, data=None, operands=None, held_out
 
 
 def gsm8k(data=None, operands=None, held_out=256):
-    """Word problems. ValueError: no data, or a line that cannot be read; under 4 problems; operands given."""
+    """Word problems. ValueError: no data, or a line that cannot be read; under 4 problems; operands
+    given.
+    """
     return _split(
         read(data, _word_problem), held_out, data, operands, gsm8k_reward, GSM8K.format_map
     )
@@ -180,7 +192,9 @@ def _word_problem(record):
 
 
 def math(data=None, operands=None, held_out=256):
-    """Problems, or chats' user messages, with an answer in LaTeX. ValueError: as gsm8k; no math-verify."""
+    """Problems, or chats' user messages, with an answer in LaTeX. ValueError: as gsm8k; no
+    math-verify.
+    """
     equal("1", "1")
     return _split(
         read(data, _latex_problem), held_out, data, operands, math_reward, MATH.format_map
@@ -215,7 +229,9 @@ def math_reward(problem, text, finished):
 
 @lru_cache(4096)  # a group often repeats an answer
 def equal(gold, answer):
-    """math-verify's verdict on two texts in LaTeX; False if it needs over 1 s of processor time or 4 GB."""
+    """math-verify's verdict on two texts in LaTeX; False if it needs over 1 s of processor time or
+    4 GB.
+    """
     try:
         print(json.dumps([gold, answer]), file=_worker().stdin, flush=True)
         return {"True\n": True, "False\n": False}[_worker().stdout.readline()]
@@ -239,10 +255,12 @@ def _worker():
 
 
 def own(path, held_out=32):
-    """The task of a Python file, which may import from its own folder. problems() returns a list of dicts.
-    reward(problem, text), from -1e6 to 1e6, judges finished answers, and with a third parameter, finished,
-    all answers; text keeps special tokens. prompt(problem) returns the user's message, or a chat: a list of
-    {"role", "content"}. Without it, problem["prompt"] is one of them. ValueError: file, line and reason."""
+    """The task of a Python file, which may import from its own folder. problems() returns a list of
+    dicts. reward(problem, text), from -1e6 to 1e6, judges finished answers, and with a third
+    parameter, finished, all answers; text keeps special tokens. prompt(problem) returns the user's
+    message, or a chat: a list of {"role", "content"}. Without it, problem["prompt"] is one of them.
+    ValueError: file, line and reason.
+    """
     path = os.path.abspath(path)
     sys.path.insert(1, folder := os.path.dirname(path))  # behind ours; for reward(), too
 
@@ -303,7 +321,9 @@ def own(path, held_out=32):
 
 def tested(name, test, data=None, operands=None, trains=True):
     """The task called name, which holds out all problems of test and trains on all others of data.
-    trains=False without data reads only test. ValueError: what the task raises; test holds all of data."""
+    trains=False without data reads only test. ValueError: what the task raises; test holds all of
+    data.
+    """
     given = TASKS[name](data, operands) if trains or data else None
     task = TASKS[name](test, operands, held_out=0)
     asked = set(map(task.prompt, task.train))
@@ -318,8 +338,10 @@ def tested(name, test, data=None, operands=None, trains=True):
 
 
 def _split(problems, held_out, source, operands, reward, prompt):
-    """The Task. Problems with the same message are one. held_out problems, at most a quarter, are set aside:
-    those with the smallest hashes, so that a line edited or deleted moves at most one other problem."""
+    """The Task. Problems with the same message are one. held_out problems, at most a quarter, are
+    set aside: those with the smallest hashes, so that a line edited or deleted moves at most one
+    other problem.
+    """
     if operands:
         raise ValueError(
             f"--operands {operands} has no meaning beside problems from {source}: leave it out"
@@ -383,13 +405,17 @@ def _text(record, *keys):
 
 # --- numbers and boxes in text
 def last_number(text):
-    """The last number in the text, a Fraction; None without one, or if it is a power or too long."""
+    """The last number in the text, a Fraction; None without one, or if it is a power or too
+    long.
+    """
     found = list(NUMBER.finditer(_tail(text)))
     return _value(found[-1]) if found else None
 
 
 def final_answer(text):
-    r"""The number after the last ####, else in the last \boxed{…}, else in the text: a Fraction or None."""
+    r"""The number after the last ####, else in the last \boxed{…}, else in the text: a Fraction or
+    None.
+    """
     tail = _tail(text)
     if marked := _marked(tail):
         return _value(marked)
@@ -398,7 +424,9 @@ def final_answer(text):
 
 
 def _tail(text):
-    """The end of a text; fractions and thousands in LaTeX become plain numbers, units lose their exponent."""
+    """The end of a text; fractions and thousands in LaTeX become plain numbers, units lose their
+    exponent.
+    """
     tail = text[-READ:].lstrip("0123456789.,/" if len(text) > READ else "")  # a number cut in two
     tail = re.sub(r"(\\[dt]?frac) ?([0-9])([0-9])", r"\1{\2}{\3}", tail)
     tail = FRAC.sub(

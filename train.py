@@ -1,4 +1,6 @@
-"""QeRL: reinforcement learning of a quantised language model (arXiv 2510.11696). python train.py --help
+"""QeRL: reinforcement learning of a quantised language model (arXiv 2510.11696).
+
+    python train.py --help
 
     for each step:
         σ        ← aqn.sigma(step)                              noise falls as training goes on
@@ -7,7 +9,8 @@
         A        ← (reward − mean of its group) / std           grpo.advantages
         LoRA     ← AdamW step on policy_loss(…, A)              the NVFP4 base never changes
 
-Needs: aqn.py, grpo.py, lora.py, model.py, rollout.py; launch.py to start, runs.py to log, save, resume.
+Needs: aqn.py, grpo.py, lora.py, model.py, rollout.py; launch.py to start, runs.py to log, save,
+resume.
 """
 
 import dataclasses
@@ -29,7 +32,7 @@ from rollout import Rollout, Sampler
 
 
 def train(config, model, task, tokenizer, stop_ids, run):
-    """The algorithm. Every random choice is a function of (seed, step), so a resumed run repeats it."""
+    """The algorithm. Every random choice is a function of (seed, step): a resume repeats it."""
     sampler, optimizer = Sampler(model), adamw(config, model)
     # loads a checkpoint; saves one if the loop is stopped
     with run.guarded(model, optimizer) as first:
@@ -71,8 +74,10 @@ def train(config, model, task, tokenizer, stop_ids, run):
 
 
 def collect(config, sampler, task, tokenizer, stop_ids, step):
-    """Sample this rank's answers and reward them → Rollout (B rows), rewards (B,) f64, B (prompt, answer)
-    pairs, measurements over all ranks. --resample replaces groups of equal rewards (DAPO §3.2)."""
+    """Sample this rank's answers and reward them → Rollout (B rows), rewards (B,) f64, B (prompt,
+    answer) pairs, measurements over all ranks. --resample replaces groups of equal rewards (DAPO
+    §3.2).
+    """
     rank, ranks = rank_and_count()
     G, P, began = config.group_size, config.prompts // ranks, time.perf_counter()
     drawn = []
@@ -102,7 +107,8 @@ def collect(config, sampler, task, tokenizer, stop_ids, step):
                     sampled.lengths[rows], config.max_new_tokens, cache
                 ).tolist()
                 rewards = [r + q for r, q in zip(rewards, penalty, strict=True)]
-            # 0.1 + 0.2 ≠ 0.3 would give a tiny advantage, and Adam rescales a tiny gradient to a full step
+            # 0.1 + 0.2 ≠ 0.3 would give a tiny advantage, and Adam rescales a tiny gradient to a
+            # full step
             rewards = [round(r, 9) for r in rewards]
             drawn.append(
                 (
@@ -156,7 +162,9 @@ def collect(config, sampler, task, tokenizer, stop_ids, step):
 
 
 def update(config, model, optimizer, sampled, advantages):
-    """Steps on one batch → measurements: clip_fraction, grad_norm of the last step, the rest of the first."""
+    """Steps on one batch → measurements: clip_fraction, grad_norm of the last step, the rest of the
+    first.
+    """
     began, old, seen, stats = time.perf_counter(), sampled.logprobs.clone(), 0, {}
     for number in range(config.updates_per_rollout):
         now = backward(config, model, sampled, advantages, old, first=number == 0)
@@ -178,9 +186,11 @@ def update(config, model, optimizer, sampled, advantages):
 
 
 def backward(config, model, sampled, advantages, old, first=True):
-    """Write the gradient of the whole batch's loss, summed over ranks, into the parameters → measurements.
-    old (B, T): log-probabilities, the ratio's denominator; the first call fills in the trainer's own ones
-    unless correction is bypass. Rows of advantage 0 add 0: they are counted, but run only with beta > 0."""
+    """Write the gradient of the whole batch's loss, summed over ranks, into the parameters →
+    measurements. old (B, T): log-probabilities, the ratio's denominator; the first call fills in
+    the trainer's own ones unless correction is bypass. Rows of advantage 0 add 0: they are counted,
+    but run only with beta > 0.
+    """
     for p in model.parameters():
         p.grad = torch.zeros_like(p)  # a rank without rows adds zeros
     # (B,)
@@ -247,11 +257,13 @@ def backward(config, model, sampled, advantages, old, first=True):
 
 
 def evaluate(config, sampler, task, tokenizer, stop_ids, say=print):
-    """Answer the held-out problems without noise. Greedy: right and ended (strict), right if judged as ended
-    (loose). Sampled: the mean reward, which is pass@1 at this temperature and top-p."""
+    """Answer the held-out problems without noise. Greedy: right and ended (strict), right if judged
+    as ended (loose). Sampled: the mean reward, which is pass@1 at this temperature and top-p.
+    """
     assert not aqn.is_noisy(sampler.model), "evaluation under noise measures another policy"
     say(
-        f"evaluating {len(task.held_out)} problems: greedy, and {config.eval_samples} sampled of each"
+        f"evaluating {len(task.held_out)} problems: greedy, "
+        f"and {config.eval_samples} sampled of each"
     )
     (rank, ranks), count, began = rank_and_count(), len(task.held_out), time.perf_counter()
     right, start, G = (
@@ -302,8 +314,9 @@ def evaluate(config, sampler, task, tokenizer, stop_ids, say=print):
 def answer(
     config, sampler, task, tokenizer, stop_ids, problems, *, samples, temperature, top_p, first=0
 ):
-    """Sample answers to problems outside of training → Rollout, texts, rewards, `samples` rows a problem.
-    first: number of the first answer among those of all ranks."""
+    """Sample answers to problems outside of training → Rollout, texts, rewards, `samples` rows a
+    problem. first: number of the first answer among those of all ranks.
+    """
     prompts = launch.encoded(config, sampler.model.config, task, tokenizer, problems)
     # step −1: each evaluation draws the same random bits, which training never draws
     sampled = sampler.generate(
@@ -328,7 +341,9 @@ def answer(
 
 @torch.no_grad()
 def measure_mismatch(config, model, sampled):
-    """Mean exp|ln π_trainer − ln π_sampler|, equal weights and noise, over at most 127 of the answers."""
+    """Mean exp|ln π_trainer − ln π_sampler|, equal weights and noise, over at most 127 of the
+    answers.
+    """
     ratios, every = [], max(1, len(sampled.tokens) // 64)
     for micro in sampled.micro_batches(
         torch.arange(0, len(sampled.tokens), every), config.micro_tokens
@@ -341,7 +356,9 @@ def measure_mismatch(config, model, sampled):
 
 
 def preflight(config, model, task, tokenizer, stop_ids, run):
-    """Run a step of 32 prompts without its update → the exit code: 3 if training would be pointless."""
+    """Run a step of 32 prompts without its update → the exit code: 3 if training would be
+    pointless.
+    """
     ranks, sampler = rank_and_count()[1], Sampler(model)
     probe = dataclasses.replace(config, prompts=-(-runs.PROBE // ranks) * ranks, resample=0)
     sampled, rewards, _, stats = collect(probe, sampler, task, tokenizer, stop_ids, 0)
@@ -357,13 +374,17 @@ def preflight(config, model, task, tokenizer, stop_ids, run):
 
 
 def advantages_of(config, rewards):
-    """(B,) rewards → (B,) advantages within each prompt's group. Dr. GRPO does not divide by the std."""
+    """(B,) rewards → (B,) advantages within each prompt's group. Dr. GRPO does not divide by the
+    std.
+    """
     scale = "none" if config.loss == "dr_grpo" else "group"
     return grpo.advantages(rewards.view(-1, config.group_size), scale).flatten()
 
 
 def batch(problems, config, step, attempt=0):
-    """The P problems of (step, attempt): read on through all problems, shuffled anew each time round."""
+    """The P problems of (step, attempt): read on through all problems, shuffled anew each time
+    round.
+    """
     start = (step // config.updates_per_rollout * (1 + config.resample) + attempt) * config.prompts
     wanted, n = range(start, start + config.prompts), len(problems)
     shuffled = {

@@ -1,7 +1,8 @@
 """Which of several checkouts is faster: python -m bench.turns --trees DIR DIR … --out FILE.jsonl
 
-Each DIR is a checkout (`git worktree add DIR REVISION`). One without bench/ is measured by ours. Each
-builds a model of its own, from the same random weights. The checkouts take turns at the same work
+Each DIR is a checkout (`git worktree add DIR REVISION`). One without bench/ is measured by ours.
+Each builds a model of its own, from the same random weights. The checkouts take turns at the same
+work
 in this one process, in an order that each round shuffles: in a fixed order the first is about 1 %
 slower, and a GPU drifts by more than that in a minute.
 

@@ -1,8 +1,8 @@
 """Countdown, TinyZero's task, as a file of one's own: python train.py --task
 experiments/countdown.py
 
-    Make 9 from 1, 2, 3        <answer>(1 + 2) * 3</answer>        scores 1
-                               <answer>3 * 3</answer>              scores 0, because 1 and 2 are left
+    Make 9 from 1, 2, 3      <answer>(1 + 2) * 3</answer>     scores 1
+                             <answer>3 * 3</answer>           scores 0, because 1 and 2 are left
 
 An answer is the formula in the last <answer>…</answer>, else in the last line. It scores 1 if it
 makes the target with + - * / from the numbers, each used exactly once. It is parsed, never
@@ -43,8 +43,9 @@ def problems(low=1, high=99, count=4096):
 def prompt(problem):
     nums = ", ".join(map(str, problem["nums"]))
     return (
-        f"Make {problem['target']} from {nums} with + - * / and brackets. Use each number exactly once.\n"
-        "Think step by step, and end with the formula, as in <answer>(1 + 2) * 3</answer>."
+        f"Make {problem['target']} from {nums} with + - * / and brackets. "
+        "Use each number exactly once.\nThink step by step, and end with the formula, "
+        "as in <answer>(1 + 2) * 3</answer>."
     )
 
 

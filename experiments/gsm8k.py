@@ -2,9 +2,9 @@
 
 The rules, fixed before the first run, are gsm8k_plan.py; gsm8k_tables.py makes tables and figures.
 
-    python -m experiments.gsm8k list               the runs that the log lacks and that can start
-    python -m experiments.gsm8k run main-5-2       arm 5, seed 2, in runs/gsm8k-again, beside its log
-    python -m experiments.gsm8k list --logs LOGS |  # three runs at once, 24 minutes at most for each
+    python -m experiments.gsm8k list              the runs that the log lacks and that can start
+    python -m experiments.gsm8k run main-5-2      arm 5, seed 2, in runs/gsm8k-again, beside its log
+    python -m experiments.gsm8k list --logs LOGS |  # three runs at once, at most 24 minutes each
         xargs -n 1 -P 3 --process-slot-var SLOT timeout 24m \\
         python -m experiments.gsm8k run --logs LOGS --out LOGS --share 0.3
 

@@ -175,8 +175,9 @@ def conditions(logs):
     commits, at_once = (sorted({str(r[k]) for r in starts}) for k in ("commit", "at_once"))
     when = sorted(r["time"] for r in starts) or ["–"]
     return (
-        f"{'; '.join(places)}, commit {' and '.join(commits)}; {' or '.join(at_once)} runs on a card at "
-        f"once; {when[0]} to {when[-1]}; logs in `results/gsm8k/`."
+        f"{'; '.join(places)}, commit {' and '.join(commits)}; "
+        f"{' or '.join(at_once)} runs on a card at once; {when[0]} to {when[-1]}; "
+        "logs in `results/gsm8k/`."
     )
 
 
@@ -246,8 +247,8 @@ def plot(logs, experiment, path):
     more = (
         "; curves: mean, least, most, moving mean of 9 steps."
         if curve
-        else ". Red: sampled under noise; blue: at a temperature.\nDashed: where bf16 and rtn end without "
-        "noise. rtn: round to nearest; tis: truncated importance sampling."
+        else ". Red: sampled under noise; blue: at a temperature.\nDashed: where bf16 and rtn end "
+        "without noise. rtn: round to nearest; tis: truncated importance sampling."
     )
     figure.suptitle(
         f"GSM8K. {BASE.format(experiment.size.upper())}.\nHollow: before training; filled: after "

@@ -27,7 +27,7 @@ FLAGS = (
 ).split()
 
 
-# --- train.py in a new process, forked from a server that has already imported torch and our modules
+# --- train.py in a new process, forked from a server that has imported torch and our modules
 def child(code, arguments, said, out, env):
     """Run the code, then train.py as a command, with stdout and stderr written to these files."""
     for number, path in ((1, out), (2, said)):
@@ -49,7 +49,9 @@ def forks():
 
 
 class Command:
-    """Starts code, then python train.py FLAGS…; `code` and `said` wait for its exit code and stderr."""
+    """Starts code, then python train.py FLAGS…; `code` and `said` wait for its exit code and
+    stderr.
+    """
 
     def __init__(self, folder, *flags, code="", out=os.devnull, env=()):
         self.file = Path(folder) / f"stderr-{time.time_ns()}"
@@ -68,7 +70,9 @@ class Command:
 
 
 def main(*flags):
-    """python train.py in this process → the exit code. Collects garbage, which releases the run's lock."""
+    """python train.py in this process → the exit code. Collects garbage, which releases the run's
+    lock.
+    """
     try:
         config = parse(list(map(str, flags)))
         return launch.start(config, train.train, train.preflight) or 0
@@ -81,7 +85,9 @@ def main(*flags):
 
 
 def outcome(folder):
-    """What an accident must not change: both adapters' bytes, and the records except their timings."""
+    """What an accident must not change: both adapters' bytes, and the records except their
+    timings.
+    """
     adapter, best = (
         (folder / f"{name}/adapter_model.safetensors").read_bytes()
         for name in ("adapter", "adapter-best")

@@ -53,7 +53,9 @@ TINY = dict(
 
 
 def tiny_checkpoint(folder, family="llama", **changes):
-    """Save a random transformers model of a family into `folder` → that model in fp32, as the oracle."""
+    """Save a random transformers model of a family into `folder` → that model in fp32, as the
+    oracle.
+    """
     import transformers
 
     name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
@@ -86,8 +88,10 @@ def smollm2():
 
 @pytest.fixture(scope="session")
 def tiny_chat(tmp_path_factory):
-    """→ the folder of a tiny random Llama that train.py can train: it has a tokenizer of one token per
-    character, a chat template (start, message, "=") and an end token that is also the padding."""
+    """→ the folder of a tiny random Llama that train.py can train: it has a tokenizer of one token
+    per character, a chat template (start, message, "=") and an end token that is also the
+    padding.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -148,7 +152,7 @@ def start(tiny_chat, tmp_path):
     )
 
 
-# --- Triton kernels without a GPU: this process compiles them, a child interprets them; none can do both
+# --- Triton kernels without a GPU: this process compiles them, a child interprets them
 
 
 def as_a_test(function):
@@ -160,7 +164,9 @@ def as_a_test(function):
 
 @pytest.fixture(scope="session")
 def interpret():
-    """interpret(function) calls a function of a test module in the one child that interprets kernels."""
+    """interpret(function) calls a function of a test module in the one child that interprets
+    kernels.
+    """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRITON_INTERPRET", "1")
@@ -170,7 +176,8 @@ def interpret():
 
 # compute capability → bytes of shared memory that a CTA may use
 SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
-# every day one kernel of each kind for Hopper; with -m slow every specialisation for every generation
+# every day one kernel of each kind for Hopper; with -m slow every specialisation for every
+# generation
 each_generation = pytest.mark.parametrize(
     "cc, everything",
     [(90, False), *(pytest.param(cc, True, marks=pytest.mark.slow) for cc in SHARED)],
@@ -178,8 +185,8 @@ each_generation = pytest.mark.parametrize(
 
 
 def build(kernel, cc, constants, names_of, aligned, warps=4, stages=3, registers=255, stack=0):
-    """Compile a kernel → its PTX and its cubin. AssertionError: it spills more than `stack` bytes, or needs
-    more than `registers` or SHARED[cc].
+    """Compile a kernel → its PTX and its cubin. AssertionError: it spills more than `stack` bytes,
+    or needs more than `registers` or SHARED[cc].
 
     names_of: type → the arguments of that type; others are i32. aligned: integers that 16 divides.
     """
@@ -222,8 +229,9 @@ def cuobjdump(flag, cubin):
 
 
 def compile_with_a_wait(cc, jobs, names_of, aligned):
-    """Compile kernels and check that each waits once for its predecessor (PDL). jobs: (kernel, constants,
-    warps, most registers = 65536 / 32 / warps / CTAs on an SM); the rest as in build."""
+    """Compile kernels and check that each waits once for its predecessor (PDL). jobs: (kernel,
+    constants, warps, most registers = 65536 / 32 / warps / CTAs on an SM); the rest as in build.
+    """
     for kernel, constants, warps, registers in jobs:
         ptx, _ = build(
             kernel, cc, constants | dict(PDL=cc >= 90), names_of, aligned, warps, 1, registers

@@ -17,7 +17,9 @@ TABLE = [0, 1e-2, 5.62e-3, 3.16e-3, 1.78e-3, 1e-3, 5.62e-4, 3.16e-4, 1.78e-4, 1e
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
 def model(request, tmp_path_factory):
-    """A tiny decoder of 3 layers; Qwen3 also has norms inside its attention, which take no noise."""
+    """A tiny decoder of 3 layers; Qwen3 also has norms inside its attention, which take no
+    noise.
+    """
     folder = tmp_path_factory.mktemp(request.param)
     tiny_checkpoint(folder, request.param)
     return decoder.load(str(folder), quant="bf16", rank=2, alpha=2)
@@ -50,7 +52,9 @@ def draws(seed, step, sigma=1.0, n=64):
 
 
 def test_sigma_follows_the_table():
-    """25 steps in 10 stages: stage k begins at step ceil(2.5 k). rel: half a unit of the third digit."""
+    """25 steps in 10 stages: stage k begins at step ceil(2.5 k). rel: half a unit of the third
+    digit.
+    """
     begins = [0, 3, 5, 8, 10, 13, 15, 18, 20, 23, 25]
     for stage, want in enumerate(TABLE):
         got = [aqn.sigma(step, 25) for step in range(begins[stage], begins[stage + 1])]
@@ -111,7 +115,9 @@ def test_noise_moves_two_norms_of_each_layer_and_leaves_every_bit_as_it_was(mode
 
 
 def test_a_draw_is_a_function_of_seed_step_and_layer():
-    """Equal (seed, step, layer) give the same draw, whatever torch's generator did; unequal ones another."""
+    """Equal (seed, step, layer) give the same draw, whatever torch's generator did; unequal ones
+    another.
+    """
     z, second = draws(seed=5, step=7)
     torch.randn(3)
     assert torch.equal(draws(seed=5, step=7)[0], z)
@@ -122,7 +128,9 @@ def test_a_draw_is_a_function_of_seed_step_and_layer():
 
 
 def test_the_noise_has_mean_zero_and_the_std_asked_for():
-    """Within 5 standard errors of n draws, in units of σ: 1/√n (mean), 1/√(2n) (std), √(96/n) (kurtosis)."""
+    """Within 5 standard errors of n draws, in units of σ: 1/√n (mean), 1/√(2n) (std), √(96/n)
+    (kurtosis).
+    """
     n, sigma = 200_000, 3e-3
     z = draws(seed=1, step=2, sigma=sigma, n=n)[0].double() / sigma
     assert z.mean().abs() < 5 / math.sqrt(n) and (z.std() - 1).abs() < 5 / math.sqrt(2 * n)

@@ -1,4 +1,6 @@
-"""The 4-bit linear layer against float64: packing, forward, gradients, plans, and the Triton kernels."""
+"""The 4-bit linear layer against float64: packing, forward, gradients, plans, and the Triton
+kernels.
+"""
 
 import itertools
 import re
@@ -14,14 +16,18 @@ from fp4_gemm import Launch
 
 
 def random_weight(N, K, global_scale, largest=126):
-    """Random codes, and scales from the e4m3 numbers 0 to `largest` (a bit pattern), subnormals included."""
+    """Random codes, and scales from the e4m3 numbers 0 to `largest` (a bit pattern), subnormals
+    included.
+    """
     codes = torch.randint(256, (N, K // 2), dtype=torch.uint8)
     scale = torch.randint(largest + 1, (N, K // 16), dtype=torch.uint8)
     return codes, scale.view(torch.float8_e4m3fn), torch.tensor(global_scale)
 
 
 def exact(q):
-    """The format's definition, in float64: of a product of a code and a scale float32 holds every bit."""
+    """The format's definition, in float64: of a product of a code and a scale float32 holds every
+    bit.
+    """
     codes, block_scale, global_scale = q
     return nvfp4.dequantize((codes, block_scale, 1.0), torch.float64) * global_scale.double()
 
@@ -44,7 +50,9 @@ def rel_err(y, ref):
 
 
 def adapted_layer(M, sizes, K, rank, dtype=torch.float32):
-    """x, the packed weight, its float64 value, bias and adapter. Global scales differ between parts."""
+    """x, the packed weight, its float64 value, bias and adapter. Global scales differ between
+    parts.
+    """
     qs = [random_weight(n, K, 0.001 * (i + 1), largest=72) for i, n in enumerate(sizes)]
     shapes = (M, K), (sum(sizes),), (rank * len(sizes), K), (sum(sizes), rank)
     x, bias, lora_A, lora_B = (torch.randn(s, dtype=dtype).requires_grad_() for s in shapes)
@@ -52,8 +60,9 @@ def adapted_layer(M, sizes, K, rank, dtype=torch.float32):
 
 
 def check_forward_and_backward(x, weight, W, bias, A, B, splits, tolerance, learn=True):
-    """Against float64; with the parameters of an adapter as `learn` or without. Backward needs x, x @ A.T,
-    A and B: nothing as large as the weight is saved for it."""
+    """Against float64; with the parameters of an adapter as `learn` or without. Backward needs x, x
+    @ A.T, A and B: nothing as large as the weight is saved for it.
+    """
     saved = []
 
     def save(t):
@@ -148,7 +157,9 @@ def test_a_plan_covers_every_tile_once(N, K):
 
 
 def test_a_plan_fills_132_sms():
-    """gate_up of a 7B: two full waves of 132 large tiles, then 32 tiles with K split over three CTAs."""
+    """gate_up of a 7B: two full waves of 132 large tiles, then 32 tiles with K split over three
+    CTAs.
+    """
     plan = fp4_gemm._plan(256, 37888, 3584, gpu(9))
     assert plan == [(0, 264, 256, 128, 1, 3), (264, 32, 256, 128, 3, 3)]
     assert len(fp4_gemm._plan(256, 37888, 3584, gpu(8))) == 1, "no wgmma, no large tiles"
@@ -202,7 +213,9 @@ def test_kernels_in_the_interpreter(interpret):
 
 
 def compile_linear(cc, M, rank, names_of):
-    """Compile what serves M rows, with the registers that let as many CTAs as planned share an SM."""
+    """Compile what serves M rows, with the registers that let as many CTAs as planned share an
+    SM.
+    """
     _, _, m, n, _, stages = fp4_gemm._plan(M, 37888, 3584, gpu(cc // 10))[-1]
     if m < min(M, 128):  # without wgmma no tile has more than 32 rows
         return
@@ -217,8 +230,8 @@ def compile_linear(cc, M, rank, names_of):
     if rank < 128:  # a CTA has 2 n threads; registers are allocated by eights
         most = min(255, 65536 // (2 * n) // fp4_gemm.CTAS.get(m, 1) // 8 * 8)
     if rank and m == 256:
-        # A large tile uses all 255 registers and spills, outside the loop, what its epilogue needs: 16 bf16
-        # of B a thread, 32 bytes; 4 scales, 16; at most 6 addresses, 48.
+        # A large tile uses all 255 registers and spills, outside the loop, what its epilogue needs:
+        # 16 bf16 of B a thread, 32 bytes; 4 scales, 16; at most 6 addresses, 48.
         stack = 96
     elif (cc, m, rank) == (100, 64, 0):
         stack = 24  # Triton 3.9 keeps three addresses in memory; this kernel never ran there
@@ -234,8 +247,10 @@ def compile_linear(cc, M, rank, names_of):
 
 
 def main_loop(sass):
-    """The main loop's instructions: of the ranges from a backward branch's target to the branch, the
-    shortest with all 8 products. (A warp that waited at a barrier jumps back over a longer range.)"""
+    """The main loop's instructions: of the ranges from a backward branch's target to the branch,
+    the shortest with all 8 products. (A warp that waited at a barrier jumps back over a longer
+    range.)
+    """
     code = [
         (int(at, 16), text.strip())
         for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/ +([^;]*);", sass)
@@ -250,8 +265,9 @@ def main_loop(sass):
 
 
 def check_registers_of_wgmma(loop, turn):
-    """No instruction overwrites a register that a wgmma in flight reads, and the wgmmas share waits instead
-    of each having its own. turn: waits in one iteration of the loop."""
+    """No instruction overwrites a register that a wgmma in flight reads, and the wgmmas share waits
+    instead of each having its own. turn: waits in one iteration of the loop.
+    """
     in_flight, seen, waits = set(), 0, 0
     for text in 2 * loop:  # twice: an iteration's last wait may be in the next one
         result = re.match(r"(?:@!?U?P\d+ +)?(\S+) R(\d+),", text)
@@ -271,7 +287,9 @@ def check_registers_of_wgmma(loop, turn):
 
 @each_generation
 def test_kernels_compile(cc, everything):
-    """No spills, shared memory within limits, on sm_90 under 4 instructions a weight: an H200's budget."""
+    """No spills, shared memory within limits, on sm_90 under 4 instructions a weight: an H200's
+    budget.
+    """
     names_of = {
         "*i32": "words scales counters",
         "*fp32": "global_scales sums",
@@ -312,7 +330,9 @@ SIZES = [
 @pytest.mark.parametrize("sizes, K", SIZES)
 @pytest.mark.parametrize("M", [1, 16, 17, 33, 64, 100, 129, 256, 300])
 def test_gpu_forward_and_backward(on_gpu, M, sizes, K):
-    """A bf16 rounding is an error of 1.7e-3; the worst path has three (weight, product, sum): 2.9e-3."""
+    """A bf16 rounding is an error of 1.7e-3; the worst path has three (weight, product, sum):
+    2.9e-3.
+    """
     x, packed, W, *others = adapted_layer(M, sizes, K, 32, torch.bfloat16)
     check_forward_and_backward(x, packed, W, *others, sizes, 2**-8)
     W = W.bfloat16().double()
@@ -323,10 +343,12 @@ def test_gpu_forward_and_backward(on_gpu, M, sizes, K):
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("M", [64, 256, 2048])
 def test_gpu_an_adapter_below_the_last_bit_is_not_lost(on_gpu, M, plain):
-    """δ, what the adapter adds, is an eighth of y's last bit. If the kernel rounds y once, <y(B) − y(0), δ> /
-    <δ, δ> is 1 on average, here ± .013 (M = 64: 0.4 ulp / 0.125 ulp / √61440). If it also rounds x @ W.T
-    before it adds δ, as cuBLAS does on an H200 at β = 1, the ratio is .39 (both simulated on a CPU).
-    The sampler's kernels run at M = 64 and 256, the trainer's product at larger M."""
+    """δ, what the adapter adds, is an eighth of y's last bit. If the kernel rounds y once, <y(B) −
+    y(0), δ> / <δ, δ> is 1 on average, here ± .013 (M = 64: 0.4 ulp / 0.125 ulp / √61440). If it
+    also rounds x @ W.T before it adds δ, as cuBLAS does on an H200 at β = 1, the ratio is .39 (both
+    simulated on a CPU). The sampler's kernels run at M = 64 and 256, the trainer's product at
+    larger M.
+    """
     sizes = (576, 192, 192)
     x, packed, W, bias, A, B = adapted_layer(M, sizes, 576, 32, torch.bfloat16)
 
@@ -345,8 +367,10 @@ def test_gpu_an_adapter_below_the_last_bit_is_not_lost(on_gpu, M, plain):
 @pytest.mark.parametrize("M", [1, 16, 32, 64, 128, 256])
 @torch.no_grad()
 def test_a_thousand_launches_give_the_same_bits(on_gpu, M):
-    """Eagerly and in a CUDA graph: a race between the splits of K, or with the shrink kernel, changes bits.
-    Two inputs alternate at one address: data that the previous launch left, in L1 too, would show as well."""
+    """Eagerly and in a CUDA graph: a race between the splits of K, or with the shrink kernel,
+    changes bits. Two inputs alternate at one address: data that the previous launch left, in L1
+    too, would show as well.
+    """
     for (sizes, K), plain in itertools.product(SIZES[:3], (False, True)):
         x, packed, W, bias, *learn = adapted_layer(M, sizes, K, 32, torch.bfloat16)
         weight, xs = dense(W, learn[1], sizes) if plain else packed, (x, torch.randn_like(x))

@@ -30,7 +30,9 @@ def gradient(logprobs, old, adv, mask, normalizer, kind, **options):
 
 
 def papers_loss(kind, new, old, ref, weights, adv, low, high, cispo_max, beta):
-    """The papers' objectives, row by row and token by token, negated, divided by each paper's own divisor."""
+    """The papers' objectives, row by row and token by token, negated, divided by each paper's own
+    divisor.
+    """
     total, tokens, rows = 0, int(LENGTHS.sum()), int((LENGTHS > 0).sum())
     divisor = {"dapo": tokens, "cispo": tokens, "grpo": rows, "gspo": rows, "dr_grpo": rows * MAX}[
         kind
@@ -59,10 +61,11 @@ def papers_loss(kind, new, old, ref, weights, adv, low, high, cispo_max, beta):
 @pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 def test_each_loss_equals_its_papers_formula_however_the_batch_is_cut(kind, beta):
-    """Value and gradient, off-policy, with weights and KL, agree to 1e-12; NaN in padding is ignored.
+    """Value and gradient, off-policy, with weights and KL, agree to 1e-12; NaN in padding is
+    ignored.
 
-    One batch, or micro-batches of 1 or 2 rows in any order, with more padding. The row of length 0, a
-    masked answer, counts neither above nor below.
+    One batch, or micro-batches of 1 or 2 rows in any order, with more padding. The row of length 0,
+    a masked answer, counts neither above nor below.
     """
     (new, old, ref, weights), adv, mask = batch()
     n = grpo.normalizer(kind, LENGTHS, MAX)
@@ -115,7 +118,9 @@ def test_advantages_worked_out_by_hand():
 
 
 def test_a_group_of_equal_rewards_gets_exact_zeros():
-    """Even for .1, which floating-point means do not reproduce, and if groups differ from each other."""
+    """Even for .1, which floating-point means do not reproduce, and if groups differ from each
+    other.
+    """
     for dtype in (torch.float32, torch.float64):
         for G in (2, 3, 7):
             rewards = torch.tensor([[0.0], [1.0], [0.1], [1e4], [-2.3]], dtype=dtype).expand(5, G)
@@ -123,7 +128,9 @@ def test_a_group_of_equal_rewards_gets_exact_zeros():
 
 
 def test_a_group_is_normalised_by_itself_and_rows_keep_their_order():
-    """A shift of one prompt's rewards changes nothing; flattened, row p·G + g is sample g of prompt p."""
+    """A shift of one prompt's rewards changes nothing; flattened, row p·G + g is sample g of prompt
+    p.
+    """
     rewards = torch.randn(3, 4, dtype=torch.float64)
     a = grpo.advantages(rewards)
     assert (grpo.advantages(rewards + torch.tensor([[0.0], [5.0], [-9.0]])) - a).abs().max() < 1e-6
@@ -147,8 +154,11 @@ def test_what_advantages_refuses_it_names(rewards, scale, words):
 
 
 def test_on_policy_gradients_are_reinforce():
-    """At ρ = 1 a token's gradient is −A / Σ lengths (dapo, cispo), −A / (|o| · rows) (grpo, gspo) or
-    −A / (rows · max length) (dr_grpo). With equal lengths all agree; centred advantages make the loss 0."""
+    """At ρ = 1 a token's gradient is −A / Σ lengths (dapo, cispo), −A / (|o| · rows) (grpo, gspo)
+    or
+    −A / (rows · max length) (dr_grpo). With equal lengths all agree; centred advantages make the
+    loss 0.
+    """
     (new, *_), adv, mask = batch()
     row_mean = LENGTHS.clamp(min=1)[:, None] * 5
     for kind, divisor in dict(
@@ -170,7 +180,9 @@ def test_on_policy_gradients_are_reinforce():
 
 @pytest.mark.parametrize("kind", ["dapo", "grpo", "dr_grpo", "gspo"])
 def test_the_clip_stops_the_gradient_on_the_gaining_side_only(kind):
-    """Clipped: a good answer that is likelier already, a bad one that is rarer. 1.25 is within .28 only."""
+    """Clipped: a good answer that is likelier already, a bad one that is rarer. 1.25 is within .28
+    only.
+    """
     mask = torch.ones(1, 3, dtype=torch.bool)
     for sign, ratio, stopped in (
         (1, 1.29, True),
@@ -189,7 +201,9 @@ def test_the_clip_stops_the_gradient_on_the_gaining_side_only(kind):
 
 
 def test_gspos_bounds_are_tiny_and_cispo_never_loses_a_token():
-    """gspo clips at 1 + 4e-4 and 1 − 3e-4. cispo bounds a token's weight at 5 but keeps its gradient."""
+    """gspo clips at 1 + 4e-4 and 1 − 3e-4. cispo bounds a token's weight at 5 but keeps its
+    gradient.
+    """
     ones, adv = torch.ones(1, 2).bool(), torch.tensor([1.0])
     for log_ratio, sign, stopped in (
         (3.8e-4, 1, 0),
@@ -223,7 +237,9 @@ def test_importance_weights_are_capped_and_carry_no_gradient():
 
 
 def test_k3_is_an_unbiased_kl_that_is_never_negative():
-    """Σ p · k3(ln ref/p) = Σ p ln p/ref for random distributions over 7 tokens; 0 where both agree."""
+    """Σ p · k3(ln ref/p) = Σ p ln p/ref for random distributions over 7 tokens; 0 where both
+    agree.
+    """
     p, ref = torch.randn(2, 7, dtype=torch.float64).softmax(-1)
     assert ((p * grpo.kl_k3((ref / p).log())).sum() - (p * (p / ref).log()).sum()).abs() < 1e-15
     q = torch.linspace(-5, 5, 101, dtype=torch.float64)
@@ -232,14 +248,18 @@ def test_k3_is_an_unbiased_kl_that_is_never_negative():
 
 
 def test_the_soft_overlong_penalty_of_dapo():
-    """DAPO, eq. 13 with L_max = 20, L_cache = 4: 0 up to 16 tokens, then (16 − n)/4, −1 from 20 on."""
+    """DAPO, eq. 13 with L_max = 20, L_cache = 4: 0 up to 16 tokens, then (16 − n)/4, −1 from 20
+    on.
+    """
     lengths = torch.tensor([0, 15, 16, 17, 18, 19, 20, 25])
     got = grpo.overlong_penalty(lengths, max_new_tokens=20, cache=4)
     assert got.tolist() == [0, 0, 0, -0.25, -0.5, -0.75, -1, -1]
 
 
 def test_the_end_token_is_trained():
-    """Its id, 2, is also the padding's. Three tokens and the end token have 4 tokens in the mask."""
+    """Its id, 2, is also the padding's. Three tokens and the end token have 4 tokens in the
+    mask.
+    """
     tokens = torch.tensor([[5, 2, 6, 7, 8, 9, 2, 2, 2], [5, 2, 6, 10, 2, 2, 2, 2, 2]])
     mask = decoder.answer_mask(tokens, torch.tensor([3, 3]), torch.tensor([4, 2]))
     assert mask.nonzero().tolist() == [[0, 3], [0, 4], [0, 5], [0, 6], [1, 3], [1, 4]]

@@ -62,7 +62,9 @@ def test_the_gaussian_error_has_the_norm_of_rtns_and_is_a_function_of_the_seed()
 def test_a_stopped_run_goes_on_and_its_log_equals_that_of_a_run_without_a_stop(
     job, flags, tmp_path, monkeypatch
 ):
-    """Arm 7 is sampled at its temperatures and tested; a rate is evaluated. Both stop in the third step."""
+    """Arm 7 is sampled at its temperatures and tested; a rate is evaluated. Both stop in the third
+    step.
+    """
     monkeypatch.setattr(gsm8k, "ROOT", tmp_path)
     monkeypatch.setattr(gsm8k.rules, "RATE_STEPS", 4)
     gsm8k.make(job, tmp_path / "whole", flags, problems=4)

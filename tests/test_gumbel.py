@@ -20,7 +20,9 @@ import gumbel
     ],
 )
 def test_philox_gives_its_authors_vectors(counter, key, expected):
-    """The known-answer vectors of Random123, its authors' library, for philox4x32 with 10 rounds."""
+    """The known-answer vectors of Random123, its authors' library, for philox4x32 with 10
+    rounds.
+    """
     counter = (torch.tensor(word) for word in counter)
     result = gumbel.philox(key[0] | key[1] << 32, *counter)
     assert tuple(int(word) for word in result) == expected
@@ -38,8 +40,10 @@ def test_philox_gives_its_authors_vectors(counter, key, expected):
     ],
 )
 def test_samples_follow_the_softmax(axis, temperature, top_p, limit):
-    """Chi-square over 7 tokens, rare ones too, while only one part of the counter or the key varies. Of the
-    nucleus, the 4 tokens that reach .95, the renormalised softmax; the other 3 are never drawn."""
+    """Chi-square over 7 tokens, rare ones too, while only one part of the counter or the key
+    varies. Of the nucleus, the 4 tokens that reach .95, the renormalised softmax; the other 3 are
+    never drawn.
+    """
     logits, n = torch.tensor([[2.0, -1.0, 0.5, 0.0, -3.0, 1.5, -2.0]]), 100_000
     if top_p < 1:
         logits = gumbel.nucleus(logits, temperature, top_p)
@@ -58,14 +62,18 @@ def test_samples_follow_the_softmax(axis, temperature, top_p, limit):
 
 
 def test_no_random_word_decides_alone(monkeypatch):
-    """Every random word gives finite noise: infinite noise would draw a token whatever its logit."""
+    """Every random word gives finite noise: infinite noise would draw a token whatever its
+    logit.
+    """
     for word in (0, 1, 255, 256, 0x7FFFFFFF, 0x80000000, 0xFFFFFE00, 0xFFFFFF00, 0xFFFFFFFF):
         monkeypatch.setattr(gumbel, "philox", lambda *_, word=word: (torch.full((1, 2), word),) * 4)
         assert gumbel.noise(7, 0, 0, *torch.zeros(2, 1).long()).isfinite().all(), hex(word)
 
 
 def test_a_draw_is_its_own():
-    """A row's noise depends on no other row and not on V, but on each part of the counter and on the key."""
+    """A row's noise depends on no other row and not on V, but on each part of the counter and on
+    the key.
+    """
     sequence, position = torch.tensor([3, 1 << 20, 0, 77]), torch.tensor([8, 0, 8, 5])
     noise = gumbel.noise(11, 1 << 40, 6, sequence, position)
     for b in range(4):
@@ -86,7 +94,9 @@ def test_a_draw_is_its_own():
 
 @pytest.mark.parametrize("temperature, top_p", [(0.6, 0.01), (1.0, 0.3), (2.0, 0.95), (0.6, 0.999)])
 def test_the_nucleus_is_that_of_transformers(temperature, top_p):
-    """nucleus keeps the logits of the same tokens; in fp64, so that rounding decides about no token."""
+    """nucleus keeps the logits of the same tokens; in fp64, so that rounding decides about no
+    token.
+    """
     # not above: the process that interprets kernels imports this file too
     from transformers import TopPLogitsWarper
 
@@ -99,8 +109,9 @@ def test_the_nucleus_is_that_of_transformers(temperature, top_p):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 def test_the_nucleus_by_hand(monkeypatch, temperature):
-    """The token that reaches top_p is kept, less probable ones are not. At most NUCLEUS of the most probable
-    are kept, and all that tie with the last. Temperature 0 counts as 1."""
+    """The token that reaches top_p is kept, less probable ones are not. At most NUCLEUS of the most
+    probable are kept, and all that tie with the last. Temperature 0 counts as 1.
+    """
     monkeypatch.setattr(gumbel, "NUCLEUS", 3)
     tied, other = [0.125, 0.5, 0.25, 0.125], [0.1, 0.3, 0.2, 0.15, 0.25]
     for p, top_p, kept in (
@@ -119,7 +130,9 @@ def test_the_nucleus_by_hand(monkeypatch, temperature):
 
 
 def test_a_row_of_nan_has_no_nucleus_and_disturbs_no_other():
-    """A row of NaN (finished) stays NaN, no other row changes, and a drawn token is in the vocabulary."""
+    """A row of NaN (finished) stays NaN, no other row changes, and a drawn token is in the
+    vocabulary.
+    """
     logits = torch.randn(3, 500)
     alone, logits[1] = gumbel.nucleus(logits, 0.6, 0.9), torch.nan
     cut = gumbel.nucleus(logits, 0.6, 0.9)
@@ -129,7 +142,9 @@ def test_a_row_of_nan_has_no_nucleus_and_disturbs_no_other():
 
 
 def test_append_ends_rows_at_stops_and_at_the_limit():
-    """By hand, four rows: drew a stop token, finished before, below the limit, reaches the limit."""
+    """By hand, four rows: drew a stop token, finished before, below the limit, reaches the
+    limit.
+    """
     check_append(gumbel.append, "cpu")
 
 
@@ -225,8 +240,9 @@ def test_kernels_compile(cc, everything):
 @pytest.mark.parametrize("V", [1000, 49152, 152064])
 @torch.no_grad()
 def test_gpu_samples_and_append(V):
-    """The GPU's kernels draw the CPU's tokens bit for bit. A finished row may be NaN, which compares with
-    nothing; its token must still be in the vocabulary."""
+    """The GPU's kernels draw the CPU's tokens bit for bit. A finished row may be NaN, which
+    compares with nothing; its token must still be in the vocabulary.
+    """
     logits, number = torch.randn(64, V, device="cuda") * 3, torch.arange(64, device="cuda")
     logits[63] = torch.nan
     for temperature in (0, 0.8):
@@ -240,8 +256,10 @@ def test_gpu_samples_and_append(V):
 @pytest.mark.gpu
 @pytest.mark.parametrize("B", [1, 2, 64, 256])
 def test_gpu_nucleus(B):
-    """For few rows PyTorch's topk sorts. In fp64 the nucleus is a CPU's. In fp32, without deterministic
-    algorithms, nucleus allocates at most the 20 bytes a logit that rollout.py plans for."""
+    """For few rows PyTorch's topk sorts. In fp64 the nucleus is a CPU's. In fp32, without
+    deterministic algorithms, nucleus allocates at most the 20 bytes a logit that rollout.py plans
+    for.
+    """
     torch.use_deterministic_algorithms(False)
     logits = torch.randn(B, 152064, device="cuda") * 3
     if B < 100:

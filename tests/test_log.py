@@ -25,7 +25,9 @@ def test_each_current_table_equals_what_its_script_makes_of_its_log(name, capsys
 
 
 def test_each_interval_that_readme_and_the_log_quote_stands_in_a_table():
-    """−.035 ± .030 in a sentence is -0.035 ± 0.030 in a table of results/, which a script made of a log."""
+    """−.035 ± .030 in a sentence is -0.035 ± 0.030 in a table of results/, which a script made of a
+    log.
+    """
     made = (ROOT / "results/LOG.md").read_text() + (ROOT / "results/ablation/table.md").read_text()
     rows = " ".join(line for line in made.splitlines() if line.startswith("|")).replace("0.", ".")
     quoted = re.findall(r"([+−]\.\d+) ± (\.\d+)", TEXT)

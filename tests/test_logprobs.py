@@ -1,4 +1,6 @@
-"""Log-probabilities and their gradient against autograd over whole logits; the kernel without a GPU."""
+"""Log-probabilities and their gradient against autograd over whole logits; the kernel without a
+GPU.
+"""
 
 import weakref
 
@@ -11,7 +13,9 @@ from logprobs import TokenLogprobs
 
 
 def example(n=7, D=16, V=97, dtype=torch.float32, device="cpu"):
-    """hidden, targets, W; one token is certain, and the first and last of the vocabulary are targets."""
+    """hidden, targets, W; one token is certain, and the first and last of the vocabulary are
+    targets.
+    """
     hidden, W = torch.randn(n, D, device=device), torch.randn(V, D, device=device)
     targets = torch.randint(V, (n,), device=device)
     targets[0], targets[1] = 0, V - 1
@@ -26,7 +30,9 @@ def by_autograd(hidden, targets, W, temperature):
 
 
 def compare(found, exact, inputs, of_exact, **tolerance):
-    """Log-probabilities and entropies within tolerance → the gradients of a weighted sum of the first."""
+    """Log-probabilities and entropies within tolerance → the gradients of a weighted sum of the
+    first.
+    """
     for ours, theirs in zip(found, exact, strict=True):
         torch.testing.assert_close(ours.double(), theirs, **tolerance)
     weight = torch.randn(len(found[0]), device=inputs.device)
@@ -45,13 +51,15 @@ def test_results_and_gradient_equal_autograd_over_whole_logits(monkeypatch, temp
     exact = by_autograd(hidden, targets, W, temperature)
     # the results are fp32
     ours, theirs = compare(found, exact, hidden, hidden, rtol=1e-6, atol=1e-6)
-    # the gradient is fp64 on both sides: sums of 97 terms below 10, each rounded by 2⁻⁵³ of its size
+    # the gradient is fp64 on both sides: sums of 97 terms below 10, each rounded by 2⁻⁵³ of its
+    # size
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_a_chunk_is_freed_before_the_next(monkeypatch):
-    """As memory.py plans: one chunk's logits and derivative exist at a time, and those of a reference, for
-    which no gradient is needed, are logits alone."""
+    """As memory.py plans: one chunk's logits and derivative exist at a time, and those of a
+    reference, for which no gradient is needed, are logits alone.
+    """
     made, logits, softmax = [], logprobs.logits, logprobs.softmax
 
     def next_logits(*inputs):
@@ -78,7 +86,9 @@ def by_kernel(z, targets, temperature, *results):
 
 
 def interpreted():
-    """The kernel against the plain lines, in fp32: vocabularies of less than, exactly and over a tile."""
+    """The kernel against the plain lines, in fp32: vocabularies of less than, exactly and over a
+    tile.
+    """
     for V, temperature in ((50, 1.0), (64, 50.0), (201, 0.6), (201, 1.0)):
         z, targets = 5 * torch.randn(4, V), torch.tensor([0, V - 1, 5, 6])
         z[2, 5], z[3] = 80, -3e4  # certain; far from 0, all alike
@@ -117,9 +127,10 @@ def test_kernel_compiles(cc, everything):
 @pytest.mark.gpu
 @pytest.mark.parametrize("V", [1000, 151936])
 def test_gpu_equals_float64(V):
-    """A temperature that is no power of two: x · scale − its own maximum, as one FMA, is the rounding error.
-    bf16 inputs, fp32 results: log-probabilities and entropies to fp32's sums of V terms, the gradient to
-    bf16's rounding of each of two products' inputs and results."""
+    """A temperature that is no power of two: x · scale − its own maximum, as one FMA, is the
+    rounding error. bf16 inputs, fp32 results: log-probabilities and entropies to fp32's sums of V
+    terms, the gradient to bf16's rounding of each of two products' inputs and results.
+    """
     hidden, targets, W = example(300, 64, V, torch.bfloat16, "cuda")
     wide = hidden.detach().double().requires_grad_()
     exact = by_autograd(wide, targets, W.double(), 0.7)

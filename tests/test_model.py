@@ -1,4 +1,6 @@
-"""The decoder against transformers, and its log-probabilities and gradients against their definitions."""
+"""The decoder against transformers, and its log-probabilities and gradients against their
+definitions.
+"""
 
 import sys
 
@@ -38,8 +40,9 @@ def load(folder, quant="bf16", device="cpu", learned=True):
 
 @torch.no_grad()
 def check_against(oracle, m, ids, new):
-    """Logits and `new` greedy tokens; returns these. fp32 sums in another order differ by 1e-5, a wrong
-    RoPE pair by 0.1."""
+    """Logits and `new` greedy tokens; returns these. fp32 sums in another order differ by 1e-5, a
+    wrong RoPE pair by 0.1.
+    """
     ours = m.logits(m(ids, torch.arange(ids.shape[1]).expand_as(ids)).flatten(0, 1))
     assert (ours.view(*ids.shape, -1) - oracle(ids).logits).abs().max() < 1e-4
     oracle.generation_config.eos_token_id = None
@@ -51,8 +54,9 @@ def check_against(oracle, m, ids, new):
 
 
 def answers(m):
-    """Rows whose prompt or answer has an end token, one that is only an end token, one without an answer;
-    the padding is random."""
+    """Rows whose prompt or answer has an end token, one that is only an end token, one without an
+    answer; the padding is random.
+    """
     prompts, lengths = torch.tensor([5, 1, 9, 3, 7]), torch.tensor([11, 1, 6, 0, 4])
     tokens = torch.randint(3, m.config.vocab_size, (5, 19))
     tokens[0, 2] = tokens[2, 4] = tokens[1, 1] = tokens[2, 14] = END
@@ -60,7 +64,9 @@ def answers(m):
 
 
 def alone(m, tokens, prompts, lengths, temperature):
-    """(logprobs, entropy) by definition: one row at a time, without padding, whole logits in float64."""
+    """(logprobs, entropy) by definition: one row at a time, without padding, whole logits in
+    float64.
+    """
     result = torch.zeros(2, *tokens.shape, dtype=torch.float64)
     for b, (p, n) in enumerate(zip(prompts.tolist(), lengths.tolist(), strict=True)):
         ids = tokens[b : b + 1, : p + n]
@@ -93,7 +99,9 @@ def test_a_terminal_sees_which_layer_is_loaded(tiny, monkeypatch, capsys, termin
     ],
 )
 def test_logits_and_greedy_tokens_equal_transformers(tmp_path, family, rope, changes):
-    """Every family and every RoPE scaling; the prompt is longer than the scaled kinds' original context."""
+    """Every family and every RoPE scaling; the prompt is longer than the scaled kinds' original
+    context.
+    """
     parameters = {"rope_type": rope, "rope_theta": 10000.0} | ROPE[rope]
     oracle = tiny_checkpoint(tmp_path, family, rope_parameters=parameters, **changes)
     check_against(oracle, load(tmp_path, learned=False), torch.randint(97, (2, 61)), new=12)
@@ -101,7 +109,9 @@ def test_logits_and_greedy_tokens_equal_transformers(tmp_path, family, rope, cha
 
 @pytest.mark.slow
 def test_smollm2_equals_transformers(smollm2):
-    """The default model, also after its end token. A wrong order of GGUF's q and k rows fails here."""
+    """The default model, also after its end token. A wrong order of GGUF's q and k rows fails
+    here.
+    """
     source, tokenizer = smollm2
     with source.parsed():
         oracle = AutoModelForCausalLM.from_pretrained(
@@ -117,7 +127,9 @@ def test_smollm2_equals_transformers(smollm2):
 
 @pytest.mark.parametrize("shard, dtype", [("30KB", torch.bfloat16), ("5GB", torch.float16)])
 def test_sharded_and_half_precision_checkpoints_load(tmp_path, shard, dtype):
-    """One file or many, in any floating dtype; the model computes in fp32 from the stored values."""
+    """One file or many, in any floating dtype; the model computes in fp32 from the stored
+    values.
+    """
     whole = tiny_checkpoint(tmp_path / "whole", "qwen3", head_dim=24)
     whole.to(dtype).save_pretrained(tmp_path, max_shard_size=shard)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 5) == (shard == "30KB")
@@ -127,7 +139,9 @@ def test_sharded_and_half_precision_checkpoints_load(tmp_path, shard, dtype):
 
 @pytest.mark.parametrize("quant", ["nvfp4", "rtn"])
 def test_a_quantised_model_is_the_model_with_rounded_weights(tmp_path, quant):
-    """Only the seven projections are rounded; q, k, v share a global scale, and so do gate and up."""
+    """Only the seven projections are rounded; q, k, v share a global scale, and so do gate and
+    up.
+    """
     oracle = tiny_checkpoint(tmp_path, "qwen2", tie_word_embeddings=True)
     for layer in oracle.model.layers:  # the largest is in a later part
         layer.self_attn.v_proj.weight.data *= 4
@@ -147,8 +161,9 @@ def test_a_quantised_model_is_the_model_with_rounded_weights(tmp_path, quant):
 
 
 def test_logprobs_and_entropy_are_those_of_each_row_alone(tiny, monkeypatch):
-    """log_softmax(logits / T) at the answer's tokens and end token, 0 elsewhere, in chunks of any size.
-    Other padding changes no bit."""
+    """log_softmax(logits / T) at the answer's tokens and end token, 0 elsewhere, in chunks of any
+    size. Other padding changes no bit.
+    """
     m = load(tiny)
     tokens, prompts, lengths = answers(m)
     mask = model.answer_mask(tokens, prompts, lengths)
@@ -160,8 +175,9 @@ def test_logprobs_and_entropy_are_those_of_each_row_alone(tiny, monkeypatch):
         for at_once in (logprobs.LOGITS_AT_ONCE, 5 * 97):
             monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", at_once)
             result = torch.stack(m.logprobs(tokens, prompts, lengths, 0.7))
-            # A row alone sums a logit's 64 products in another order, which depends on the CPU. Each of
-            # both sums is off by about √64 · 2⁻²⁴ · Σ|h·w| / T, and Σ|h·w| / T < 18: together 1.7e-5
+            # A row alone sums a logit's 64 products in another order, which depends on the CPU.
+            # Each of both sums is off by about √64 · 2⁻²⁴ · Σ|h·w| / T, and Σ|h·w| / T < 18:
+            # together 1.7e-5
             assert (result - ref).abs().max() < 1.7e-5
             assert (result[:, ~mask] == 0).all() and (result[0, mask] < 0).all()
         other = torch.stack(m.logprobs(junk, prompts, lengths, 0.7))
@@ -170,7 +186,9 @@ def test_logprobs_and_entropy_are_those_of_each_row_alone(tiny, monkeypatch):
 
 @pytest.mark.parametrize("quant, checkpointing", [("bf16", False), ("bf16", True), ("rtn", True)])
 def test_gradients_equal_the_plain_computation(tiny, monkeypatch, quant, checkpointing):
-    """The chunked backward, with and without gradient checkpointing, equals autograd over whole logits."""
+    """The chunked backward, with and without gradient checkpointing, equals autograd over whole
+    logits.
+    """
     m = load(tiny, quant)
     tokens, prompts, lengths = answers(m)
     weight = torch.randn(tokens.shape)
@@ -190,7 +208,9 @@ def test_gradients_equal_the_plain_computation(tiny, monkeypatch, quant, checkpo
 
 
 def test_logits_of_all_tokens_never_exist(tmp_path, monkeypatch):
-    """No tensor of forward or backward is larger than the head; [n, V] would be four times as large."""
+    """No tensor of forward or backward is larger than the head; [n, V] would be four times as
+    large.
+    """
     tiny_checkpoint(tmp_path, vocab_size=1024, num_hidden_layers=1)
     m = load(tmp_path)
     monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", 16 * 1024)
@@ -209,7 +229,9 @@ def test_logits_of_all_tokens_never_exist(tmp_path, monkeypatch):
 
 
 def test_a_three_word_language_gives_its_own_table(tmp_path):
-    """With attention and MLP at 0, j follows i with probability table[i, j]; a shifted index would not."""
+    """With attention and MLP at 0, j follows i with probability table[i, j]; a shifted index would
+    not.
+    """
     table = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7], [0.6, 0.3, 0.1]])
     tiny_checkpoint(tmp_path, vocab_size=3, num_hidden_layers=1)
     m = load(tmp_path, learned=False)
@@ -220,14 +242,17 @@ def test_a_three_word_language_gives_its_own_table(tmp_path):
     m.lm_head.zero_()[:, :3] = table.log().T / 8
     tokens = torch.tensor([[0, 1, 2, 0, 1]])
     found, _ = m.logprobs(tokens, torch.tensor([2]), torch.tensor([3]), 1.0)
-    # the norm's eps of 1e-6 beside a mean square of 1/64 changes the logits, 0.2 to 2.3, by 3e-5 of them
+    # the norm's eps of 1e-6 beside a mean square of 1/64 changes the logits, 0.2 to 2.3, by 3e-5 of
+    # them
     torch.testing.assert_close(
         found.exp(), torch.tensor([[1, 1, 0.7, 0.6, 0.25]]), atol=1e-4, rtol=0
     )
 
 
 def gradients(folder, quant, device, copies, checkpointing):
-    """→ one vector, the gradients of all adapters; the batch is `answers` repeated `copies` times."""
+    """→ one vector, the gradients of all adapters; the batch is `answers` repeated `copies`
+    times.
+    """
     torch.manual_seed(0)
     m = load(folder, quant, device)
     m.gradient_checkpointing = checkpointing
@@ -241,9 +266,10 @@ def gradients(folder, quant, device, copies, checkpointing):
 @pytest.mark.parametrize("quant", ["rtn", "bf16"])
 @pytest.mark.parametrize("copies", [1, 20])
 def test_gpu_gradients_are_those_of_a_cpu(tiny, quant, copies):
-    """bf16 against fp32, through the kernel (95 rows) and through cuBLAS (1900 rows), recomputed or not. The
-    limit is twice the rounding error that bf16 has in this model on a CPU. A term that is missing or counted
-    twice would change the gradient by more than a tenth."""
+    """bf16 against fp32, through the kernel (95 rows) and through cuBLAS (1900 rows), recomputed or
+    not. The limit is twice the rounding error that bf16 has in this model on a CPU. A term that is
+    missing or counted twice would change the gradient by more than a tenth.
+    """
     exact = gradients(tiny, quant, "cpu", copies, False)
     for checkpointing in (False, True):
         ours = gradients(tiny, quant, "cuda", copies, checkpointing)

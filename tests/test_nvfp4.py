@@ -21,14 +21,18 @@ def block_errors(w, q):
 
 
 def brute_force(w, global_scale):
-    """→ (blocks, 127) squared error of each block under each scale, with weights at the nearest code."""
+    """→ (blocks, 127) squared error of each block under each scale, with weights at the nearest
+    code.
+    """
     values = E4M3[:, None, None] * torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # (127, 1, 8)
     blocks = (w.double() / global_scale).abs().view(-1, 1, nvfp4.BLOCK, 1)  # (n, 1, 16, 1)
     return (blocks - values).abs().amin(-1).square().sum(-1) * global_scale.double() ** 2
 
 
 def test_a_block_worked_out_by_hand():
-    """The largest weight, 6, gives scale 1. Ties round to the even code. The low nibble is the even k."""
+    """The largest weight, 6, gives scale 1. Ties round to the even code. The low nibble is the even
+    k.
+    """
     w = torch.tensor(
         [[6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -6, -0.25, -0.75, 0.5, 3, -3, 1.5, 2.2]]
     )
@@ -40,7 +44,9 @@ def test_a_block_worked_out_by_hand():
 
 
 def test_a_weight_one_ulp_from_a_tie_rounds_to_its_own_side():
-    """On every tie between two codes: the next number above takes the upper code, below it the lower."""
+    """On every tie between two codes: the next number above takes the upper code, below it the
+    lower.
+    """
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])
     above = torch.nextafter(ties, ties + 1)
     below = torch.nextafter(ties, ties - 1)
@@ -51,14 +57,17 @@ def test_a_weight_one_ulp_from_a_tie_rounds_to_its_own_side():
 
 
 def test_zero_blocks_and_subnormal_scales():
-    """Zeros stay zeros. Subnormal scales are multiples of 2⁻⁹: rtn loses a small block, sweep keeps it."""
+    """Zeros stay zeros. Subnormal scales are multiples of 2⁻⁹: rtn loses a small block, sweep keeps
+    it.
+    """
     least = 2.0**-9
     w = torch.tensor([6 * 448.0, 0.0, 18 * least, 2.7 * least]).repeat_interleave(16)[None]
     rtn, sweep = nvfp4.quantize(w, "rtn"), nvfp4.quantize(w)
     # amax / 6 of the last block is .45 · 2⁻⁹: rtn takes 0
     assert rtn.block_scale.float().tolist() == [[448, 0, 3 * least, 0]]
     assert rtn.packed[0, ::8].tolist() == [0x77, 0, 0x77, 0]
-    # 2.7 · 2⁻⁹ lies between the products code · scale of .5 · 5 and 3 · 1, in units of 2⁻⁹: 2.5 is nearer
+    # 2.7 · 2⁻⁹ lies between the products code · scale of .5 · 5 and 3 · 1, in units of 2⁻⁹: 2.5 is
+    # nearer
     assert nvfp4.dequantize(sweep, torch.float32)[0, -1] == 2.5 * least
     for method in ("rtn", "sweep"):
         assert nvfp4.quantize(torch.zeros(3, 32), method).packed.max() == 0
@@ -66,10 +75,11 @@ def test_zero_blocks_and_subnormal_scales():
 
 @each_method
 def test_an_outlier_of_60_sigma_costs_its_own_block_only(method):
-    """An outlier moves global_scale by a power of two. The other blocks' scales move by the inverse, so
-    their weights stay the same.
+    """An outlier moves global_scale by a power of two. The other blocks' scales move by the
+    inverse, so their weights stay the same.
 
-    The clamp at 2.9 keeps scales at 2.9 / 6 / global_scale = 247 or less: sweep's window ends below 448.
+    The clamp at 2.9 keeps scales at 2.9 / 6 / global_scale = 247 or less: sweep's window ends below
+    448.
     """
     w = torch.randn(16, 256).clamp(-2.9, 2.9)
     outlier = w.clone()
@@ -83,7 +93,9 @@ def test_an_outlier_of_60_sigma_costs_its_own_block_only(method):
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
 @each_method
 def test_dequantize_is_exact_in_bf16(method, size):
-    """global_scale is a power of two, so bf16 and fp32 hold the same weights, however small or large."""
+    """global_scale is a power of two, so bf16 and fp32 hold the same weights, however small or
+    large.
+    """
     w = torch.randn(32, 96) * size
     q = nvfp4.quantize(w, method)
     assert torch.equal(nvfp4.dequantize(q).float(), nvfp4.dequantize(q, torch.float32))
@@ -121,9 +133,10 @@ def test_a_parameter_is_quantised_into_tensors_without_a_gradient():
 def test_quantising_twice_gives_the_same_weights(method):
     """With the same global_scale, the second pass finds a scale without error.
 
-    rtn: amax / scale is 6 · (1 ± 2⁻⁴) and rounds to 6, so amax is stored as 6 · scale, from which the
-    second pass computes the same scale (if it is a normal e4m3 number). sweep: the old scale is a candidate
-    again with error 0, or half of it where no code exceeds 3: that has the same weights.
+    rtn: amax / scale is 6 · (1 ± 2⁻⁴) and rounds to 6, so amax is stored as 6 · scale, from which
+    the second pass computes the same scale (if it is a normal e4m3 number). sweep: the old scale is
+    a candidate again with error 0, or half of it where no code exceeds 3: that has the same
+    weights.
     """
     q = nvfp4.quantize(torch.randn(64, 256), method)
     once = nvfp4.dequantize(q)
@@ -143,10 +156,12 @@ def test_no_block_is_worse_by_sweep_than_by_rounding(seed, power, log2_size):
 
 
 def test_sweep_finds_what_trying_all_127_scales_finds():
-    """Sweep's ten scales reach the least error of all 127, on random blocks and on one that needs scale 4.
+    """Sweep's ten scales reach the least error of all 127, on random blocks and on one that needs
+    scale 4.
 
-    Larger scales than the window's gain nothing: from amax / 3.5 on no code exceeds 3, and half the scale
-    represents the same numbers. In the made block amax / 6 = 2.36 rounds to 2.25; 4 is seven codes above.
+    Larger scales than the window's gain nothing: from amax / 3.5 on no code exceeds 3, and half the
+    scale represents the same numbers. In the made block amax / 6 = 2.36 rounds to 2.25; 4 is seven
+    codes above.
     """
     w = torch.cat((torch.randn(16, 256), torch.randn(16, 256) ** 3))
     q = nvfp4.quantize(w)
@@ -158,7 +173,9 @@ def test_sweep_finds_what_trying_all_127_scales_finds():
 
 
 def test_a_shared_global_scale_fits_all_and_changes_nothing_else():
-    """The largest of three weights decides the scale. Quantised apart or joined, they are the same."""
+    """The largest of three weights decides the scale. Quantised apart or joined, they are the
+    same.
+    """
     parts = [torch.randn(16, 64) * size for size in (1, 30, 0.03)]
     shared, own = nvfp4.shared_global_scale(*parts), [nvfp4.shared_global_scale(w) for w in parts]
     assert shared == own[1] > own[0] > own[2]
@@ -175,8 +192,10 @@ def test_a_shared_global_scale_fits_all_and_changes_nothing_else():
 
 @each_method
 def test_compressed_tensors_reads_and_writes_the_same_bytes(method):
-    """compressed-tensors decompresses our tensor to what dequantize gives, computes our rtn scales and
-    packs our bytes. It stores 1 / global_scale. No block here is all zero: it replaces scale 0 by 0.125."""
+    """compressed-tensors decompresses our tensor to what dequantize gives, computes our rtn scales
+    and packs our bytes. It stores 1 / global_scale. No block here is all zero: it replaces scale 0
+    by 0.125.
+    """
     from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
     from compressed_tensors.quantization import preset_name_to_scheme
     from compressed_tensors.quantization.utils import calculate_qparams

@@ -31,7 +31,9 @@ def test_norm_rope_and_swiglu_equal_their_references():
 
 
 def attention_by_hand(q, k, v):
-    """One query (H, Dh), keys and values (n, Hkv, Dh) → (H·Dh,) f64, with a key head for each query head."""
+    """One query (H, Dh), keys and values (n, Hkv, Dh) → (H·Dh,) f64, with a key head for each query
+    head.
+    """
     H, Dh = q.shape
     k, v = (x.double().repeat_interleave(H // x.shape[1], 1) for x in (k, v))
     weights = (torch.einsum("hd,nhd->hn", q.double(), k) / Dh**0.5).softmax(1)
@@ -49,8 +51,10 @@ def test_causal_attention_equals_its_definition(H, Hkv):
 
 
 def decode_step(H, Hkv, Dh, positions, length, head_norms, dtype=torch.float32):
-    """→ random arguments of cached_attention. Slots are shuffled, two belong to no row. Rows 2i and 2i + 1
-    share a prompt: the positions that both have passed are equal, and row 2i is the leader."""
+    """→ random arguments of cached_attention. Slots are shuffled, two belong to no row. Rows 2i and
+    2i + 1 share a prompt: the positions that both have passed are equal, and row 2i is the
+    leader.
+    """
     B = len(positions)
     positions = torch.tensor(positions)
     slots = torch.randperm(B + 2)[:B]
@@ -76,7 +80,9 @@ def decode_step(H, Hkv, Dh, positions, length, head_norms, dtype=torch.float32):
 
 
 def spoil(cache):
-    """Overwrite the copies of shared positions that fill a tile of any size: only a leader's may be read."""
+    """Overwrite the copies of shared positions that fill a tile of any size: only a leader's may be
+    read.
+    """
     for b in range(1, len(cache.slots), 2):
         n = cache.shared[b] // 256 * 256
         cache.k[:, cache.slots[b], :, :n] = cache.v[:, cache.slots[b], :, :n] = 100.0
@@ -111,7 +117,9 @@ EDGES = [0, 127, 128, 255, 256, 511, 512, 599, -1]
 
 
 def learning(D, F, H, Dh):
-    """→ (kernels, plain lines, inputs with a gradient, others without) of each function that learns."""
+    """→ (kernels, plain lines, inputs with a gradient, others without) of each function that
+    learns.
+    """
     x, y, w = torch.randn(5, D), torch.randn(5, D), torch.randn(D)
     part = torch.randn(2, 3, H + 3, Dh)[:, :, 1 : H + 1]  # strided, like q in qkv
     angle = torch.rand(2, 3, Dh // 2) * 7
@@ -151,8 +159,9 @@ def on_cpu(value):
 
 
 def attention_and_cache(kernel, arguments):
-    """→ (ours, expected) of live rows' results, keys and values. The kernel may not read a row's own copies
-    of shared positions."""
+    """→ (ours, expected) of live rows' results, keys and values. The kernel may not read a row's
+    own copies of shared positions.
+    """
     *_, cache, _, positions = arguments
     right = on_cpu(arguments)
     plain, expected = ops.cached_attention(*right), right[4]
@@ -164,7 +173,9 @@ def attention_and_cache(kernel, arguments):
 
 
 def interpreted():
-    """Each kernel against its plain torch lines, in fp32, on sizes that a tile does and does not divide."""
+    """Each kernel against its plain torch lines, in fp32, on sizes that a tile does and does not
+    divide.
+    """
     for D, F, H, Dh in ((64, 512, 4, 16), (97, 1030, 7, 40)):
         for kernels, plain, *inputs in learning(D, F, H, Dh):
             for turned in (False, True):
@@ -206,7 +217,9 @@ def test_kernels_in_the_interpreter(interpret):
 
 @each_generation
 def test_kernels_compile(cc, everything):
-    """Compile for the widest heads. On each path the attention's PTX waits for its predecessor (PDL)."""
+    """Compile for the widest heads. On each path the attention's PTX waits for its predecessor
+    (PDL).
+    """
     names_of = {
         "*bf16": "qkv k_cache v_cache gate_up y out d_out dy table",
         "*i32": "counters",
@@ -255,7 +268,9 @@ def test_kernels_compile(cc, everything):
 )
 @pytest.mark.parametrize("positions", [EDGES * 6 + [1023, 1024, 1300, 2450], [1300, 2450, 0, -1]])
 def test_gpu_attention(H, Hkv, Dh, head_norms, positions):
-    """bf16 against the plain torch lines in fp32; 50 calls give the same bits; many rows, and few."""
+    """bf16 against the plain torch lines in fp32; 50 calls give the same bits; many rows, and
+    few.
+    """
     with torch.device("cuda"):
         arguments = decode_step(H, Hkv, Dh, positions, 2451, head_norms, torch.bfloat16)
 
@@ -266,7 +281,8 @@ def test_gpu_attention(H, Hkv, Dh, head_norms, positions):
         assert (live == live[0]).all()
         return ours[0]
 
-    # the kernel rounds q, k (twice if normalised), p and the result to bf16, by up to 2⁻⁹ of the value each
+    # the kernel rounds q, k (twice if normalised), p and the result to bf16, by up to 2⁻⁹ of the
+    # value each
     for got, expected in attention_and_cache(kernel, arguments):
         error = (got.float().cpu() - expected).norm(dim=-1) / expected.norm(dim=-1)
         assert error.max() < 2**-7
@@ -286,7 +302,9 @@ def test_gpu_an_update_may_have_more_rows_than_a_grid_is_high():
 
 @pytest.mark.gpu
 def test_gpu_reads_embeddings_in_pinned_host_memory():
-    """The same bits as from a table on the GPU, also when a CUDA graph is replayed with other ids."""
+    """The same bits as from a table on the GPU, also when a CUDA graph is replayed with other
+    ids.
+    """
     table, ids = (
         torch.randn(999, 896).bfloat16().pin_memory(),
         torch.randint(999, (3, 70), device="cuda"),
@@ -303,7 +321,9 @@ def test_gpu_reads_embeddings_in_pinned_host_memory():
 
 @pytest.mark.gpu
 def test_gpu_norm_swiglu_and_rope():
-    """bf16 forward and backward against the plain torch lines in fp32 of the same numbers on a CPU."""
+    """bf16 forward and backward against the plain torch lines in fp32 of the same numbers on a
+    CPU.
+    """
     x, y, w = torch.randn(3, 37, 3584)
     gate_up, part = torch.randn(37, 2 * 18944), torch.randn(2, 9, 36, 128)[:, :, :28]
     cos, sin = torch.rand(2, 2, 9, 64)

@@ -46,7 +46,9 @@ def test_a_copyable_file_imports_and_runs_its_demo_alone(name, tmp_path):
 
 
 def flags_of(script):
-    """The flags that a script of ours has; train.py's are the fields of its Config, bench's are keywords."""
+    """The flags that a script of ours has; train.py's are the fields of its Config, bench's are
+    keywords.
+    """
     if script != "train.py":
         source = (ROOT / script).read_text()
         keywords = {f"--{name.replace('_', '-')}" for name in re.findall(r"\b(\w+)=", source)}
@@ -126,9 +128,11 @@ def test_the_command_for_a_gpu_machine_leaves_out_torch_alone():
 def test_the_lines_for_peft_transformers_and_pandas_run_as_printed(
     tiny_chat, tmp_path, monkeypatch, capsys
 ):
-    """After README's exports of a run of a tiny model whose weights are exact in NVFP4, so that PEFT's base
-    is what was trained on. The merged checkpoint has PEFT's logits, up to the rounding of weights to bf16: an
-    error of 2⁻⁸ in each of 10 matrices. Without the adapter they are further away."""
+    """After README's exports of a run of a tiny model whose weights are exact in NVFP4, so that
+    PEFT's base is what was trained on. The merged checkpoint has PEFT's logits, up to the rounding
+    of weights to bf16: an error of 2⁻⁸ in each of 10 matrices. Without the adapter they are further
+    away.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "agg")
     (tmp_path / "mine.py").write_text(
@@ -177,7 +181,9 @@ def test_the_line_of_ones_own_word_problems_is_one_that_gsm8k_reads(tmp_path, mo
 
 @pytest.mark.slow
 def test_ci_runs_the_test_command_of_the_readme(tmp_path):
-    """.ci/run picks it from README.md, runs it in an environment of its own and exits with its code."""
+    """.ci/run picks it from README.md, runs it in an environment of its own and exits with its
+    code.
+    """
     commands = [line.strip() for line in README.splitlines() if line.startswith("    pip install")]
     assert [command.rpartition("&& ")[2] for command in commands] == [
         "python train.py",

@@ -70,7 +70,9 @@ def logits(m, r):
 
 
 def gap(m, r, temperature=1.0):
-    """→ the largest difference at any token between the recorded log-probability and the trainer's."""
+    """→ the largest difference at any token between the recorded log-probability and the
+    trainer's.
+    """
     return (r.logprobs - rescored(m, r, temperature).detach()).abs().max().item()
 
 
@@ -84,7 +86,8 @@ def check_same(s, r):
 # --- log-probabilities
 
 
-# both compute in fp32 and differ by 1e-5, the order of sums; temperature on one side only would give 1
+# both compute in fp32 and differ by 1e-5, the order of sums; temperature on one side only would
+# give 1
 @pytest.mark.parametrize("quant, temperature", [("bf16", 1.0), ("rtn", 0.7)])
 def test_recorded_logprobs_are_the_trainers(tiny, quant, temperature):
     """They agree at every token of 32 answers of different lengths, and are exactly 0 elsewhere."""
@@ -99,7 +102,9 @@ def test_recorded_logprobs_are_the_trainers(tiny, quant, temperature):
 
 
 def test_noise_is_in_the_sampler_and_its_logprobs(m):
-    """Under AQN they are the trainer's with the same noise; no noise or another draw gives others."""
+    """Under AQN they are the trainer's with the same noise; no noise or another draw gives
+    others.
+    """
     with aqn.noisy_norms(m, 0.05, 1, 7):
         r = generate(m)
         assert gap(m, r) < 1e-4
@@ -111,7 +116,9 @@ def test_noise_is_in_the_sampler_and_its_logprobs(m):
 
 
 def test_an_optimizer_step_reaches_the_sampler_through_refresh(tiny):
-    """Sampler and trainer both read the copies: they agree at any time and change at refresh only."""
+    """Sampler and trainer both read the copies: they agree at any time and change at refresh
+    only.
+    """
     m = learned(model.load(str(tiny), quant="bf16", rank=4, alpha=8), 0.05)
     r = generate(m)
     rescored(m, r).sum().backward()
@@ -125,8 +132,9 @@ def test_an_optimizer_step_reaches_the_sampler_through_refresh(tiny):
 
 
 def test_top_p_draws_from_the_nucleus_of_the_trainers_logits(m, monkeypatch):
-    """Every token is in the nucleus, with its log-probability in the renormalised nucleus. Without top_p
-    nothing is sorted and the policy is the trainer's."""
+    """Every token is in the nucleus, with its log-probability in the renormalised nucleus. Without
+    top_p nothing is sorted and the policy is the trainer's.
+    """
     r = generate(m, temperature=0.7, top_p=0.5)
     assert r.lengths.sum() > 200 and gap(m, r, 0.7) > 0.1
     mask = answered(r)
@@ -159,8 +167,9 @@ def test_a_sample_depends_on_its_number_alone(m, r):
 
 
 def test_rows_are_prompt_major_and_hold_the_sampled_ids(m, monkeypatch):
-    """Row p·G + g is prompt p and then the tokens that gumbel.sample returned, in order. A token is drawn by
-    its place in the answer, not in the row, which depends on the length of the prompt."""
+    """Row p·G + g is prompt p and then the tokens that gumbel.sample returned, in order. A token is
+    drawn by its place in the answer, not in the row, which depends on the length of the prompt.
+    """
     drawn, sample = {}, gumbel.sample
 
     def spy(logits, temperature, seed, step, sequence, position):
@@ -184,7 +193,9 @@ def test_rows_are_prompt_major_and_hold_the_sampled_ids(m, monkeypatch):
 
 
 def test_every_stop_token_ends_an_answer(m):
-    """As the first, a middle or the last token. A row that reaches the limit without one is not finished."""
+    """As the first, a middle or the last token. A row that reaches the limit without one is not
+    finished.
+    """
     whole = generate(m, PROMPTS[:1], stops=[])
     assert (whole.lengths == 20).all() and not whole.finished.any()
     row = whole.tokens[1, 3:].tolist()
@@ -197,7 +208,9 @@ def test_every_stop_token_ends_an_answer(m):
 
 
 def test_a_prompt_that_does_not_fit_is_refused_by_number(m):
-    """A context of 128 tokens holds 108 + 20, not 109 + 20; an empty prompt has no token to read."""
+    """A context of 128 tokens holds 108 + 20, not 109 + 20; an empty prompt has no token to
+    read.
+    """
     generate(m, [[5] * 108], G=1)
     for prompts, words in (
         ([[5], [5] * 109], "prompt 1 .*109.*20.*128.*--max-new-tokens"),
@@ -212,9 +225,10 @@ def test_a_prompt_that_does_not_fit_is_refused_by_number(m):
 
 @pytest.fixture
 def attention(monkeypatch):
-    """The attention reads as on a GPU: a row reads its prompt in its leader's slot, and a finished row gives
-    NaN. It checks that pieces hold every row, that the leader is the first row of a group in the batch, and
-    that a row which has begun goes on in each step."""
+    """The attention reads as on a GPU: a row reads its prompt in its leader's slot, and a finished
+    row gives NaN. It checks that pieces hold every row, that the leader is the first row of a group
+    in the batch, and that a row which has begun goes on in each step.
+    """
     plain, before = ops.cached_attention, {}
 
     def read(qkv, norms, cos, sin, cache, layer, positions):
@@ -264,8 +278,10 @@ def reads(m, monkeypatch):
     "slots", [2, 5, 13, 31, 300, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 8, 17))]
 )
 def test_slots_change_nothing(m, r, attention, reads, monkeypatch, slots):
-    """With fewer slots than rows, rows wait for free slots, but every row draws the same tokens. A prompt is
-    read once for its group, and again only if none of its group runs; finished rows leave."""
+    """With fewer slots than rows, rows wait for free slots, but every row draws the same tokens. A
+    prompt is read once for its group, and again only if none of its group runs; finished rows
+    leave.
+    """
     monkeypatch.setattr(m, "gradient_checkpointing", True)  # must not bypass the cache
     monkeypatch.setattr(rollout, "time", SimpleNamespace(perf_counter=count().__next__))
     sampler = Sampler(m, slots=slots)
@@ -298,8 +314,9 @@ def test_slots_change_nothing(m, r, attention, reads, monkeypatch, slots):
 
 
 def test_prefill_in_pieces_changes_nothing(m, r, reads, monkeypatch):
-    """Prompts of more than PREFILL_TOKENS tokens are prefilled in several forward passes, and a prompt of
-    more in its own."""
+    """Prompts of more than PREFILL_TOKENS tokens are prefilled in several forward passes, and a
+    prompt of more in its own.
+    """
     monkeypatch.setattr(rollout, "PREFILL_TOKENS", 15)
     sampler = Sampler(m)
     check_same(sampler.generate(*DRAW), r)
@@ -308,7 +325,9 @@ def test_prefill_in_pieces_changes_nothing(m, r, reads, monkeypatch):
 
 
 def call_graphs(monkeypatch):
-    """From now on the host does what it does for a GPU, and a CUDA graph calls the step that it captured."""
+    """From now on the host does what it does for a GPU, and a CUDA graph calls the step that it
+    captured.
+    """
     captured = []
 
     class Graph:
@@ -361,8 +380,9 @@ def test_a_smaller_graph_is_captured_when_it_is_wanted_twice():
 
 
 def test_out_of_memory_halves_the_slots_and_loses_nothing(m, r, attention, monkeypatch):
-    """Memory runs out twice while sampling: running rows restart and draw the same tokens, finished rows are
-    kept. With one slot the error is raised."""
+    """Memory runs out twice while sampling: running rows restart and draw the same tokens, finished
+    rows are kept. With one slot the error is raised.
+    """
     append, batches = gumbel.append, []
 
     def short(*arguments):
@@ -386,7 +406,9 @@ def test_out_of_memory_halves_the_slots_and_loses_nothing(m, r, attention, monke
 
 
 def test_rows_join_and_micro_batches_lose_nothing(r):
-    """join undoes rows; micro-batches hold each row once, stay in the budget and are sorted by length."""
+    """join undoes rows; micro-batches hold each row once, stay in the budget and are sorted by
+    length.
+    """
     order = torch.randperm(32)
     parts = [r.rows(order[:10]), r.rows(order[10:11]), r.rows(order[11:])]
     assert parts[1].tokens.shape[1] == parts[1].prompt_lengths + parts[1].lengths
@@ -412,7 +434,9 @@ def real(smollm2):
 
 
 def gpu_prompts(n):
-    """→ n prompts with lengths near the attention's pieces of 256, so that answers cross their edges."""
+    """→ n prompts with lengths near the attention's pieces of 256, so that answers cross their
+    edges.
+    """
     return [
         [(7 * i + 3 * t) % 40_000 + 50 for t in range(length)]
         for i, length in enumerate((1, 2, 250, 254, 255, 256, 257, 40, 130, 300)[:n])
@@ -422,8 +446,9 @@ def gpu_prompts(n):
 @pytest.mark.gpu
 @pytest.mark.parametrize("top_p", [1.0, 0.95])
 def test_gpu_graph_equals_eager(real, monkeypatch, top_p):
-    """A replayed graph gives the same bits as calling the step with as many rows; also with top_p, where the
-    sampler has loaded the kernels without top_p."""
+    """A replayed graph gives the same bits as calling the step with as many rows; also with top_p,
+    where the sampler has loaded the kernels without top_p.
+    """
     draw = gpu_prompts(10), 4, 30, 1.0, list(range(0, 49152, 60)), 3, 1
     sampler = Sampler(real, 40)
     whole = sampler.generate(*draw)
@@ -437,8 +462,9 @@ def test_gpu_graph_equals_eager(real, monkeypatch, top_p):
 
 @pytest.mark.gpu
 def test_gpu_recorded_logprobs_are_the_trainers_when_the_adapter_is_small(smollm2):
-    """256 rows, lora_B = ±5e-4 as after one step of AdamW: sampler and trainer differ by a KL that bf16
-    rounding explains, below 1e-3 nats a token."""
+    """256 rows, lora_B = ±5e-4 as after one step of AdamW: sampler and trainer differ by a KL that
+    bf16 rounding explains, below 1e-3 nats a token.
+    """
     source, tokenizer = smollm2
     m = learned(model.load(source, device="cuda"), 1.0)
     for layer in lora.lora_layers(m).values():
@@ -463,7 +489,9 @@ def test_gpu_limits_and_the_longest_context(real):
 
 @pytest.mark.gpu
 def test_gpu_memory_does_not_grow_and_waves_finish(real):
-    """50 calls leave as much memory allocated as one; a request larger than memory is sampled in waves."""
+    """50 calls leave as much memory allocated as one; a request larger than memory is sampled in
+    waves.
+    """
     draw, used = (gpu_prompts(9), 4, 12, 1.0, [], 3, 1), set()
     for call in range(51):
         Sampler(real).generate(*draw)

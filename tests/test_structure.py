@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 ALLOWED = {
     "nvfp4": set(),
@@ -31,7 +33,9 @@ BEHIND = {"bench", "experiments", "tests"}  # no module of the product may impor
 
 
 def imported(code):
-    """Names of the modules that `code` imports anywhere, functions and import_module("name") included."""
+    """Names of the modules that `code` imports anywhere, functions and import_module("name")
+    included.
+    """
     names = set()
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
@@ -63,7 +67,9 @@ def test_imports_point_one_way():
 
 
 def test_every_module_has_its_place():
-    """Only git's files count: a clone may hold a file of its user beside ours, as README's mine.py."""
+    """Only git's files count: a clone may hold a file of its user beside ours, as README's
+    mine.py.
+    """
     listed = subprocess.run(
         ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True
     ).stdout
@@ -72,9 +78,9 @@ def test_every_module_has_its_place():
     assert names in (ALLOWED.keys(), set())  # nothing: no git, or another user's clone
 
 
-def test_the_style_check_is_clean():
-    """ruff with pyproject.toml's settings."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ruff", "check"], cwd=ROOT, capture_output=True, text=True
-    )
+@pytest.mark.parametrize("command", [["check"], ["format", "--check"]])
+def test_ruff_is_clean(command):
+    """With pyproject.toml's settings."""
+    ruff = [sys.executable, "-m", "ruff", *command]
+    done = subprocess.run(ruff, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

@@ -61,7 +61,9 @@ def noisy(tiny_chat):
 
 
 def watch(monkeypatch, owner, name, note=dict):
-    """Keep note(arguments by name, and "return") of each call of owner.name. → list, filled by calls."""
+    """Keep note(arguments by name, and "return") of each call of owner.name. → list, filled by
+    calls.
+    """
     real, seen = getattr(owner, name), []
     signature = inspect.signature(real)
 
@@ -80,7 +82,9 @@ def watch(monkeypatch, owner, name, note=dict):
 
 
 class Walk:
-    """Stands for an optimizer: keeps each gradient, and moves the weights by the same noise always."""
+    """Stands for an optimizer: keeps each gradient, and moves the weights by the same noise
+    always.
+    """
 
     def __init__(self, model):
         self.weights, self.gradients = list(model.parameters()), []
@@ -143,7 +147,9 @@ def by_definition(flags, model, optimizer, sampled, adv):
 
 
 def assert_same(got, want):
-    """Two fp32 sums of ~100 terms in another order differ by about √100 · 6e-8: 1e-5 of the largest."""
+    """Two fp32 sums of ~100 terms in another order differ by about √100 · 6e-8: 1e-5 of the
+    largest.
+    """
     assert want.abs().max() > 1e-4 and (got - want).abs().max() <= 1e-5 * want.abs().max()
 
 
@@ -153,8 +159,9 @@ def test_updates_follow_their_definition_for_any_cut_and_order(
 ):
     """Rows in any order, in small and large micro-batches, recomputed or not, give one gradient.
 
-    "old" is the recorded policy (bypass), or the trainer's before the first update. The weights of tis are
-    min(old / recorded, 2). --overlong mask gives the gradient of the finished answers alone.
+    "old" is the recorded policy (bypass), or the trainer's before the first update. The weights of
+    tis are min(old / recorded, 2). --overlong mask gives the gradient of the finished answers
+    alone.
     """
     model, ended, order = actor(tiny_chat), noisy.finished.nonzero()[:, 0], torch.randperm(16)
     flags = config(
@@ -238,7 +245,8 @@ def test_without_any_advantage_or_any_trained_answer_nothing_moves(tiny_chat, no
 def test_the_first_steps_from_the_base(tiny_chat):
     """Before the first step the policy is the base; then every lora_B moves.
 
-    A clean sampler and the trainer agree but for rounding, k3(1e-5) = 5e-11, at a temperature of .7.
+    A clean sampler and the trainer agree but for rounding, k3(1e-5) = 5e-11, at a temperature of
+    .7.
     """
     model = decoder.load(str(tiny_chat), "bf16", rank=4, alpha=8)
     sampled, flags = rollout(model, sigma=0), config(beta=0.1, correction="bypass")
@@ -265,7 +273,8 @@ def test_adamw_gets_the_clipped_gradient_and_its_flags(tiny_chat, noisy):
         for name in ("exp_avg", "exp_avg_sq")
     )
     assert m.norm() == pytest.approx(0.05, rel=1e-4)
-    # each side is a few products in fp32, 6e-8 each; a moment of less than 1e-6, squared, counts as 0
+    # each side is a few products in fp32, 6e-8 each; a moment of less than 1e-6, squared, counts as
+    # 0
     torch.testing.assert_close(v, m * m, atol=1e-12, rtol=1e-5)
     after = parameters_to_vector(model.parameters()).detach()
     want = 0.95 * before - m / (10 * m.abs() + 1e-8)
@@ -308,8 +317,9 @@ def drawn(attempt=0, **flags):
 
 
 def test_a_reward_belongs_to_the_prompt_and_the_sample_that_earned_it(tiny_chat):
-    """A reward that echoes its problem's number and the sample's. Log-probabilities that are recorded half
-    a nat too high give a "mismatch" of e^½, not of e^-½."""
+    """A reward that echoes its problem's number and the sample's. Log-probabilities that are
+    recorded half a nat too high give a "mismatch" of e^½, not of e^-½.
+    """
 
     class High(Sampler):
         def generate(self, *given, **more):
@@ -326,7 +336,9 @@ def test_a_reward_belongs_to_the_prompt_and_the_sample_that_earned_it(tiny_chat)
 
 @pytest.mark.parametrize("resample, attempts", [(0, 1), (1, 2), (9, 4)])
 def test_resampling_replaces_groups_without_signal(tiny_chat, monkeypatch, resample, attempts):
-    """One problem in three has unequal rewards. Others are drawn until 4 have, or no draw is left."""
+    """One problem in three has unequal rewards. Others are drawn until 4 have, or no draw is
+    left.
+    """
     calls = watch(monkeypatch, Sampler, "generate")
     asked, rewards, stats, sampled = collected(
         tiny_chat, lambda i, g: float(i % 3 == 0 and g == 1), resample=resample
@@ -346,7 +358,9 @@ def test_resampling_replaces_groups_without_signal(tiny_chat, monkeypatch, resam
 
 @pytest.mark.parametrize("limit, cache", [(12, 3), (3, 1)])
 def test_a_long_answer_pays_the_overlong_penalty(tiny_chat, limit, cache):
-    """The last quarter of the tokens costs up to 1. Rewards are float64 that differ by 1e-9 at least."""
+    """The last quarter of the tokens costs up to 1. Rewards are float64 that differ by 1e-9 at
+    least.
+    """
     plain, paid = (
         collected(tiny_chat, lambda i, g: i + g / 8, max_new_tokens=limit, overlong=overlong)
         for overlong in ("none", "penalty")
@@ -412,8 +426,8 @@ class Script:
 def test_evaluate_counts_strict_loose_and_sampled(tiny_chat, monkeypatch):
     """40 problems. Greedy: 10 right and ended, 10 right and cut off, 20 wrong and ended.
 
-    Sampled: 30 are right, with their special token. Every evaluation draws the same bits, and step -1
-    is none of training's. Under noise there is none.
+    Sampled: 30 are right, with their special token. Every evaluation draws the same bits, and step
+    -1 is none of training's. Under noise there is none.
     """
 
     def answer(prompt, temperature):
@@ -447,8 +461,9 @@ def test_evaluate_counts_strict_loose_and_sampled(tiny_chat, monkeypatch):
 def test_flags_reach_what_they_name(tiny_chat, tmp_path, monkeypatch):
     """A run passes its flags to the schedule of σ, advantages, loss, model and sampler.
 
-    It evaluates on all of --test; only the sampled answers of an evaluation are cut by --eval-top-p.
-    --steps 0 reads only --test. Training takes the problems of --data that are not in --test.
+    It evaluates on all of --test; only the sampled answers of an evaluation are cut by
+    --eval-top-p. --steps 0 reads only --test. Training takes the problems of --data that are not in
+    --test.
     """
     for name, numbers in dict(test=range(37), data=range(30, 50)).items():
         lines = [f'{{"question": "Is it {n}?", "answer": "#### {n}"}}\n' for n in numbers]
@@ -547,7 +562,9 @@ def test_the_learning_rate_by_hand():
 
 
 def test_what_is_due_is_due_once_for_each_multiple_that_a_rollout_passes():
-    """One step per rollout: at the multiples. Four: at the first rollout at or after each multiple."""
+    """One step per rollout: at the multiples. Four: at the first rollout at or after each
+    multiple.
+    """
     assert [s for s in range(24) if train.due(config(), 5, s)] == [0, 5, 10, 15, 20]
     four = config(updates_per_rollout=4)
     for every, want in {3: [0, 4, 8, 12, 16, 20], 5: [0, 8, 12, 16, 20]}.items():
