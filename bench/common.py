@@ -1,6 +1,6 @@
 """What the measurements share: flags, the log, the clock, random models.
 
-Needs: torch; checkpoint.py, lora.py, memory.py, model.py; nvidia-smi where there is a GPU.
+Needs: torch; checkpoint.py, lora.py, model.py, tools/memory.py; nvidia-smi where there is a GPU.
 """
 
 import argparse
@@ -16,8 +16,8 @@ import torch
 
 import checkpoint
 import lora
-import memory
 from model import load
+from tools import memory
 
 try:
     from triton import __version__ as TRITON

@@ -6,7 +6,7 @@ then timed in turns with cuBLAS in bf16. A record has the three times and the bo
 A time is the median of 25 replays of a CUDA graph that walks over enough copies of the weight to
 spill L2.
 
-Needs: a GPU; common.py; fp4_gemm.py, memory.py, nvfp4.py.
+Needs: a GPU; common.py; fp4_gemm.py, nvfp4.py, tools/memory.py.
 """
 
 import copy
@@ -17,9 +17,9 @@ from functools import partial
 import torch
 
 import fp4_gemm
-import memory
 import nvfp4
 from bench import common
+from tools import memory
 
 L2_BYTES = 60e6
 # with how many rows M of x each model's products are timed; 48, 96 and 192 do not fill a tile

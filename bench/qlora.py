@@ -7,7 +7,7 @@ forward and backward of −Σ A·log π with gradient checkpointing, as many row
 --micro-tokens hold, and AdamW. Its sampling takes minutes: --sampled tokens are timed in the
 middle of the answers, at a context of --prompt-length + --new / 2, and the seconds multiplied.
 
-Needs: bitsandbytes, peft; common.py; memory.py, runs.py.
+Needs: bitsandbytes, peft; common.py; runs.py, tools/memory.py.
 """
 
 from importlib.metadata import version
@@ -17,9 +17,9 @@ import peft
 import torch
 import transformers
 
-import memory
 import runs
 from bench import common
+from tools import memory
 
 
 def main(arguments=None):

@@ -14,17 +14,17 @@ it for each. --samples 1: nothing in common, as when answers are much longer tha
 --whole: a whole rollout of 32 prompts × 16 samples by continuous batching, --batch answers at a
 time, mean length 600, longest 2048; prefill included.
 
-Needs: common.py; memory.py, rollout.py, runs.py.
+Needs: common.py; rollout.py, runs.py, tools/memory.py.
 """
 
 import math
 
 import torch
 
-import memory
 import runs
 from bench import common
 from rollout import Sampler, cached_bytes
+from tools import memory
 
 
 def main(arguments=None):

@@ -5,17 +5,17 @@ checkpointing. The first of --steps compiles. --memory-gb caps the allocator, in
 torchrun --nproc-per-node N -m bench.step … gives each rank that many; the rates are those of all
 ranks.
 
-Needs: common.py; launch.py, memory.py, rollout.py, runs.py, train.py.
+Needs: common.py; launch.py, rollout.py, runs.py, train.py, tools/memory.py.
 """
 
 import torch
 
 import launch
-import memory
 import runs
 import train
 from bench import common
 from rollout import Sampler
+from tools import memory
 from tools.flags import Config
 
 

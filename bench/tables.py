@@ -13,8 +13,8 @@ import statistics
 import textwrap
 from pathlib import Path
 
-import memory
 import runs
+from tools import memory
 
 LOGS = Path(__file__).parent.parent / "results"
 ANSWERS = 128  # of a step in `hardware`
@@ -459,7 +459,7 @@ def hardware():
 
 
 def fitting(c, gb):
-    """What `memory.py --rank 16` says of a model and a card."""
+    """What `tools.memory --rank 16` says of a model and a card."""
     _, _, slots, _, longest, *_ = memory.row(c, "nvfp4", 16, 256, 1024, gb)
     return f"{slots} × {longest - 256:,}" if slots else "–"
 

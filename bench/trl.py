@@ -1,6 +1,6 @@
 """GRPO steps of TRL with vLLM in its process, to compare with train.py's: GSM8K, one GPU.
 
-    python export.py MODEL.gguf FOLDER --format bf16 --quant bf16
+    python -m tools.export MODEL.gguf FOLDER --format bf16 --quant bf16
     python -m bench.trl --model FOLDER --data train.jsonl --out FILE.jsonl
     python train.py --model MODEL.gguf --task gsm8k --data train.jsonl --prompts 32 \\
         --max-new-tokens 400
@@ -80,7 +80,7 @@ class Meter(transformers.TrainerCallback):
 def main(arguments=None):
     sizes = dict(steps=4, prompts=32, group_size=8, max_new_tokens=400, micro_batch=16)
     parser = common.flags(__doc__, **sizes)
-    parser.add_argument("--model", required=True, help="folder of export.py or save_pretrained")
+    parser.add_argument("--model", required=True, help="folder of tools.export or save_pretrained")
     parser.add_argument("--data", required=True, help="train.jsonl of GSM8K")
     args = parser.parse_args(arguments)
     rows, gpu = args.prompts * args.group_size, common.DEVICE == "cuda"

@@ -74,8 +74,8 @@ NVFP4 = {
 
 
 def main(arguments=None):
-    import memory
     from bench import common, tables
+    from tools import memory
 
     python = shlex.quote(sys.executable)
     parser = common.flags(__doc__, model_shape="7b")

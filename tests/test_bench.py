@@ -18,10 +18,10 @@ import transformers
 
 import fp4_gemm
 import launch
-import memory
 import nvfp4
 import tasks
 from bench import common, gemm, rollout, step, tables, turns, vllm
+from tools import memory
 
 STEP = "--prompts 2 --samples 3 --prompt-length 5 --new 7 "
 

@@ -1,4 +1,4 @@
-"""export.py: others' tools read what it writes, and a failure leaves nothing at its place."""
+"""tools/export.py: others' tools read what it writes, and a failure leaves nothing at its place."""
 
 import functools
 import json
@@ -20,11 +20,11 @@ from test_checkpoint import IDS, bits, foreign, logits
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 import checkpoint
-import export
 import fp4_gemm
 import lora
 import model
 import nvfp4
+from tools import export
 
 # Qwen 2 has biases; the foreign checkpoints below are of Qwen 3, which has a norm on q and k
 FAMILIES = ["qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen3"))]
@@ -236,7 +236,7 @@ def test_transformers_loads_the_merged_export(runs, tmp_path, family, quant):
 
 @pytest.fixture
 def command(monkeypatch, capsys):
-    """command("RUN DST --format adapter") → exit code, stdout and stderr of python export.py."""
+    """command("RUN DST --format adapter") → exit code, stdout, stderr of tools.export."""
 
     def run(arguments):
         monkeypatch.setattr(sys, "argv", ["export.py", *arguments.split()])

@@ -57,7 +57,7 @@ def test_results_and_gradient_equal_autograd_over_whole_logits(monkeypatch, temp
 
 
 def test_a_chunk_is_freed_before_the_next(monkeypatch):
-    """As memory.py plans: one chunk's logits and derivative exist at a time, and those of a
+    """As tools/memory.py plans: one chunk's logits and derivative exist at a time, and those of a
     reference, for which no gradient is needed, are logits alone.
     """
     made, logits, softmax = [], logprobs.logits, logprobs.softmax

@@ -13,9 +13,9 @@ import transformers
 from conftest import tiny_checkpoint
 
 import lora
-import memory
 import model
 from bench import step
+from tools import memory
 from tools.flags import Config
 
 # commits in the log whose embeddings, if not tied to lm_head, were in the GPU's memory
@@ -122,7 +122,7 @@ def test_a_runs_plan_has_the_positions_that_were_allocated_and_the_tokens_that_c
 
 
 def printed(capsys, *arguments):
-    """`python memory.py arguments` → {(model, GB): what it prints of this model on this card}."""
+    """`python -m tools.memory arguments` → {(model, GB): what it prints of the two}."""
     memory.main(list(map(str, arguments)))
     title, *rows = map(str.split, capsys.readouterr().out.splitlines())
     return {(row[-1], int(row[0])): dict(zip(title, row, strict=True)) for row in rows}

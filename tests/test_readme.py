@@ -12,9 +12,9 @@ import pytest
 import torch
 from command import main
 
-import export
 import runs
 import tasks
+from tools import export
 from tools.flags import Config, parse
 
 ROOT = Path(__file__).parent.parent
@@ -142,11 +142,11 @@ def test_the_lines_for_peft_transformers_and_pandas_run_as_printed(
     export.export(tiny_chat, "base", "bf16", quant="nvfp4")
     flags = "--steps 4 --rank 4 --lr .05 --prompts 4 --group-size 4 --max-new-tokens 6 --device cpu"
     assert main("--model", "base", "--task", "mine.py", "--out", "runs/NAME", *flags.split()) == 0
-    exports = re.findall(r"^    python (export\.py .*?) *#", README, re.M)
+    exports = re.findall(r"^    python -m (tools\.export .*?) *#", README, re.M)
     assert [words.split()[2] for words in exports] == ["DST", "DST4"]
     for words in exports:
         monkeypatch.setattr(sys, "argv", words.split())
-        runpy.run_path(str(ROOT / "export.py"), run_name="__main__")
+        runpy.run_module("tools.export", run_name="__main__")
     assert (tmp_path / "DST4/adapter/adapter_config.json").is_file()  # what vLLM's line serves
     names, code = {}, re.findall("```python\n(.*?)```", README, re.S)[1]
     capsys.readouterr()

@@ -22,8 +22,8 @@ ALLOWED = {
     "checkpoint": {"nvfp4", "lora"},
     "model": {"nvfp4", "fp4_gemm", "lora", "ops", "logprobs", "checkpoint"},
     "rollout": {"model", "gumbel", "ops"},
-    "export": {"model", "checkpoint", "lora", "fp4_gemm", "nvfp4"},
-    "memory": {"checkpoint", "fp4_gemm", "logprobs", "model", "rollout"},
+    "tools.export": {"model", "checkpoint", "lora", "fp4_gemm", "nvfp4"},
+    "tools.memory": {"checkpoint", "fp4_gemm", "logprobs", "model", "rollout"},
     "runs": {"lora"},
     "tools.flags": {"aqn", "grpo", "model", "tasks"},
     "launch": {"checkpoint", "model", "runs", "tasks", "lora", "tools.flags"},
@@ -42,6 +42,8 @@ def imported(code):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names.add(node.module or "")
+            if node.module == "tools":
+                names |= {f"tools.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             called = ast.unparse(node.func).rpartition(".")[2]
             if called in ("import_module", "__import__", "run_module"):

@@ -1,8 +1,8 @@
 """Weights out: a run, or a model as it is, as a folder that other people's tools load.
 
-    python export.py RUN DST --format adapter           the LoRA in PEFT's files
-                                      bf16              W + (alpha/rank) B A, W as it was trained on
-                                      nvfp4 | modelopt  W in 4 bits, the LoRA in DST/adapter
+    python -m tools.export RUN DST --format adapter           the LoRA in PEFT's files
+                                            bf16              W + (alpha/rank) B A, W as trained on
+                                            nvfp4 | modelopt  W in 4 bits, the LoRA in DST/adapter
 
 nvfp4 is compressed-tensors' layout of the 4 bits, modelopt is ModelOpt's (see checkpoint.py). To
 round the sum to 4 bits, export bf16, then that folder as nvfp4: part of what the adapter learned is

@@ -1,6 +1,6 @@
 """Where the bytes go, by formula, without loading a weight.
 
-    python memory.py --model 32b --memory-gb 40
+    python -m tools.memory --model 32b --memory-gb 40
 
     peak = weights + adapter and optimizer + the larger of rollout and update
 
