@@ -28,7 +28,7 @@ def parse(arguments=None):
 
 def main(arguments=None):
     args = parse(arguments)
-    launch.join_ranks(common.DEVICE)
+    common.DEVICE = launch.join_ranks(common.DEVICE)
     rank, _ = launch.rank_and_count()
     if args.memory_gb:
         _, total = torch.cuda.mem_get_info()
