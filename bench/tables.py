@@ -172,7 +172,8 @@ def step():
         "model | prompts × answers × tokens | micro-tokens | weights",
         "rollout s | tokens/s | update s | tokens/s | peak GB | planned",
     )
-    for r in steps():
+    latest = steps()
+    for r in latest:
         what = model(r["shape"])
         ranks = r.get("ranks", 1)
         if r.get("cap_gb"):
@@ -191,7 +192,7 @@ def step():
         )
         entry(*(cell.format(**r) for cell in cells))
     note(
-        steps(),
+        latest,
         "random weights of each shape, prompts of 128 tokens, LoRA of rank 32 or as "
         "said, gradient checkpointing; the median of the steps after the first, which "
         "compiles. * its sampling is extrapolated from 32 steps in the middle of the "
