@@ -15,7 +15,7 @@ from command import main
 import runs
 import tasks
 from tools import export
-from tools.flags import Config, parse
+from tools.flags import Config, parse, spelled
 
 ROOT = Path(__file__).parent.parent
 README, LOG = ((ROOT / path).read_text() for path in ("README.md", "results/LOG.md"))
@@ -46,17 +46,19 @@ def test_a_copyable_file_imports_and_runs_its_demo_alone(name, tmp_path):
 
 
 def flags_of(script):
-    """The flags that a script of ours has; train.py's are the fields of its Config, bench's are
-    keywords.
-    """
+    """The flags that a script of ours has. train.py's are the fields of its Config; those of
+    bench/ are keywords of common.flags."""
     if script != "train.py":
         source = (ROOT / script).read_text()
-        keywords = {f"--{name.replace('_', '-')}" for name in re.findall(r"\b(\w+)=", source)}
-        return keywords | {"--out"} | set(re.findall(r'"(--[a-z0-9-]+)"', source))
+        found = set(re.findall(r'"(--[a-z0-9-]+)"', source))
+        if script.startswith("bench/"):
+            found |= {"--out", *map(spelled, re.findall(r"\b(\w+)=", source))}
+        return found
     found = {"--help"}
     for field in dataclasses.fields(Config):
-        flag = field.name.replace("_", "-")
-        found |= {f"--{flag}", f"--no-{flag}"} if field.type is bool else {f"--{flag}"}
+        found.add(spelled(field.name))
+        if field.type is bool:
+            found.add(spelled(f"no_{field.name}"))
     return found
 
 
