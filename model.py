@@ -13,8 +13,8 @@ layer. A CPU computes in fp32, a GPU in bf16 with the residual stream and the lo
 
 transformers supplies the config and the formulas of scaled RoPE; its own models are the tests'
 oracle. Left out: mixtures of experts, sliding windows, encoder parts, dropout.
-Needs: torch, transformers, tqdm; nvfp4.py, fp4_gemm.py, lora.py, ops.py, logprobs.py,
-checkpoint.py.
+Needs: torch, transformers, tqdm; nvfp4.py, fp4_gemm.py, lora.py,
+ops/{elementwise,attention,logprobs}.py, checkpoint.py.
 """
 
 from functools import partial
@@ -27,10 +27,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import checkpoint
 import fp4_gemm
-import logprobs
 import nvfp4
-import ops
 from lora import LoRALinear
+from ops import attention, elementwise, logprobs
 
 # what tells the families apart: (bias on q, k, v; bias on o; a norm on each head's q and k)
 FAMILIES = {
@@ -68,7 +67,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x, y):
         """→ (x + y, the norm of this sum); y may be None."""
-        return ops.add_norm(x, y, self.weight, self.eps, self.dtype)
+        return elementwise.add_norm(x, y, self.weight, self.eps, self.dtype)
 
 
 class FrozenLinear(nn.Module):
@@ -125,7 +124,7 @@ class Attention(nn.Module):
         qkv = self.qkv_proj(h)
         norms = self.q_norm and (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         if cache is not None and h.shape[1] == 1:
-            out = ops.cached_attention(
+            out = attention.cached_attention(
                 qkv[:, 0], norms, cos[:, 0], sin[:, 0], cache, layer, positions[:, 0]
             )
             return self.o_proj(out[:, None])
@@ -133,11 +132,13 @@ class Attention(nn.Module):
         qk, v = qkv.unflatten(-1, (-1, self.head_dim)).split((H + Hkv, Hkv), 2)  # (B, T, …, Dh)
         if norms:
             (q, k), (q_weight, k_weight, eps) = qk.split((H, Hkv), 2), norms
-            qk = torch.cat([ops.rms_norm(q, q_weight, eps), ops.rms_norm(k, k_weight, eps)], 2)
-        q, k = ops.rope(qk, cos, sin).split((H, Hkv), 2)
+            qk = torch.cat(
+                [elementwise.rms_norm(q, q_weight, eps), elementwise.rms_norm(k, k_weight, eps)], 2
+            )
+        q, k = attention.rope(qk, cos, sin).split((H, Hkv), 2)
         if cache is not None:
             cache.fill(layer, k, v)
-        return self.o_proj(ops.causal_attention(q, k, v))
+        return self.o_proj(attention.causal_attention(q, k, v))
 
 
 class MLP(nn.Module):
@@ -148,7 +149,7 @@ class MLP(nn.Module):
         self.down_proj = linear(dict(down_proj=D), F_, False)
 
     def forward(self, x, needed=True):
-        return self.down_proj(ops.swiglu(self.gate_up_proj(x)), needed)
+        return self.down_proj(elementwise.swiglu(self.gate_up_proj(x)), needed)
 
 
 class Block(nn.Module):
@@ -243,7 +244,7 @@ class Decoder(nn.Module):
         """
         # The residual stream is fp32 on a GPU too, because bf16 would round each of its sums, and
         # not always to the same number in the sampler's and the trainer's batches.
-        x = ops.embed(ids, self.embed_tokens)  # (B, T, D)
+        x = elementwise.embed(ids, self.embed_tokens)  # (B, T, D)
         y = None  # a sublayer's output; the next norm adds it to x
         angle = positions[..., None] * self.inv_freq  # (B, T, Dh/2) f32
         cos, sin = angle.cos(), angle.sin()
@@ -278,7 +279,7 @@ class Decoder(nn.Module):
         Row b is prompt_lengths[b] prompt tokens, lengths[b] answer tokens, then padding; outside
         the answer both results are 0. Temperature divides the logits, as in sampling (0 counts as
         1). Only the log-probabilities have a gradient. No [B, T, V] tensor ever exists: see
-        logprobs.py.
+        ops/logprobs.py.
         """
         mask = answer_mask(tokens, prompt_lengths, lengths)
         hidden = self(tokens, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))

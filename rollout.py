@@ -20,11 +20,11 @@ needs the memory, and no graph may outlive what it reads. A CPU uses no graphs.
 The sampler runs the model that trains, on the same tensors. So no weights are handed over, AQN's
 noise is in exactly the modules that sample, and the recorded log-probabilities are those of the
 policy that sampled. Random bits depend on (seed, step, sequence number, index in the answer) alone:
-see gumbel.py.
+see ops/sampling.py.
 
 Training takes no top-k and no top-p: the trainer's probabilities would include the tokens that the
 sampler excludes, and their ratio would be wrong. Evaluation computes no ratio and may use top-p.
-Needs: torch, tqdm; ops.py, gumbel.py, model.py.
+Needs: torch, tqdm; on a GPU also triton; ops/{attention,sampling}.py, model.py.
 """
 
 import time
@@ -35,9 +35,17 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-import gumbel
-import ops
 from model import KVCache, head_dim
+from ops import attention, sampling
+from ops.sampling import launch_options, wait_for_predecessor
+
+try:
+    import triton
+    import triton.language as tl
+
+    jit, constexpr = triton.jit, tl.constexpr
+except ImportError:  # a CPU machine may lack Triton: its kernel is then never launched
+    jit, constexpr = (lambda kernel=None, **options: kernel or jit), int
 
 SLOTS = 256  # most sequences that run at once
 STEPS = 8  # steps between the host's reads of which rows have finished
@@ -130,7 +138,7 @@ class Sampler:
         stop_ids: tokens that end an answer. temperature 0 is greedy. first: the global number of
         the first sequence; give each rank its own, or ranks draw the same bits. progress: a bar's
         label, "" for none. top_p < 1, for evaluation only: sample from the renormalised nucleus
-        (see gumbel.nucleus). ValueError: an empty prompt, or one that with max_new_tokens exceeds
+        (see sampling.nucleus). ValueError: an empty prompt, or one that with max_new_tokens exceeds
         the model's context. torch.OutOfMemoryError: not even one sequence fits.
         """
         context = self.model.config.max_position_embeddings
@@ -257,7 +265,7 @@ class _Batch:
         """
         free = list(range(self.slots))
         enough = -(-self.slots // 8)  # free slots to wait for: a prefill of few prompts is slow
-        most = -(-self.rollout.tokens.shape[1] // ops.SPLIT)  # pieces of a whole slot
+        most = -(-self.rollout.tokens.shape[1] // attention.SPLIT)  # pieces of a whole slot
         positions = []  # of each running row
         while waiting or running:
             if waiting and len(free) >= min(enough, len(waiting)):
@@ -276,7 +284,7 @@ class _Batch:
                 steps = min(STEPS, self.limit - fewest)  # fewest: tokens of the newest row
             self.state[3, len(running) :] = -1  # the graph's other rows are marked finished
             longest = max(positions) + steps - 1
-            pieces = min(most, max(4, 1 << (longest // ops.SPLIT).bit_length()))
+            pieces = min(most, max(4, 1 << (longest // attention.SPLIT).bit_length()))
             positions = self.advance(size, pieces, steps)[: len(running)]
             going = [i for i, at in enumerate(positions) if at >= 0]
             if len(going) < len(running):
@@ -377,11 +385,11 @@ class _Batch:
         temperature, seed, step, _, top_p = self.draw
         logits = self.model.logits(self.model(last[:, None], positions[:, None], cache)[:, 0])
         if top_p < 1:
-            logits = gumbel.nucleus(logits, temperature, top_p)
-        token, logprob = gumbel.sample(
+            logits = sampling.nucleus(logits, temperature, top_p)
+        token, logprob = sampling.sample(
             logits, temperature, seed, step, number, self.rollout.lengths[rows]
         )
-        gumbel.append(token, logprob, rows, positions, self.stops, self.limit, last, self.rollout)
+        append(token, logprob, rows, positions, self.stops, self.limit, last, self.rollout)
 
     def clock(self, name, began):
         if self.cuda:
@@ -389,3 +397,71 @@ class _Batch:
         now = time.perf_counter()
         self.stats[name] += now - began
         return now
+
+
+def append(token, logprob, rows, positions, stops, limit, last, rollout):
+    """Write each running row's new token to the rollout; end the row at a stop token or at `limit`
+    tokens. token, logprob (B,): from sample. rows (B,) int64: each row's index in the rollout.
+    stops (n,) int64. Changed in place: rollout, a Rollout; last (B,) int64, which takes the token;
+    positions (B,) int64 of the tokens that the model just read: each grows by 1, or becomes −1 when
+    its row ends, and is then skipped.
+    """
+    if sampling.uses_kernels(logprob):
+        _append_kernel[len(token),](
+            token,
+            logprob,
+            rows,
+            positions,
+            stops,
+            len(stops),
+            limit,
+            last,
+            *rollout[:4],
+            rollout.tokens.shape[1],
+            **launch_options(token),
+            num_warps=1,
+        )
+        return
+    going = (positions >= 0).nonzero()[:, 0]
+    token, row, at = token[going], rows[going], positions[going] + 1
+    rollout.tokens[row, at] = token
+    rollout.logprobs[row, at] = logprob[going]
+    rollout.lengths[row] += 1
+    rollout.finished[row] = torch.isin(token, stops)
+    over = rollout.finished[row] | (rollout.lengths[row] >= limit)
+    positions[going] = torch.where(over, -1, at)
+    last[going] = token
+
+
+@jit(do_not_specialize=["limit", "width"])
+def _append_kernel(
+    token,
+    logprob,
+    rows,
+    positions,
+    stops,
+    n_stops,
+    limit,
+    last,
+    tokens,
+    logprobs,
+    lengths,
+    finished,
+    width,
+    PDL: constexpr,
+):
+    wait_for_predecessor(PDL)
+    b = tl.program_id(0)
+    at = tl.load(positions + b) + 1
+    if at > 0:
+        row, new = tl.load(rows + b), tl.load(token + b)
+        length = tl.load(lengths + row) + 1
+        stop = 0
+        for i in range(n_stops):
+            stop |= (tl.load(stops + i) == new).to(tl.int32)
+        tl.store(tokens + row * width + at, new)
+        tl.store(logprobs + row * width + at, tl.load(logprob + b))
+        tl.store(lengths + row, length)
+        tl.store(finished + row, stop != 0)
+        tl.store(positions + b, tl.where((stop != 0) | (length >= limit), -1, at))
+        tl.store(last + b, new)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from conftest import build, each_generation
 
-import logprobs
-from logprobs import TokenLogprobs
+from ops import logprobs
+from ops.logprobs import TokenLogprobs
 
 
 def example(n=7, D=16, V=97, dtype=torch.float32, device="cpu"):

@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 import checkpoint
-import logprobs
 import lora
 import model
 import nvfp4
+from ops import logprobs
 from rollout import Sampler
 
 SHORT = {"original_max_position_embeddings": 32}

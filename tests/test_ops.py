@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import build, compile_with_a_wait, each_generation
 
-import ops
+from ops import attention, elementwise
 
 
 def same(ours, plain, atol):
@@ -19,15 +19,17 @@ def test_norm_rope_and_swiglu_equal_their_references():
 
     x, norm = torch.randn(3, 5, 37).bfloat16(), LlamaRMSNorm(37, 1e-3)
     weight = norm.weight.data.normal_()
-    ours = ops.rms_norm(x.float(), weight, 1e-3)
+    ours = elementwise.rms_norm(x.float(), weight, 1e-3)
     same(ours, norm(x.float()), 2e-6)
-    same(ops.rms_norm(x, weight, 1e-3), ours.bfloat16(), 0)  # bf16 is rounded once, at the end
+    same(
+        elementwise.rms_norm(x, weight, 1e-3), ours.bfloat16(), 0
+    )  # bf16 is rounded once, at the end
     q, angle = torch.randn(3, 5, 7, 6), torch.randn(3, 5, 3)
     twice = angle.repeat(1, 1, 2)
     theirs, _ = apply_rotary_pos_emb(q, q, twice.cos(), twice.sin(), unsqueeze_dim=2)
-    same(ops.rope(q, angle.cos(), angle.sin()), theirs, 1e-6)
+    same(attention.rope(q, angle.cos(), angle.sin()), theirs, 1e-6)
     gate, up = torch.randn(2, 11)
-    same(ops.swiglu(torch.cat([gate, up])), gate * gate.sigmoid() * up, 1e-6)
+    same(elementwise.swiglu(torch.cat([gate, up])), gate * gate.sigmoid() * up, 1e-6)
 
 
 def attention_by_hand(q, k, v):
@@ -44,7 +46,7 @@ def attention_by_hand(q, k, v):
 def test_causal_attention_equals_its_definition(H, Hkv):
     """Also where query heads share a key head."""
     q, k, v = torch.randn(2, 9, H + 2 * Hkv, 7).split((H, Hkv, Hkv), 2)
-    full = ops.causal_attention(q, k, v)
+    full = attention.causal_attention(q, k, v)
     for t in range(9):  # fp32 sums of 9 products of about 3
         by_hand = attention_by_hand(q[1, t], k[1, : t + 1], v[1, : t + 1])
         same(full[1, t].double(), by_hand, 2e-6)
@@ -70,7 +72,7 @@ def decode_step(H, Hkv, Dh, positions, length, head_norms, dtype=torch.float32):
         slots=slots,
         shared=shared,
         leaders=leaders,
-        pieces=-(-length // ops.SPLIT),
+        pieces=-(-length // attention.SPLIT),
         counters=torch.zeros((B + 2) * Hkv, dtype=torch.int32),
     )
     angle = positions[:, None] * torch.rand(Dh // 2)
@@ -95,11 +97,11 @@ def test_a_decode_step_equals_its_definition(H, Hkv, head_norms):
     arguments = decode_step(H, Hkv, 8, [0, 12, -1, 7], 13, head_norms)
     qkv, norms, cos, sin, cache, _, positions = arguments
     expected_k, expected_v = cache.k.clone(), cache.v.clone()
-    out = ops.cached_attention(*arguments)
+    out = attention.cached_attention(*arguments)
     q, k, v = qkv.view(4, -1, 8).split((H, Hkv, Hkv), 1)
     if norms:
-        q, k = ops.rms_norm(q, norms[0], 1e-5), ops.rms_norm(k, norms[1], 1e-5)
-    q, k = ops.rope(q, cos, sin), ops.rope(k, cos, sin)
+        q, k = elementwise.rms_norm(q, norms[0], 1e-5), elementwise.rms_norm(k, norms[1], 1e-5)
+    q, k = attention.rope(q, cos, sin), attention.rope(k, cos, sin)
     for b in (0, 1, 3):
         read = cache.slots[b], slice(None), slice(positions[b] + 1)
         keys, values = expected_k[1][read], expected_v[1][read]
@@ -123,11 +125,11 @@ def learning(D, F, H, Dh):
     x, y, w = torch.randn(5, D), torch.randn(5, D), torch.randn(D)
     part = torch.randn(2, 3, H + 3, Dh)[:, :, 1 : H + 1]  # strided, like q in qkv
     angle = torch.rand(2, 3, Dh // 2) * 7
-    yield ops.AddNorm.apply, ops.add_norm, [x, y], [w, 1e-5, torch.float32]
-    yield ops.AddNorm.apply, ops.add_norm, [x, None], [w, 1e-5, torch.float32]
-    yield ops.Rope.apply, ops.rope, [part], [angle.cos(), angle.sin()]
+    yield elementwise.AddNorm.apply, elementwise.add_norm, [x, y], [w, 1e-5, torch.float32]
+    yield elementwise.AddNorm.apply, elementwise.add_norm, [x, None], [w, 1e-5, torch.float32]
+    yield attention.Rope.apply, attention.rope, [part], [angle.cos(), angle.sin()]
     for rows in (3, 17):
-        yield ops.SwiGLU.apply, ops.swiglu, [torch.randn(rows, 2 * F)], []
+        yield elementwise.SwiGLU.apply, elementwise.swiglu, [torch.randn(rows, 2 * F)], []
 
 
 def with_gradients(function, inputs, others, turned=False):
@@ -164,7 +166,7 @@ def attention_and_cache(kernel, arguments):
     """
     *_, cache, _, positions = arguments
     right = on_cpu(arguments)
-    plain, expected = ops.cached_attention(*right), right[4]
+    plain, expected = attention.cached_attention(*right), right[4]
     spoil(cache)
     spoil(expected)
     ours, live = kernel(*arguments), positions >= 0
@@ -186,8 +188,8 @@ def interpreted():
             torch.tensor([[4, 0, 2], [1, 4, 3]]),
             torch.empty(2, 3, D),
         )
-        ops._embed_kernel[6,](ids, table, out, **ops._row(out))
-        same(out, ops.embed(ids, table), 0)
+        elementwise._embed_kernel[6,](ids, table, out, **elementwise._row(out))
+        same(out, elementwise.embed(ids, table), 0)
     for H, Hkv, Dh, head_norms, positions in (
         (8, 4, 16, False, EDGES),
         (14, 2, 40, True, [5, 300, -1, 599]),
@@ -204,7 +206,7 @@ def interpreted():
             qkv[:, 64:96] += 12
             cache.k += 12
             tolerance = 1e-3
-        results, keys, values = attention_and_cache(ops._cached_attention, arguments)
+        results, keys, values = attention_and_cache(attention._cached_attention, arguments)
         same(*results, tolerance)
         same(*keys, 4e-6)
         same(*values, 0)
@@ -233,9 +235,9 @@ def test_kernels_compile(cc, everything):
     jobs = [(narrow, 64, 2), (wide, 128, 4), (narrow, 256, 4), (wide, 32, 2)]
     for shape, tile, warps in jobs if everything else jobs[:2]:
         if warps == 2 or cc in (90, 100):
-            constants = shape | dict(SPLIT=ops.SPLIT, ROWS=8, PDL=cc >= 90, TILE=tile)
+            constants = shape | dict(SPLIT=attention.SPLIT, ROWS=8, PDL=cc >= 90, TILE=tile)
             ptx, _ = build(
-                ops._attention_kernel,
+                attention._attention_kernel,
                 cc,
                 constants,
                 names_of,
@@ -247,13 +249,13 @@ def test_kernels_compile(cc, everything):
             assert waits == 2 * (cc >= 90), "one that does not wait lets the next overtake"
     row = dict(D=8192, TILE=8192)
     jobs = [
-        (ops._embed_kernel, row, 8, 128),
-        (ops._add_norm_kernel, row, 8, 128),
-        (ops._add_norm_backward_kernel, row, 8, 255),
-        (ops._swiglu_kernel, dict(TILE=1024, d_out=None), 4, 64),
-        (ops._swiglu_kernel, dict(TILE=512, d_out=None), 2, 64),
-        (ops._swiglu_kernel, dict(TILE=1024), 4, 64),
-        (ops._rope_kernel, dict(DH=128, ROWS=128, HALF=64), 8, 128),
+        (elementwise._embed_kernel, row, 8, 128),
+        (elementwise._add_norm_kernel, row, 8, 128),
+        (elementwise._add_norm_backward_kernel, row, 8, 255),
+        (elementwise._swiglu_kernel, dict(TILE=1024, d_out=None), 4, 64),
+        (elementwise._swiglu_kernel, dict(TILE=512, d_out=None), 2, 64),
+        (elementwise._swiglu_kernel, dict(TILE=1024), 4, 64),
+        (attention._rope_kernel, dict(DH=128, ROWS=128, HALF=64), 8, 128),
     ]
     compile_with_a_wait(cc, jobs, names_of, ("F_",))
 
@@ -276,7 +278,7 @@ def test_gpu_attention(H, Hkv, Dh, head_norms, positions):
 
     @torch.no_grad()
     def kernel(*arguments):
-        ours = torch.stack([ops.cached_attention(*arguments) for _ in range(50)])
+        ours = torch.stack([attention.cached_attention(*arguments) for _ in range(50)])
         live = ours[:, arguments[-1] >= 0]
         assert (live == live[0]).all()
         return ours[0]
@@ -295,8 +297,8 @@ def test_gpu_an_update_may_have_more_rows_than_a_grid_is_high():
     x, weight = torch.randn(70_000, 32, device="cuda"), torch.ones(32, device="cuda")
     angle = torch.zeros(1, 70_000, 8, device="cuda")
     heads = x.view(1, -1, 2, 16)
-    same(ops.rope(heads, angle.cos(), angle.sin()), heads, 0)
-    for out in (ops.swiglu(x), ops.add_norm(x, x, weight, 1e-5, x.dtype)[1]):
+    same(attention.rope(heads, angle.cos(), angle.sin()), heads, 0)
+    for out in (elementwise.swiglu(x), elementwise.add_norm(x, x, weight, 1e-5, x.dtype)[1]):
         assert out[-1].abs().sum() > 0
 
 
@@ -309,10 +311,10 @@ def test_gpu_reads_embeddings_in_pinned_host_memory():
         torch.randn(999, 896).bfloat16().pin_memory(),
         torch.randint(999, (3, 70), device="cuda"),
     )
-    ops.embed(ids, table)
+    elementwise.embed(ids, table)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = ops.embed(ids, table)
+        out = elementwise.embed(ids, table)
     for _ in range(2):
         ids.random_(999)
         graph.replay()
@@ -329,14 +331,14 @@ def test_gpu_norm_swiglu_and_rope():
     cos, sin = torch.rand(2, 2, 9, 64)
 
     def add_norm(x, y, w):
-        return ops.add_norm(x, y, w, 1e-5, torch.bfloat16 if x.is_cuda else torch.float32)
+        return elementwise.add_norm(x, y, w, 1e-5, torch.bfloat16 if x.is_cuda else torch.float32)
 
     for function, learn, others in (
         (add_norm, [x, y.bfloat16()], [w[0]]),
         (lambda x, w: add_norm(x, None, w)[1], [x], [w[0]]),
-        (ops.rope, [part.bfloat16()], [cos, sin]),
-        (ops.swiglu, [gate_up.bfloat16()], []),
-        (ops.swiglu, [gate_up[:9].bfloat16()], []),
+        (attention.rope, [part.bfloat16()], [cos, sin]),
+        (elementwise.swiglu, [gate_up.bfloat16()], []),
+        (elementwise.swiglu, [gate_up[:9].bfloat16()], []),
     ):
         found = []
         for device, dtype in (("cuda", None), ("cpu", torch.float32)):

@@ -20,7 +20,8 @@ from tools.flags import Config, parse, spelled
 ROOT = Path(__file__).parent.parent
 README, LOG = ((ROOT / path).read_text() for path in ("README.md", "results/LOG.md"))
 FILE_MAP = re.findall(r"^\| `(\w+)\.py` \|(.*)\|$", README, re.M)  # (name, what it is)
-COPYABLE = ["nvfp4", "fp4_gemm", "lora", "aqn", "gumbel", "logprobs", "grpo", "tasks"]
+COPYABLE = ["nvfp4", "fp4_gemm", "lora", "aqn", "grpo", "tasks"]
+COPYABLE_OPS = ["ops/sampling", "ops/logprobs"]
 
 
 def test_the_file_map_names_every_module_once_and_marks_those_that_stand_alone():
@@ -29,12 +30,12 @@ def test_the_file_map_names_every_module_once_and_marks_those_that_stand_alone()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", COPYABLE)
+@pytest.mark.parametrize("name", COPYABLE + COPYABLE_OPS)
 def test_a_copyable_file_imports_and_runs_its_demo_alone(name, tmp_path):
     """From an empty folder that holds only that file, without this repository on the path."""
     shutil.copy(ROOT / f"{name}.py", tmp_path)
     done = subprocess.run(
-        [sys.executable, "-I", f"{name}.py"],
+        [sys.executable, "-I", Path(f"{name}.py").name],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -11,11 +11,10 @@ from transformers import TopPLogitsWarper
 
 import aqn
 import checkpoint
-import gumbel
 import lora
 import model
-import ops
 import rollout
+from ops import attention, sampling
 from rollout import Rollout, Sampler
 
 # of eight different lengths, so that a length tells the prompt
@@ -142,7 +141,7 @@ def test_top_p_draws_from_the_nucleus_of_the_trainers_logits(m, monkeypatch):
     expected = cut.gather(1, r.tokens[mask][:, None])[:, 0]
     assert expected.isfinite().all() and expected.mean() > -2
     torch.testing.assert_close(r.logprobs[mask], expected, atol=1e-4, rtol=0)
-    monkeypatch.setattr(gumbel, "nucleus", None)
+    monkeypatch.setattr(sampling, "nucleus", None)
     assert gap(m, generate(m, temperature=0.7, top_p=1.0), 0.7) < 1e-4
 
 
@@ -167,10 +166,10 @@ def test_a_sample_depends_on_its_number_alone(m, r):
 
 
 def test_rows_are_prompt_major_and_hold_the_sampled_ids(m, monkeypatch):
-    """Row p·G + g is prompt p and then the tokens that gumbel.sample returned, in order. A token is
-    drawn by its place in the answer, not in the row, which depends on the length of the prompt.
+    """Row p·G + g is prompt p and then the tokens that sampling.sample returned, in order. A token
+    is drawn by its place in the answer, not in the row, which depends on the length of the prompt.
     """
-    drawn, sample = {}, gumbel.sample
+    drawn, sample = {}, sampling.sample
 
     def spy(logits, temperature, seed, step, sequence, position):
         token, logprob = sample(logits, temperature, seed, step, sequence, position)
@@ -179,7 +178,7 @@ def test_rows_are_prompt_major_and_hold_the_sampled_ids(m, monkeypatch):
             drawn.setdefault(number, []).append(one)
         return token, logprob
 
-    monkeypatch.setattr(gumbel, "sample", spy)
+    monkeypatch.setattr(sampling, "sample", spy)
     r = generate(m, G=2)
     assert r.tokens.dtype == torch.int64 and r.logprobs.dtype == torch.float32
     answers = r.answers()
@@ -224,16 +223,16 @@ def test_a_prompt_that_does_not_fit_is_refused_by_number(m):
 
 
 @pytest.fixture
-def attention(monkeypatch):
+def gpu_attention(monkeypatch):
     """The attention reads as on a GPU: a row reads its prompt in its leader's slot, and a finished
     row gives NaN. It checks that pieces hold every row, that the leader is the first row of a group
     in the batch, and that a row which has begun goes on in each step.
     """
-    plain, before = ops.cached_attention, {}
+    plain, before = attention.cached_attention, {}
 
     def read(qkv, norms, cos, sin, cache, layer, positions):
         Hkv, length, Dh = cache.k.shape[2:]
-        assert positions.max() < cache.pieces * ops.SPLIT < length + ops.SPLIT
+        assert positions.max() < cache.pieces * attention.SPLIT < length + attention.SPLIT
         assert len(positions) <= len(cache.k[0])
         if layer == 0:
             first, now = {}, {}
@@ -258,7 +257,7 @@ def attention(monkeypatch):
             out[going] = plain(qkv[going], norms, cos[going], sin[going], *where)
         return out
 
-    monkeypatch.setattr(ops, "cached_attention", read)
+    monkeypatch.setattr(attention, "cached_attention", read)
 
 
 @pytest.fixture
@@ -277,7 +276,7 @@ def reads(m, monkeypatch):
 @pytest.mark.parametrize(
     "slots", [2, 5, 13, 31, 300, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 8, 17))]
 )
-def test_slots_change_nothing(m, r, attention, reads, monkeypatch, slots):
+def test_slots_change_nothing(m, r, gpu_attention, reads, monkeypatch, slots):
     """With fewer slots than rows, rows wait for free slots, but every row draws the same tokens. A
     prompt is read once for its group, and again only if none of its group runs; finished rows
     leave.
@@ -354,9 +353,9 @@ def call_graphs(monkeypatch):
 
 
 @pytest.mark.parametrize("slots", [3, 13, 32, pytest.param(1, marks=pytest.mark.slow)])
-def test_what_the_host_does_for_a_gpu(m, r, attention, monkeypatch, slots):
-    """Each graph is large enough (see attention), and no token changes."""
-    monkeypatch.setattr(ops, "SPLIT", 3)
+def test_what_the_host_does_for_a_gpu(m, r, gpu_attention, monkeypatch, slots):
+    """Each graph is large enough (see gpu_attention), and no token changes."""
+    monkeypatch.setattr(attention, "SPLIT", 3)
     call_graphs(monkeypatch)
     check_same(Sampler(m, slots=slots).generate(*DRAW), r)
 
@@ -379,11 +378,11 @@ def test_a_smaller_graph_is_captured_when_it_is_wanted_twice():
         batch.graphs[chosen] = None
 
 
-def test_out_of_memory_halves_the_slots_and_loses_nothing(m, r, attention, monkeypatch):
+def test_out_of_memory_halves_the_slots_and_loses_nothing(m, r, gpu_attention, monkeypatch):
     """Memory runs out twice while sampling: running rows restart and draw the same tokens, finished
     rows are kept. With one slot the error is raised.
     """
-    append, batches = gumbel.append, []
+    append, batches = rollout.append, []
 
     def short(*arguments):
         _, _, rows, positions, *_, rolled = arguments
@@ -395,7 +394,7 @@ def test_out_of_memory_halves_the_slots_and_loses_nothing(m, r, attention, monke
             raise torch.OutOfMemoryError("CUDA out of memory")
         append(*arguments)
 
-    monkeypatch.setattr(gumbel, "append", short)
+    monkeypatch.setattr(rollout, "append", short)
     sampler = Sampler(m, slots=13)
     check_same(sampler.generate(*DRAW), r)
     assert [max(batches[:6]), max(batches[6:11]), max(batches[11:])] == [13, 7, 4]

@@ -34,8 +34,8 @@ import transformers
 
 import checkpoint
 from fp4_gemm import COLS, ROWS
-from logprobs import LOGITS_AT_ONCE
 from model import QUANT, family, head_dim
+from ops.logprobs import LOGITS_AT_ONCE
 from rollout import PREFILL_TOKENS, SLOTS, cached_bytes, prefill_bytes
 
 CARDS = 12, 16, 24, 40, 48, 80

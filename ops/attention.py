@@ -1,17 +1,11 @@
-"""The operations of a decoder block that are not matrix products: one function each.
+"""Rotary positions and attention: causal over whole prompts, and one token against a KV cache.
 
-Plain torch lines define each result. On a GPU a Triton kernel computes the same. add_norm, swiglu
-and rope have gradients, also by kernels; embeddings are frozen. rms_norm and causal attention are
-torch's.
+Plain torch lines define each result. On a GPU Triton kernels compute the same, but causal attention
+is torch's. rope has a gradient, also by its kernel.
 
-    add_norm → [q k v] → cached_attention → [o] → add_norm → [gate up] → swiglu → [down] → …
-    x + the output of the     rope, cache write,     brackets: a matrix product of fp4_gemm.py,
-    branch before, its norm   split-KV attention     with LoRA
-
-A decode step launches a few hundred kernels of a few microseconds each, so the gaps between kernels
-cost time. PDL (programmatic dependent launch) closes the gaps: a kernel starts before its
-predecessor has ended, loads what no recent kernel writes (attention: positions, slots, cos, sin,
-older keys and values), waits for its predecessor, and then allows its successor to start.
+PDL (programmatic dependent launch): a kernel starts before its predecessor has ended, loads what no
+recent kernel writes (cached_attention: positions, slots, cos, sin, older keys and values), waits
+for its predecessor, and then allows its successor to start.
 
 cached_attention splits a row's cached positions into pieces of 256 (split-KV). A CTA (program, in
 Triton's words) computes one piece of one row for one key head and all query heads that share it.
@@ -42,194 +36,19 @@ SPLIT = 256  # cached positions of one piece: what one CTA of the attention read
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def _flags(x):
+def launch_options(x):
     """→ a kernel's launch options: PDL on Hopper and newer GPUs, no PDL in Triton's interpreter."""
     pdl = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
     return {"PDL": pdl, "launch_pdl": pdl}
 
 
 @jit
-def _start(PDL: constexpr):
+def wait_for_predecessor(PDL: constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
 
-# --- embeddings, norms and activations
-def embed(ids, table):
-    """Rows ids (…) int64 of table (V, D) → (…, D) f32. For ids on a GPU the table may be pinned
-    host memory: the kernel reads the rows over the bus.
-    """
-    if not ids.is_cuda:
-        return table[ids].float()
-    out = torch.empty(*ids.shape, table.shape[1], device=ids.device)
-    _embed_kernel[_rows(out)](ids.contiguous(), table, out, **_row(out))
-    return out
-
-
-@jit
-def _embed_kernel(ids, table, out, D: constexpr, TILE: constexpr, PDL: constexpr):
-    _start(PDL)
-    row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
-    x = tl.load(table + tl.load(ids + row) * D + cols, mask=cols < D, other=0.0)
-    tl.store(out + row * D + cols, x.to(tl.float32), mask=cols < D)
-
-
-def rms_norm(x, weight, eps, dtype=None):
-    """x (…, D) / rms(x) · weight (D,) f32, computed in fp32 → (…, D) in `dtype`, by default x's."""
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(
-        dtype or x.dtype
-    )
-
-
-def add_norm(x, y, weight, eps, dtype):
-    """Residual stream x (…, D) f32, a branch's y (…, D) of `dtype` or None → (x + y, its norm in
-    dtype).
-    """
-    if x.is_cuda:
-        return AddNorm.apply(x, y, weight, eps, dtype)
-    x = x if y is None else x + y
-    return x, rms_norm(x, weight, eps, dtype)
-
-
-class AddNorm(torch.autograd.Function):
-    """add_norm by kernels. Backward, with s = x + y, r = 1 / rms(s) and g = d_norm · weight:
-    dx = dy = d_sum + r g − s r³ mean(s g)."""
-
-    @staticmethod
-    def forward(ctx, x, y, weight, eps, dtype):
-        x = x.contiguous()
-        y = None if y is None else y.contiguous()
-        total = x if y is None else torch.empty_like(x)
-        out = torch.empty_like(x, dtype=dtype)
-        _add_norm_kernel[_rows(x)](x, y, weight, total, out, eps, **_row(x))
-        ctx.save_for_backward(total, weight)
-        ctx.eps = eps
-        return total, out
-
-    @staticmethod
-    def backward(ctx, d_total, d_out):
-        total, weight = ctx.saved_tensors
-        d_total, d_out = d_total.contiguous(), d_out.contiguous()
-        dx = torch.empty_like(total)
-        dy = torch.empty_like(d_out) if ctx.needs_input_grad[1] else None
-        _add_norm_backward_kernel[_rows(total)](
-            total, weight, d_total, d_out, dx, dy, ctx.eps, **_row(total)
-        )
-        return dx, dy, None, None, None
-
-
-def _rows(x):
-    """→ a grid of one CTA per row, on the first axis because the other two end at 65 535."""
-    return (x.numel() // x.shape[-1],)
-
-
-def _row(x):
-    """→ launch options for a CTA that holds a whole row."""
-    D = x.shape[-1]
-    return {
-        "D": D,
-        "TILE": triton.next_power_of_2(D),
-        "num_warps": 8 if D > 1024 else 2,
-        **_flags(x),
-    }
-
-
-@jit
-def _add_norm_kernel(x, y, weight, total, out, eps, D: constexpr, TILE: constexpr, PDL: constexpr):
-    cols = tl.arange(0, TILE)
-    w = tl.load(
-        weight + cols, mask=cols < D, other=0.0
-    )  # load early: no kernel of a step writes it
-    _start(PDL)
-    at = tl.program_id(0).to(tl.int64) * D + cols
-    wide = tl.load(x + at, mask=cols < D, other=0.0)
-    if y is not None:
-        wide += tl.load(y + at, mask=cols < D, other=0.0).to(tl.float32)
-        tl.store(total + at, wide, mask=cols < D)
-    wide *= tl.rsqrt(tl.sum(wide * wide, 0) / D + eps) * w
-    tl.store(out + at, wide.to(out.dtype.element_ty), mask=cols < D)
-
-
-@jit
-def _add_norm_backward_kernel(
-    total, weight, d_total, d_out, dx, dy, eps, D: constexpr, TILE: constexpr, PDL: constexpr
-):
-    cols = tl.arange(0, TILE)
-    w = tl.load(weight + cols, mask=cols < D, other=0.0)
-    _start(PDL)
-    at = tl.program_id(0).to(tl.int64) * D + cols
-    s = tl.load(total + at, mask=cols < D, other=0.0)
-    g = tl.load(d_out + at, mask=cols < D, other=0.0).to(tl.float32) * w
-    r = tl.rsqrt(tl.sum(s * s, 0) / D + eps)
-    d = (
-        r * g
-        - s * (r * r * r * tl.sum(s * g, 0) / D)
-        + tl.load(d_total + at, mask=cols < D, other=0.0)
-    )
-    tl.store(dx + at, d, mask=cols < D)
-    if dy is not None:
-        tl.store(dy + at, d.to(dy.dtype.element_ty), mask=cols < D)
-
-
-def swiglu(gate_up):
-    """gate_up (…, 2F), gate in the first half → silu(gate) · up (…, F)."""
-    if gate_up.is_cuda:
-        return SwiGLU.apply(gate_up)
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
-
-
-class SwiGLU(torch.autograd.Function):
-    """Backward: d_up = d · silu(gate), d_gate = d · up · σ(gate) (1 + gate (1 − σ(gate)))."""
-
-    @staticmethod
-    def forward(ctx, gate_up):
-        gate_up = gate_up.contiguous()
-        out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-        _swiglu(gate_up, out, None)
-        ctx.save_for_backward(gate_up)
-        return out
-
-    @staticmethod
-    def backward(ctx, d):
-        (gate_up,) = ctx.saved_tensors
-        d_gate_up = torch.empty_like(gate_up)
-        _swiglu(gate_up, d_gate_up, d.contiguous())
-        return d_gate_up
-
-
-def _swiglu(gate_up, out, d_out):
-    (rows,) = _rows(gate_up)
-    F_ = gate_up.shape[-1] // 2
-    tile = 512 if rows <= 16 else 1024  # cut few rows finer, to give every SM work
-    _swiglu_kernel[rows, triton.cdiv(F_, tile)](
-        gate_up, out, d_out, F_, TILE=tile, num_warps=tile // 256, **_flags(gate_up)
-    )
-
-
-@jit
-def _swiglu_kernel(gate_up, out, d_out, F_, TILE: constexpr, PDL: constexpr):
-    """d_out None: out = silu(gate) · up. Else backward: out = the gradient of gate_up."""
-    _start(PDL)
-    row, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
-    gate = tl.load(gate_up + row * 2 * F_ + cols, mask=cols < F_, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * F_ + F_ + cols, mask=cols < F_, other=0.0).to(tl.float32)
-    sigmoid = 1 / (1 + tl.exp(-gate))
-    silu = (gate * sigmoid).to(out.dtype.element_ty).to(tl.float32)  # round where torch rounds
-    if d_out is None:
-        tl.store(out + row * F_ + cols, (silu * up).to(out.dtype.element_ty), mask=cols < F_)
-    else:
-        d = tl.load(d_out + row * F_ + cols, mask=cols < F_, other=0.0).to(tl.float32)
-        d_gate = d * up * sigmoid * (1 + gate * (1 - sigmoid))
-        tl.store(out + row * 2 * F_ + cols, d_gate.to(out.dtype.element_ty), mask=cols < F_)
-        tl.store(
-            out + row * 2 * F_ + F_ + cols, (d * silu).to(out.dtype.element_ty), mask=cols < F_
-        )
-
-
-# --- attention
 def rope(x, cos, sin):
     """Rotary position embedding: rotate the pair (i, i + Dh/2) of each head by its position's i-th
     angle. x (…, H, Dh), on a GPU (B, T, H, Dh); cos and sin of the angles (…, Dh/2) f32 → x's shape
@@ -270,7 +89,7 @@ def _rope(x, cos, sin, sign):
         DH=Dh,
         ROWS=triton.next_power_of_2(H),
         HALF=triton.next_power_of_2(Dh // 2),
-        **_flags(x),
+        **launch_options(x),
         num_warps=8,
     )
     return out
@@ -293,7 +112,7 @@ def _rope_kernel(
     PDL: constexpr,
 ):
     """Grid (T, B): a CTA rotates all heads of one token."""
-    _start(PDL)
+    wait_for_predecessor(PDL)
     t, b = tl.program_id(0), tl.program_id(1)
     token = b.to(tl.int64) * tl.num_programs(0) + t
     h, d = tl.arange(0, ROWS)[:, None], tl.arange(0, HALF)[None, :]
@@ -320,6 +139,12 @@ def causal_attention(q, k, v):
     return out.transpose(1, 2).flatten(2)
 
 
+def _rms_norm(x, weight, eps):
+    """x (…, D) / rms(x) · weight (D,) f32, computed in fp32 → (…, D) in x's dtype."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+
 def cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
     """Attention of a decode step, for one new token per row: normalise and rotate its q and k,
     write k and v to the cache, attend to positions 0 … positions[b] → (B, H·Dh).
@@ -339,8 +164,8 @@ def cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
     q, k, v = qkv.unflatten(-1, (-1, Dh)).tensor_split((-2 * Hkv, -Hkv), 1)  # (B, heads, Dh)
     if head_norms:
         q_weight, k_weight, eps = head_norms
-        q = rms_norm(q, q_weight, eps)
-        k = rms_norm(k, k_weight, eps)
+        q = _rms_norm(q, q_weight, eps)
+        k = _rms_norm(k, k_weight, eps)
     q = rope(q, cos, sin)
     k = rope(k, cos, sin)
     going = (positions >= 0).nonzero()[:, 0]
@@ -408,7 +233,7 @@ def _cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
         TILE=min((8192 if few else 2048) // half, SPLIT),
         ROWS=max(8, triton.next_power_of_2(H // Hkv)),
         HALF=half,
-        **_flags(qkv),
+        **launch_options(qkv),
         num_warps=4 if few else 2,
         num_stages=3,
     )
@@ -479,7 +304,7 @@ def _attention_kernel(
     v_cache += at
     if begin > position:
         if piece == 0:  # a finished row waits too: else this kernel could end before
-            _start(PDL)  # its predecessor, and the next kernel would read too early
+            wait_for_predecessor(PDL)  # its predecessor, and the next kernel would read too early
         return
     qkv += b.to(tl.int64) * (H + 2 * Hkv) * DH
     q1, q2 = (

@@ -4,7 +4,8 @@ import pytest
 import torch
 from conftest import compile_with_a_wait, each_generation
 
-import gumbel
+import rollout
+from ops import sampling
 
 
 @pytest.mark.parametrize(
@@ -24,7 +25,7 @@ def test_philox_gives_its_authors_vectors(counter, key, expected):
     rounds.
     """
     counter = (torch.tensor(word) for word in counter)
-    result = gumbel.philox(key[0] | key[1] << 32, *counter)
+    result = sampling.philox(key[0] | key[1] << 32, *counter)
     assert tuple(int(word) for word in result) == expected
 
 
@@ -46,13 +47,13 @@ def test_samples_follow_the_softmax(axis, temperature, top_p, limit):
     """
     logits, n = torch.tensor([[2.0, -1.0, 0.5, 0.0, -3.0, 1.5, -2.0]]), 100_000
     if top_p < 1:
-        logits = gumbel.nucleus(logits, temperature, top_p)
+        logits = sampling.nucleus(logits, temperature, top_p)
     kept = logits[0].isfinite()
     assert kept.nonzero()[:, 0].tolist() == ([0, 2, 3, 5] if top_p < 1 else list(range(7)))
     where = dict(seed=5, step=1, position=torch.full((n,), 2), sequence=torch.full((n,), 9))
     # the plain lines also take a column of seeds or of steps, one for each row
     where[axis] = torch.arange(n) if axis in ("position", "sequence") else torch.arange(n)[:, None]
-    tokens, logprobs = gumbel.sample(logits.expand(n, 7), temperature, **where)
+    tokens, logprobs = sampling.sample(logits.expand(n, 7), temperature, **where)
     log_p = (logits[0].double() / temperature).log_softmax(0)
     expected = n * log_p.exp()
     chi2 = ((torch.bincount(tokens, minlength=7) - expected) ** 2 / expected)[kept].sum()
@@ -66,8 +67,10 @@ def test_no_random_word_decides_alone(monkeypatch):
     logit.
     """
     for word in (0, 1, 255, 256, 0x7FFFFFFF, 0x80000000, 0xFFFFFE00, 0xFFFFFF00, 0xFFFFFFFF):
-        monkeypatch.setattr(gumbel, "philox", lambda *_, word=word: (torch.full((1, 2), word),) * 4)
-        assert gumbel.noise(7, 0, 0, *torch.zeros(2, 1).long()).isfinite().all(), hex(word)
+        monkeypatch.setattr(
+            sampling, "philox", lambda *_, word=word: (torch.full((1, 2), word),) * 4
+        )
+        assert sampling.noise(7, 0, 0, *torch.zeros(2, 1).long()).isfinite().all(), hex(word)
 
 
 def test_a_draw_is_its_own():
@@ -75,13 +78,13 @@ def test_a_draw_is_its_own():
     the key.
     """
     sequence, position = torch.tensor([3, 1 << 20, 0, 77]), torch.tensor([8, 0, 8, 5])
-    noise = gumbel.noise(11, 1 << 40, 6, sequence, position)
+    noise = sampling.noise(11, 1 << 40, 6, sequence, position)
     for b in range(4):
-        alone = gumbel.noise(11, 1 << 40, 6, sequence[b : b + 1], position[b : b + 1])
+        alone = sampling.noise(11, 1 << 40, 6, sequence[b : b + 1], position[b : b + 1])
         assert torch.equal(alone[0], noise[b])
-    assert torch.equal(gumbel.noise(9, 1 << 40, 6, sequence, position), noise[:, :9])
+    assert torch.equal(sampling.noise(9, 1 << 40, 6, sequence, position), noise[:, :9])
     others = [
-        gumbel.noise(11, *what)
+        sampling.noise(11, *what)
         for what in (
             (1 << 41, 6, sequence, position),
             (1 << 40, 7, sequence, position),
@@ -101,7 +104,7 @@ def test_the_nucleus_is_that_of_transformers(temperature, top_p):
     from transformers import TopPLogitsWarper
 
     logits = (torch.randn(50, 1000) * 3).double()
-    cut = gumbel.nucleus(logits, temperature, top_p)
+    cut = sampling.nucleus(logits, temperature, top_p)
     theirs = TopPLogitsWarper(top_p)(None, logits / temperature) > -torch.inf
     assert torch.equal(cut, logits.masked_fill(~theirs, -torch.inf))
     assert 50 <= theirs.sum() < 50_000
@@ -112,7 +115,7 @@ def test_the_nucleus_by_hand(monkeypatch, temperature):
     """The token that reaches top_p is kept, less probable ones are not. At most NUCLEUS of the most
     probable are kept, and all that tie with the last. Temperature 0 counts as 1.
     """
-    monkeypatch.setattr(gumbel, "NUCLEUS", 3)
+    monkeypatch.setattr(sampling, "NUCLEUS", 3)
     tied, other = [0.125, 0.5, 0.25, 0.125], [0.1, 0.3, 0.2, 0.15, 0.25]
     for p, top_p, kept in (
         (tied, 1e-9, [1]),
@@ -125,7 +128,7 @@ def test_the_nucleus_by_hand(monkeypatch, temperature):
         (other, 0.7, [1, 2, 4]),
         (other, 0.9, [1, 2, 4]),
     ):
-        cut = gumbel.nucleus(torch.tensor([p]).log(), temperature, top_p)
+        cut = sampling.nucleus(torch.tensor([p]).log(), temperature, top_p)
         assert cut.isfinite().nonzero()[:, 1].tolist() == kept, (p, top_p)
 
 
@@ -134,10 +137,10 @@ def test_a_row_of_nan_has_no_nucleus_and_disturbs_no_other():
     vocabulary.
     """
     logits = torch.randn(3, 500)
-    alone, logits[1] = gumbel.nucleus(logits, 0.6, 0.9), torch.nan
-    cut = gumbel.nucleus(logits, 0.6, 0.9)
+    alone, logits[1] = sampling.nucleus(logits, 0.6, 0.9), torch.nan
+    cut = sampling.nucleus(logits, 0.6, 0.9)
     assert torch.equal(cut[::2], alone[::2]) and cut[1].isnan().all()
-    token, _ = gumbel.sample(cut, 0.6, 5, 3, torch.arange(3), torch.arange(3))
+    token, _ = sampling.sample(cut, 0.6, 5, 3, torch.arange(3), torch.arange(3))
     assert ((0 <= token) & (token < 500)).all()
 
 
@@ -145,7 +148,7 @@ def test_append_ends_rows_at_stops_and_at_the_limit():
     """By hand, four rows: drew a stop token, finished before, below the limit, reaches the
     limit.
     """
-    check_append(gumbel.append, "cpu")
+    check_append(rollout.append, "cpu")
 
 
 def check_append(append, device):
@@ -185,8 +188,8 @@ def check_append(append, device):
 
 def same_draws(logits, temperature, seed, step, sequence, position, atol):
     """The kernels draw what the plain lines draw."""
-    token, logprob = gumbel._sample(logits, temperature, seed, step, sequence, position)
-    plain = gumbel.sample(logits, temperature, seed, step, sequence, position)
+    token, logprob = sampling._sample(logits, temperature, seed, step, sequence, position)
+    plain = sampling.sample(logits, temperature, seed, step, sequence, position)
     assert torch.equal(token, plain[0]) and plain[1].isfinite().all()
     torch.testing.assert_close(logprob, plain[1], atol=atol, rtol=0)
 
@@ -206,8 +209,8 @@ def interpreted():
         cut[:, low:high] = -torch.inf
         same_draws(cut, temperature, 3, 1, *rows, 1e-5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gumbel, "_fused", lambda x: True)
-        check_append(gumbel.append, "cpu")
+        patch.setattr(sampling, "uses_kernels", lambda x: True)
+        check_append(rollout.append, "cpu")
 
 
 def test_kernels_in_the_interpreter(interpret):
@@ -219,9 +222,9 @@ def test_kernels_compile(cc, everything):
     compile_with_a_wait(
         cc,
         [
-            (gumbel._tile_kernel, dict(GREEDY=False, TILE=gumbel.VOCAB_TILE), 4, 128),
-            (gumbel._merge_kernel, dict(TILES=64), 1, 64),
-            (gumbel._append_kernel, {}, 1, 64),
+            (sampling._tile_kernel, dict(GREEDY=False, TILE=sampling.VOCAB_TILE), 4, 128),
+            (sampling._merge_kernel, dict(TILES=64), 1, 64),
+            (rollout._append_kernel, {}, 1, 64),
         ],
         {
             "*i1": "finished",
@@ -246,11 +249,11 @@ def test_gpu_samples_and_append(V):
     logits, number = torch.randn(64, V, device="cuda") * 3, torch.arange(64, device="cuda")
     logits[63] = torch.nan
     for temperature in (0, 0.8):
-        token, logprob = gumbel.sample(logits, temperature, 5, 3, number, number * 7)
-        on_cpu = gumbel.sample(logits.cpu(), temperature, 5, 3, number.cpu(), number.cpu() * 7)
+        token, logprob = sampling.sample(logits, temperature, 5, 3, number, number * 7)
+        on_cpu = sampling.sample(logits.cpu(), temperature, 5, 3, number.cpu(), number.cpu() * 7)
         assert torch.equal(token.cpu()[:63], on_cpu[0][:63]) and 0 <= token[63] < V
         torch.testing.assert_close(logprob.cpu()[:63], on_cpu[1][:63], atol=1e-4, rtol=0)
-    check_append(gumbel.append, "cuda")
+    check_append(rollout.append, "cuda")
 
 
 @pytest.mark.gpu
@@ -263,10 +266,10 @@ def test_gpu_nucleus(B):
     torch.use_deterministic_algorithms(False)
     logits = torch.randn(B, 152064, device="cuda") * 3
     if B < 100:
-        ours = gumbel.nucleus(logits.double(), 0.6, 0.95).cpu()
-        assert torch.equal(ours, gumbel.nucleus(logits.double().cpu(), 0.6, 0.95))
+        ours = sampling.nucleus(logits.double(), 0.6, 0.95).cpu()
+        assert torch.equal(ours, sampling.nucleus(logits.double().cpu(), 0.6, 0.95))
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     others = torch.cuda.memory_allocated() - 4 * logits.numel()
-    gumbel.nucleus(logits, 0.6, 0.95)
+    sampling.nucleus(logits, 0.6, 0.95)
     assert torch.cuda.max_memory_allocated() - others <= 20 * logits.numel() + 2**25

@@ -6,9 +6,9 @@ maps a counter (vocabulary id // 4, position, sequence number, step) and a key, 
 bits, without any state. So a draw depends neither on the other rows of its batch nor on the order
 in which sequences finish.
 
-Plain torch lines define what each function returns. On a GPU, outside autograd, `sample` and
-`append` launch Triton kernels with the same result. Their launch is a PDL (programmatic dependent
-launch): a kernel may start while its predecessor still runs, and waits for it before reading.
+Plain torch lines define what each function returns. On a GPU, outside autograd, `sample` launches
+Triton kernels with the same result. Their launch is a PDL (programmatic dependent launch): a kernel
+may start while its predecessor still runs, and waits for it before reading.
 
 Needs: torch; on a GPU also triton.
 """
@@ -27,18 +27,18 @@ VOCAB_TILE = 2048  # logits that one CTA of the sampler reads
 NUCLEUS = 4096  # most tokens of a nucleus: topk finds so many sooner than sort() orders all
 
 
-def _fused(x):
+def uses_kernels(x):
     return x.is_cuda and not torch.is_grad_enabled()
 
 
-def _flags(x):
+def launch_options(x):
     """→ a kernel's launch options: PDL on Hopper and newer GPUs, no PDL in Triton's interpreter."""
     pdl = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
     return {"PDL": pdl, "launch_pdl": pdl}
 
 
 @jit
-def _start(PDL: constexpr):
+def wait_for_predecessor(PDL: constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -50,7 +50,7 @@ def sample(logits, temperature, seed, step, sequence, position):
     f32; seed, step: ints; sequence, position (B,) int64: a row's global number, the new token's
     index in its answer.
     """
-    if _fused(logits):
+    if uses_kernels(logits):
         return _sample(logits, temperature, seed, step, sequence, position)
     scaled = logits / (temperature or 1.0)
     noisy = scaled
@@ -100,7 +100,7 @@ def _sample(logits, temperature, seed, step, sequence, position):
         V,
         GREEDY=temperature == 0,
         TILE=VOCAB_TILE,
-        **_flags(logits),
+        **launch_options(logits),
     )
     _merge_kernel[B,](
         found,
@@ -109,7 +109,7 @@ def _sample(logits, temperature, seed, step, sequence, position):
         logprob,
         tiles,
         TILES=triton.next_power_of_2(tiles),
-        **_flags(logits),
+        **launch_options(logits),
         num_warps=1,
     )
     return token, logprob
@@ -131,7 +131,7 @@ def _tile_kernel(
     PDL: constexpr,
 ):
     tile, b = tl.program_id(0), tl.program_id(1)
-    _start(PDL)
+    wait_for_predecessor(PDL)
     block = tile * (TILE // 4) + tl.arange(0, TILE // 4)
     ids = tile * TILE + tl.arange(0, TILE)
     z = tl.load(logits + b.to(tl.int64) * V + ids, mask=ids < V, other=float("-inf")) / temperature
@@ -163,7 +163,7 @@ def _tile_kernel(
 
 @jit
 def _merge_kernel(found, winner, token, logprob, tiles, TILES: constexpr, PDL: constexpr):
-    _start(PDL)
+    wait_for_predecessor(PDL)
     b, i = tl.program_id(0), tl.arange(0, TILES)
     found += b * 4 * tiles + i
     top = tl.load(found, mask=i < tiles, other=float("-inf"))
@@ -205,74 +205,6 @@ def philox(seed, c0, c1, c2, c3):
         )
         key0, key1 = (key0 + 0x9E3779B9) & low, (key1 + 0xBB67AE85) & low
     return torch.broadcast_tensors(c0, c1, c2, c3)
-
-
-def append(token, logprob, rows, positions, stops, limit, last, rollout):
-    """Write each running row's new token to the rollout; end the row at a stop token or at `limit`
-    tokens. token, logprob (B,): from sample. rows (B,) int64: each row's index in the rollout.
-    stops (n,) int64. Changed in place: rollout, a Rollout; last (B,) int64, which takes the token;
-    positions (B,) int64 of the tokens that the model just read: each grows by 1, or becomes −1 when
-    its row ends, and is then skipped.
-    """
-    if _fused(logprob):
-        _append_kernel[len(token),](
-            token,
-            logprob,
-            rows,
-            positions,
-            stops,
-            len(stops),
-            limit,
-            last,
-            *rollout[:4],
-            rollout.tokens.shape[1],
-            **_flags(token),
-            num_warps=1,
-        )
-        return
-    going = (positions >= 0).nonzero()[:, 0]
-    token, row, at = token[going], rows[going], positions[going] + 1
-    rollout.tokens[row, at] = token
-    rollout.logprobs[row, at] = logprob[going]
-    rollout.lengths[row] += 1
-    rollout.finished[row] = torch.isin(token, stops)
-    over = rollout.finished[row] | (rollout.lengths[row] >= limit)
-    positions[going] = torch.where(over, -1, at)
-    last[going] = token
-
-
-@jit(do_not_specialize=["limit", "width"])
-def _append_kernel(
-    token,
-    logprob,
-    rows,
-    positions,
-    stops,
-    n_stops,
-    limit,
-    last,
-    tokens,
-    logprobs,
-    lengths,
-    finished,
-    width,
-    PDL: constexpr,
-):
-    _start(PDL)
-    b = tl.program_id(0)
-    at = tl.load(positions + b) + 1
-    if at > 0:
-        row, new = tl.load(rows + b), tl.load(token + b)
-        length = tl.load(lengths + row) + 1
-        stop = 0
-        for i in range(n_stops):
-            stop |= (tl.load(stops + i) == new).to(tl.int32)
-        tl.store(tokens + row * width + at, new)
-        tl.store(logprobs + row * width + at, tl.load(logprob + b))
-        tl.store(lengths + row, length)
-        tl.store(finished + row, stop != 0)
-        tl.store(positions + b, tl.where((stop != 0) | (length >= limit), -1, at))
-        tl.store(last + b, new)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""What the method stands on: flags, files, runs, memory. Its reader need not open these."""
