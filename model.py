@@ -14,7 +14,7 @@ layer. A CPU computes in fp32, a GPU in bf16 with the residual stream and the lo
 transformers supplies the config and the formulas of scaled RoPE; its own models are the tests'
 oracle. Left out: mixtures of experts, sliding windows, encoder parts, dropout.
 Needs: torch, transformers, tqdm; nvfp4.py, fp4_gemm.py, lora.py,
-ops/{elementwise,attention,logprobs}.py, checkpoint.py.
+ops/{elementwise,attention,logprobs}.py, tools/weights.py.
 """
 
 from functools import partial
@@ -25,11 +25,11 @@ from torch.utils.checkpoint import checkpoint as recompute
 from tqdm import tqdm
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-import checkpoint
 import fp4_gemm
 import nvfp4
 from lora import LoRALinear
 from ops import attention, elementwise, logprobs
+from tools import weights
 
 # what tells the families apart: (bias on q, k, v; bias on o; a norm on each head's q and k)
 FAMILIES = {
@@ -43,15 +43,13 @@ QUANT = {"nvfp4": "sweep", "rtn": "rtn", "bf16": None}
 def load(name_or_source, quant="nvfp4", rank=32, alpha=32, device="cpu", seed=0):
     """→ Decoder with quantised weights and a fresh adapter whose lora_A comes from `seed`.
 
-    name_or_source: what checkpoint.open takes, or returns. quant: "nvfp4" (scale sweep), "rtn" (the
+    name_or_source: what weights.open takes, or returns. quant: "nvfp4" (scale sweep), "rtn" (the
     paper's rounding) or "bf16" (not quantised; fp32 on a CPU). ValueError: an unsupported
     architecture or config, a tensor that is missing, misshapen or left over.
     """
     if quant not in QUANT:
         raise ValueError(f"quant={quant!r} must be one of {', '.join(QUANT)}")
-    source = (
-        name_or_source if hasattr(name_or_source, "tensor") else checkpoint.open(name_or_source)
-    )
+    source = name_or_source if hasattr(name_or_source, "tensor") else weights.open(name_or_source)
     model = Decoder(
         source, QUANT[quant], rank, alpha, torch.device(device), torch.Generator().manual_seed(seed)
     )

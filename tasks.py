@@ -268,7 +268,7 @@ def own(path, held_out=32):
         try:
             return function(*given)
         except (Exception, SystemExit) as error:
-            if getattr(error, "code", None) in (129, 143):  # launch.py's SIGHUP or SIGTERM
+            if getattr(error, "code", None) in (129, 143):  # tools/launch.py's SIGHUP or SIGTERM
                 raise
             lines = [
                 f"{f.filename}, line {f.lineno}"

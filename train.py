@@ -9,8 +9,8 @@
         A        ← (reward − mean of its group) / std           grpo.advantages
         LoRA     ← AdamW step on policy_loss(…, A)              the NVFP4 base never changes
 
-Needs: aqn.py, grpo.py, lora.py, model.py, rollout.py; launch.py to start, runs.py to log, save,
-resume.
+Needs: aqn.py, grpo.py, lora.py, model.py, rollout.py; tools/launch.py to start,
+tools/run.py to log, save and resume.
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import aqn
 import grpo
-import launch
 import lora
-import runs
-from launch import all_sum, rank_and_count
 from model import answer_mask
 from rollout import Rollout, Sampler
+from tools import launch
+from tools.launch import all_sum, rank_and_count
+from tools.run import PROBE, peak_memory_gb
 
 
 def train(config, model, task, tokenizer, stop_ids, run):
@@ -360,7 +360,7 @@ def preflight(config, model, task, tokenizer, stop_ids, run):
     pointless.
     """
     ranks, sampler = rank_and_count()[1], Sampler(model)
-    probe = dataclasses.replace(config, prompts=-(-runs.PROBE // ranks) * ranks, resample=0)
+    probe = dataclasses.replace(config, prompts=-(-PROBE // ranks) * ranks, resample=0)
     sampled, rewards, _, stats = collect(probe, sampler, task, tokenizer, stop_ids, 0)
     advantages = advantages_of(config, rewards)
     began, share = time.perf_counter(), config.prompts / probe.prompts
@@ -370,7 +370,7 @@ def preflight(config, model, task, tokenizer, stop_ids, run):
     sampling = (stats["rollout_s"] - sampler.stats["capture_s"]) / config.updates_per_rollout
     stats["rollout_s"] = sampling * (share if model.device.type == "cpu" else max(1, share))
     solved = all_sum((rewards > 0).sum()).item() / (probe.prompts * config.group_size)
-    return run.preflight(stats | dict(solved=solved, memory_gb=runs.peak_memory_gb()))
+    return run.preflight(stats | dict(solved=solved, memory_gb=peak_memory_gb()))
 
 
 def advantages_of(config, rewards):

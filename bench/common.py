@@ -1,6 +1,6 @@
 """What the measurements share: flags, the log, the clock, random models.
 
-Needs: torch; checkpoint.py, lora.py, model.py, tools/memory.py; nvidia-smi where there is a GPU.
+Needs: torch; tools/weights.py, lora.py, model.py, tools/memory.py; nvidia-smi where there is a GPU.
 """
 
 import argparse
@@ -14,10 +14,9 @@ from pathlib import Path
 
 import torch
 
-import checkpoint
 import lora
 from model import load
-from tools import memory
+from tools import memory, weights
 
 try:
     from triton import __version__ as TRITON
@@ -121,7 +120,7 @@ def graph_times(kinds):
 
 
 # --- random models: the speed does not depend on the values
-class RandomWeights(checkpoint.Source):
+class RandomWeights(weights.Source):
     """A checkpoint of a shape, each tensor made where and when it is read."""
 
     unread = set()

@@ -7,7 +7,7 @@ forward and backward of −Σ A·log π with gradient checkpointing, as many row
 --micro-tokens hold, and AdamW. Its sampling takes minutes: --sampled tokens are timed in the
 middle of the answers, at a context of --prompt-length + --new / 2, and the seconds multiplied.
 
-Needs: bitsandbytes, peft; common.py; runs.py, tools/memory.py.
+Needs: bitsandbytes, peft; common.py; tools/run.py, tools/memory.py.
 """
 
 from importlib.metadata import version
@@ -17,9 +17,9 @@ import peft
 import torch
 import transformers
 
-import runs
 from bench import common
 from tools import memory
+from tools.run import peak_memory_gb
 
 
 def main(arguments=None):
@@ -45,7 +45,7 @@ def main(arguments=None):
             "step_s": rollout_s + update_s,
             "rollout_tok_s": rows * args.new / rollout_s,
             "update_tok_s": rows * length / update_s,
-            "peak_gb": runs.peak_memory_gb(),
+            "peak_gb": peak_memory_gb(),
         }
     )
 

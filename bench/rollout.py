@@ -14,17 +14,17 @@ it for each. --samples 1: nothing in common, as when answers are much longer tha
 --whole: a whole rollout of 32 prompts × 16 samples by continuous batching, --batch answers at a
 time, mean length 600, longest 2048; prefill included.
 
-Needs: common.py; rollout.py, runs.py, tools/memory.py.
+Needs: common.py; rollout.py, tools/run.py, tools/memory.py.
 """
 
 import math
 
 import torch
 
-import runs
 from bench import common
 from rollout import Sampler, cached_bytes
 from tools import memory
+from tools.run import peak_memory_gb
 
 
 def main(arguments=None):
@@ -44,7 +44,7 @@ def main(arguments=None):
                 record |= whole(model, batch)
             else:
                 record |= steady(model, quant, batch, args)
-            records.append(record | {"peak_gb": runs.peak_memory_gb()})
+            records.append(record | {"peak_gb": peak_memory_gb()})
 
 
 def steady(model, quant, batch, args):

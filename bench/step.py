@@ -5,18 +5,17 @@ checkpointing. The first of --steps compiles. --memory-gb caps the allocator, in
 torchrun --nproc-per-node N -m bench.step … gives each rank that many; the rates are those of all
 ranks.
 
-Needs: common.py; launch.py, rollout.py, runs.py, train.py, tools/memory.py.
+Needs: common.py; tools/launch.py, rollout.py, tools/run.py, train.py, tools/memory.py.
 """
 
 import torch
 
-import launch
-import runs
 import train
 from bench import common
 from rollout import Sampler
-from tools import memory
+from tools import launch, memory
 from tools.flags import Config
+from tools.run import peak_memory_gb
 
 
 def parse(arguments=None):
@@ -75,7 +74,7 @@ def measure(args, quant, records):
                 "update_s": update_s,
                 "update_tok_s": ranks * rows * length / update_s,
                 "step_s": rollout_s + update_s,
-                "peak_gb": runs.peak_memory_gb(),
+                "peak_gb": peak_memory_gb(),
                 "planned_gb": plan.peak / 1e9,
             }
         )

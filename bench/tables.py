@@ -13,8 +13,7 @@ import statistics
 import textwrap
 from pathlib import Path
 
-import runs
-from tools import memory
+from tools import memory, report
 
 LOGS = Path(__file__).parent.parent / "results"
 ANSWERS = 128  # of a step in `hardware`
@@ -324,7 +323,7 @@ def quickstarts():
     """→ of each seed's default run its first and last evaluation, minutes, peak and conditions."""
     found = []
     for folder in sorted((LOGS / "quickstart").iterdir()):
-        records = list(runs.read(folder).values())
+        records = list(report.read(folder).values())
         evals = [r for r in records if r["kind"] == "eval"]
         peak = max(r["memory_gb"] for r in records if r["kind"] == "step")
         info = json.loads((folder / "conditions.json").read_text())

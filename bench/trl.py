@@ -14,7 +14,7 @@ vLLM has a copy of it. A record a step, in seconds; the first step compiles:
                    calls update_s
 TRL pads all answers of a step to the longest, and runs those of advantage 0, which train.py skips.
 
-Needs: trl, peft, datasets, vllm; common.py; checkpoint.py, runs.py, tasks.py, train.py.
+Needs: trl, peft, datasets, vllm; common.py; tools/weights.py, tools/run.py, tasks.py, train.py.
 """
 
 import tempfile
@@ -26,12 +26,12 @@ import peft
 import transformers
 import trl
 
-import checkpoint
-import runs
 import tasks
 import train
 from bench import common
+from tools import weights
 from tools.flags import Config
+from tools.run import peak_memory_gb
 
 
 class Meter(transformers.TrainerCallback):
@@ -70,7 +70,7 @@ class Meter(transformers.TrainerCallback):
             "step": state.global_step - 1,
             "rollout_s": self.rollout_s,
             "update_s": now - self.began - self.rollout_s,
-            "peak_gb": runs.peak_memory_gb(),
+            "peak_gb": peak_memory_gb(),
         }
         self.log.append(measured | self.answers)
         self.began = now
@@ -87,7 +87,7 @@ def main(arguments=None):
     if args.micro_batch < 1 or rows % args.micro_batch:
         parser.error(f"--micro-batch {args.micro_batch} must divide the {rows} answers of a step")
     task = tasks.gsm8k(args.data)
-    stop_ids = checkpoint.open(args.model).stop_ids()
+    stop_ids = weights.open(args.model).stop_ids()
     names = ["trl", "peft", "transformers"]
     if gpu:
         names.append("vllm")

@@ -37,16 +37,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch  # noqa: E402
 
-import checkpoint  # noqa: E402
 import nvfp4  # noqa: E402
-import runs  # noqa: E402
 import train  # noqa: E402
 from bench.common import conditions  # noqa: E402
 from experiments import gsm8k_plan as rules  # noqa: E402
 from model import load  # noqa: E402
 from rollout import Sampler  # noqa: E402
 from tasks import TASKS  # noqa: E402
+from tools import report, weights  # noqa: E402
 from tools.flags import Config, check, parse
+from tools.run import Run, append, rounded  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 HUB = "Qwen/Qwen2.5-Coder-{}-Instruct-GGUF/qwen2.5-coder-{}-instruct-q4_k_m.gguf"
@@ -95,7 +95,7 @@ BASES = {
 }
 
 
-class Rounded(checkpoint.Source):
+class Rounded(weights.Source):
     """A checkpoint whose projections are rounded to a format and dequantised, on `device`."""
 
     def __init__(self, source, rounding, device):
@@ -129,7 +129,7 @@ class Tempered(Sampler):
 
 
 # --- one run
-class Logged(runs.Run):
+class Logged(Run):
     """A run whose records go into the experiment's log. Its folder holds checkpoints and
     samples."""
 
@@ -162,8 +162,8 @@ class Logged(runs.Run):
 
     def log(self, kind, step, record):
         record = dict(kind=kind, step=step) | record
-        self.say(runs.line(record))
-        short = {k: runs.rounded(v, 4) for k, v in record.items()}
+        self.say(report.line(record))
+        short = {k: rounded(v, 4) for k, v in record.items()}
         self.write({k: v for k, v in short.items() if v is not None})
 
     def finish(self):
@@ -194,7 +194,7 @@ def make(job, out, flags, problems=None, at_once=1):
 
     problems: at most so many in each test. at_once: how many runs share the GPU, for the log.
     """
-    write = partial(runs.append, out / f"{job.name}.jsonl")
+    write = partial(append, out / f"{job.name}.jsonl")
     out.mkdir(parents=True, exist_ok=True)
     try:
         _make(job, out, flags, problems, at_once, write)
@@ -212,7 +212,7 @@ def _make(job, out, flags, problems, at_once, write):
     config.out = str(folder)
     config.resume = config.out if any(folder.glob("checkpoint*.safetensors")) else ""
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    source = checkpoint.open(config.model)
+    source = weights.open(config.model)
     tokenizer, stop_ids = source.tokenizer(), source.stop_ids()
     quant, rounding = BASES[job.base]
     if rounding:

@@ -9,7 +9,7 @@ and gsm8k_tables.py reads their logs. A log, results/gsm8k/NAME.jsonl, has one r
     test     of each test problem, how many answers were right: "0110…", or [3, 64, …] of 64
     temperatures, failed, end
 
-Needs: numpy; runs.py.
+Needs: numpy; tools/report.py.
 """
 
 import functools
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-import runs
+from tools import report
 
 LOGS = Path(__file__).parent.parent / "results" / "gsm8k"
 
@@ -222,7 +222,7 @@ def read(folder, job):
 
 @functools.cache
 def _parsed(path, size):
-    return Log(runs.jsonl(path))
+    return Log(report.jsonl(path))
 
 
 def temperatures():

@@ -4,7 +4,7 @@
     python -m experiments.gsm8k_tables plot     results/gsm8k-1.5b.png and gsm8k-0.5b.png
 
 A second argument names another folder of logs. The tests and the verdicts are in paired.py. Needs:
-numpy, matplotlib, scipy; runs.py.
+numpy, matplotlib, scipy; tools/report.py.
 """
 
 import statistics

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-import launch
-import runs
 import train
+from tools import launch, report
 from tools.flags import parse
 
 ROOT = Path(train.__file__).parent
@@ -92,7 +91,7 @@ def outcome(folder):
         (folder / f"{name}/adapter_model.safetensors").read_bytes()
         for name in ("adapter", "adapter-best")
     )
-    records = runs.read(folder).values()
+    records = report.read(folder).values()
     return adapter, [{k: v for k, v in r.items() if k not in TIMINGS} for r in records], best
 
 

@@ -80,9 +80,9 @@ def tiny(tmp_path_factory):
 @pytest.fixture(scope="session")
 def smollm2():
     """→ the default model's checkpoint and tokenizer, once a session: parsing it takes seconds."""
-    import checkpoint
+    from tools import weights
 
-    source = checkpoint.open("smollm2")
+    source = weights.open("smollm2")
     return source, source.tokenizer()
 
 

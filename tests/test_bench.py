@@ -17,11 +17,10 @@ import torch
 import transformers
 
 import fp4_gemm
-import launch
 import nvfp4
 import tasks
 from bench import common, gemm, rollout, step, tables, turns, vllm
-from tools import memory
+from tools import launch, memory
 
 STEP = "--prompts 2 --samples 3 --prompt-length 5 --new 7 "
 

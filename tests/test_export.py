@@ -16,15 +16,14 @@ import torch
 from conftest import tiny_checkpoint
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from test_checkpoint import IDS, bits, foreign, logits
+from test_weights import IDS, bits, foreign, logits
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-import checkpoint
 import fp4_gemm
 import lora
 import model
 import nvfp4
-from tools import export
+from tools import export, weights
 
 # Qwen 2 has biases; the foreign checkpoints below are of Qwen 3, which has a norm on q and k
 FAMILIES = ["qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen3"))]
@@ -82,7 +81,7 @@ def exported(runs, tmp_path_factory):
     return folder
 
 
-def weights(folder):
+def stored_weights(folder):
     return load_file(folder / "model.safetensors")
 
 
@@ -98,7 +97,7 @@ def test_compressed_tensors_decompresses_our_export_to_our_weights(runs, exporte
     folder, (run, m) = exported(family, "nvfp4"), runs(family)
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     scheme = QuantizationConfig.model_validate(config).config_groups["group_0"]
-    stored, original = weights(folder), weights(run.parent / family)
+    stored, original = stored_weights(folder), stored_weights(run.parent / family)
     for name, q in projections(m).items():
         ends = ("weight_packed", "weight_scale", "weight_global_scale")
         parts = {end: stored.pop(f"{name}.{end}") for end in ends}
@@ -118,7 +117,7 @@ def read_modelopt(folder):
         "group_size": 16,
         "exclude_modules": ["lm_head"],
     }  # without the null vLLM refuses it
-    tensors, found = weights(folder), {}
+    tensors, found = stored_weights(folder), {}
     for name, packed in tensors.items():
         if packed.dtype != torch.uint8:
             continue
@@ -167,7 +166,7 @@ def test_4_bit_checkpoints_convert_into_each_other(exported, tmp_path):
     """A model without a run changes its layout; after a round trip all tensors are equal."""
     export.export(exported("qwen2", "nvfp4"), tmp_path / "there", "modelopt")
     export.export(tmp_path / "there", tmp_path / "back", "nvfp4")
-    a, b = weights(exported("qwen2", "nvfp4")), weights(tmp_path / "back")
+    a, b = stored_weights(exported("qwen2", "nvfp4")), stored_weights(tmp_path / "back")
     assert a.keys() == b.keys() and all(torch.equal(bits(a[n]), bits(b[n])) for n in a)
 
 
@@ -210,7 +209,7 @@ def test_transformers_loads_the_merged_export(runs, tmp_path, family, quant):
     """
     run, m = runs(family, quant)
     export.export(run, tmp_path / "out", "bf16")
-    stored, base = weights(tmp_path / "out"), weights(run.parent / family)
+    stored, base = stored_weights(tmp_path / "out"), stored_weights(run.parent / family)
     assert stored.keys() == base.keys() and all(t.dtype == torch.bfloat16 for t in stored.values())
     if quant == "nvfp4":
         for name, q in projections(m).items():
@@ -226,7 +225,7 @@ def test_transformers_loads_the_merged_export(runs, tmp_path, family, quant):
         assert (theirs(IDS).logits - logits(m)).norm() < 14 * 2**-8 * logits(m).norm()
     if quant == "bf16":
         export.export(tmp_path / "out", tmp_path / "four", "nvfp4")
-        rounded = weights(tmp_path / "four")[f"{O_PROJ}_packed"]
+        rounded = stored_weights(tmp_path / "four")[f"{O_PROJ}_packed"]
         assert torch.equal(rounded, nvfp4.quantize(stored[O_PROJ]).packed)
         assert not (tmp_path / "four/adapter").exists()
 
@@ -322,7 +321,7 @@ def test_a_gguf_models_tokenizer_and_ends_travel(smollm2, tmp_path):
     export._copy_tokenizer(source, tmp_path)
     source.config.save_pretrained(tmp_path)
     save_file({}, tmp_path / "model.safetensors")
-    found = checkpoint.open(str(tmp_path))
-    ours, theirs = (checkpoint.encode(t, "What is 7 * 8?") for t in (found.tokenizer(), tokenizer))
+    found = weights.open(str(tmp_path))
+    ours, theirs = (weights.encode(t, "What is 7 * 8?") for t in (found.tokenizer(), tokenizer))
     assert ours == theirs and found.stop_ids() == source.stop_ids()
     assert (tmp_path / "generation_config.json").is_file()

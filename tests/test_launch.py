@@ -16,12 +16,10 @@ import torch
 from command import FLAGS, ROOT, TIMINGS, Command, lines, main
 from torch.distributed.run import main as torchrun
 
-import checkpoint
-import launch
-import runs
 import train
 from rollout import Sampler
 from tasks import Task
+from tools import launch, report, weights
 from tools.flags import Config, check, parse
 
 # what the run of an adapter was trained with; each differs from its default
@@ -315,7 +313,7 @@ def test_a_run_of_ones_own_task_goes_on_and_is_scored_from_anywhere(
     run = tmp_path / "run"
     assert main("--resume", run, "--steps", 2) == 0
     assert main("--steps", 0, "--device", "cpu", "--out", "score", "--adapter", run) == 0
-    want, (got,) = runs.read(run)["eval", 2], runs.read("score").values()
+    want, (got,) = report.read(run)["eval", 2], report.read("score").values()
     scores = operator.itemgetter("eval_greedy", "eval_greedy_loose", "eval_sampled", "problems")
     assert scores(got) == scores(want) and got["problems"] == 5
     assert 0 < got["eval_greedy"] != got["eval_sampled"]
@@ -386,7 +384,7 @@ def test_what_a_user_can_get_wrong_is_one_line_and_exit_code_2(
 def test_a_prompt_that_the_model_cannot_take_is_named_by_its_text(tiny_chat):
     """Without a chat template an empty text has no tokens. The context is 128 tokens, 8 of them for
     the answer. A token beyond the vocabulary would end a process on a GPU."""
-    source = checkpoint.open(str(tiny_chat))
+    source = weights.open(str(tiny_chat))
     tokenizer, task = source.tokenizer(), Task([], [], operator.itemgetter("prompt"), None)
     tokenizer.chat_template = None
 
@@ -423,8 +421,8 @@ def test_a_chat_is_trained_on_or_refused_before_the_model_loads(
     )
     flags = "--task", tmp_path / "mine.py", "--steps", 1, "--eval-problems", 0
     assert start(*flags) == 0
-    assert list(runs.read(tmp_path / "run")) == [("step", 0)]
-    worst, best = runs.jsonl(tmp_path / "run/samples.jsonl")
+    assert list(report.read(tmp_path / "run")) == [("step", 0)]
+    worst, best = report.jsonl(tmp_path / "run/samples.jsonl")
     assert worst["prompt"][0] == best["prompt"][0] == {"role": "system", "content": "1+1"}
     refuses = shutil.copytree(tiny_chat, tmp_path / "refuses")
     (refuses / "chat_template.jinja").write_text("{{ raise_exception('no system') }}")
@@ -473,7 +471,7 @@ def test_two_ranks_train_as_one_process(start, tiny_chat, tmp_path, monkeypatch,
     torchrun([str(word) for word in (*job, *FLAGS, *flags, "--model", tiny_chat, "--out", folder)])
     said = capfd.readouterr().out
     assert start(*flags) == 0
-    one, two = runs.read(tmp_path / "run"), runs.read(folder)
+    one, two = report.read(tmp_path / "run"), report.read(folder)
     assert list(one) == list(two) and len(lines(folder)) == len(two)
     assert one["step", 1]["grad_norm"]  # the first gradient
     for where in list(one)[:3]:
@@ -484,7 +482,7 @@ def test_two_ranks_train_as_one_process(start, tiny_chat, tmp_path, monkeypatch,
     threads = re.findall("threads: (.+)", said)
     assert len(threads) == 2 and "gloo" not in "".join(threads)
     assert main("--resume", folder, "--steps", 3) == 0  # by one process
-    records = runs.read(folder)
+    records = report.read(folder)
     assert 0 <= records["step", 0]["rollout_idle"] < 1 and "rollout_idle" not in records["step", 2]
 
 

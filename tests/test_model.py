@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-import checkpoint
 import lora
 import model
 import nvfp4
 from ops import logprobs
 from rollout import Sampler
+from tools import weights
 
 SHORT = {"original_max_position_embeddings": 32}
 ROPE = {
@@ -118,7 +118,7 @@ def test_smollm2_equals_transformers(smollm2):
             source.folder, gguf_file=source.path.name, dtype=torch.float32
         )
     texts = "What is 7 * 8?", "Name a colour, in a word!"
-    prompts = [checkpoint.encode(tokenizer, text) for text in texts]
+    prompts = [weights.encode(tokenizer, text) for text in texts]
     n = min(map(len, prompts))
     m = model.load(source, quant="bf16", rank=2)
     drawn = check_against(oracle, m, torch.tensor([p[-n:] for p in prompts]), new=16)

@@ -12,9 +12,8 @@ import pytest
 import torch
 from command import main
 
-import runs
 import tasks
-from tools import export
+from tools import export, report
 from tools.flags import Config, parse, spelled
 
 ROOT = Path(__file__).parent.parent
@@ -102,7 +101,7 @@ def test_links_and_pictures_lead_to_files_and_headings(path):
 def test_the_lines_of_the_terminal_are_those_of_the_committed_run():
     """Seed 0 of results/quickstart, as train.py prints a record."""
     printed = {
-        runs.line(record) for record in runs.read(ROOT / "results/quickstart/seed0").values()
+        report.line(record) for record in report.read(ROOT / "results/quickstart/seed0").values()
     }
     shown = re.findall(r"^    ((?:step|eval after) +\d.*)$", README, re.M)
     assert len(shown) >= 3 and set(shown) <= printed
@@ -113,7 +112,7 @@ def test_the_glossary_explains_the_keys_of_the_committed_logs_and_no_others():
     glossary = set(re.findall(r"`(\w+)`", "".join(rows)))
     written = set()
     for seed in range(3):
-        for record in runs.read(ROOT / f"results/quickstart/seed{seed}").values():
+        for record in report.read(ROOT / f"results/quickstart/seed{seed}").values():
             written |= record.keys()
     assert written - {"kind"} == glossary
 
@@ -155,7 +154,7 @@ def test_the_lines_for_peft_transformers_and_pandas_run_as_printed(
     capsys.readouterr()
     exec(code, names)
     assert capsys.readouterr().out.strip() and (tmp_path / "reward.png").stat().st_size > 5000
-    log, ids = runs.read("runs/NAME"), torch.arange(3, 23)[None]
+    log, ids = report.read("runs/NAME"), torch.arange(3, 23)[None]
     rewards = [r["reward"] for r in log.values() if r["kind"] == "step"]
     # pandas rounds the last digit
     assert list(names["log"].reward.dropna()) == pytest.approx(rewards)

@@ -10,12 +10,12 @@ from conftest import tiny_checkpoint
 from transformers import TopPLogitsWarper
 
 import aqn
-import checkpoint
 import lora
 import model
 import rollout
 from ops import attention, sampling
 from rollout import Rollout, Sampler
+from tools import weights
 
 # of eight different lengths, so that a length tells the prompt
 PROMPTS = [
@@ -469,7 +469,7 @@ def test_gpu_recorded_logprobs_are_the_trainers_when_the_adapter_is_small(smollm
     for layer in lora.lora_layers(m).values():
         layer.lora_B.data.sign_().mul_(5e-4)
     lora.refresh(m)
-    prompts = [checkpoint.encode(tokenizer, f"What is {i} + {3 * i}?") for i in range(16)]
+    prompts = [weights.encode(tokenizer, f"What is {i} + {3 * i}?") for i in range(16)]
     r = Sampler(m).generate(prompts, 16, 16, 1.0, source.stop_ids(), 0, 1)
     with torch.no_grad():
         d = (rescored(m, r) - r.logprobs)[answered(r)]

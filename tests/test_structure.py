@@ -20,7 +20,7 @@ ALLOWED = {
     "ops.attention": set(),
     "ops.sampling": set(),
     "ops.logprobs": set(),
-    "checkpoint": {"nvfp4", "lora"},
+    "tools.weights": {"nvfp4", "lora"},
     "model": {
         "nvfp4",
         "fp4_gemm",
@@ -28,15 +28,16 @@ ALLOWED = {
         "ops.elementwise",
         "ops.attention",
         "ops.logprobs",
-        "checkpoint",
+        "tools.weights",
     },
     "rollout": {"model", "ops.attention", "ops.sampling"},
-    "tools.export": {"model", "checkpoint", "lora", "fp4_gemm", "nvfp4"},
-    "tools.memory": {"checkpoint", "fp4_gemm", "ops.logprobs", "model", "rollout"},
-    "runs": {"lora"},
+    "tools.export": {"model", "tools.weights", "lora", "fp4_gemm", "nvfp4"},
+    "tools.memory": {"tools.weights", "fp4_gemm", "ops.logprobs", "model", "rollout"},
+    "tools.report": set(),
+    "tools.run": {"lora", "tools.report"},
     "tools.flags": {"aqn", "grpo", "model", "tasks"},
-    "launch": {"checkpoint", "model", "runs", "tasks", "lora", "tools.flags"},
-    "train": {"aqn", "grpo", "lora", "model", "rollout", "runs", "launch"},
+    "tools.launch": {"tools.weights", "model", "tools.run", "tasks", "lora", "tools.flags"},
+    "train": {"aqn", "grpo", "lora", "model", "rollout", "tools.run", "tools.launch"},
 }
 PACKAGES = {"ops", "tools"}
 BEHIND = {"bench", "experiments", "tests"}  # no module of the product may import from these

@@ -826,7 +826,7 @@ def test_a_reward_that_fails_is_named_with_its_line_and_the_answer(own, value, s
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt(), SystemExit(143), SystemExit(129)])
 def test_a_signal_in_a_reward_is_no_error_of_the_reward(own, stop):
-    """launch.py turns SIGTERM into SystemExit(143), whatever function runs just then."""
+    """tools/launch.py turns SIGTERM into SystemExit(143), whatever function runs just then."""
     task = own(MINE + "def reward(problem, text):\n    raise problem['stop']\n")
     with pytest.raises(type(stop)) as passed:
         task.reward({"stop": stop}, "7", True)

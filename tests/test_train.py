@@ -12,15 +12,13 @@ from command import forks, main
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import aqn
-import checkpoint
 import grpo
-import launch
 import lora
 import model as decoder
-import runs
 import train
 from rollout import Rollout, Sampler
 from tasks import Task
+from tools import launch, report, weights
 from tools.flags import Config
 
 G = 4
@@ -285,7 +283,7 @@ def test_adamw_gets_the_clipped_gradient_and_its_flags(tiny_chat, noisy):
 
 
 def world(folder):
-    source = checkpoint.open(str(folder))
+    source = weights.open(str(folder))
     return actor(folder), source.tokenizer()
 
 
@@ -502,7 +500,7 @@ def test_flags_reach_what_they_name(tiny_chat, tmp_path, monkeypatch):
     # three evaluations, a step and its resampling
     assert Counter(samples) == {(-1, 0.0, 1.0): 3, (-1, 0.7, 0.5): 3, (0, 0.7, 1.0): 2}
     for name, evaluations in (("alone", 1), ("both", 2)):
-        records = runs.read(tmp_path / name).values()
+        records = report.read(tmp_path / name).values()
         assert [r["problems"] for r in records if r["kind"] == "eval"] == [37] * evaluations
 
 
@@ -535,7 +533,7 @@ def test_noise_is_on_while_sampling_and_off_in_update_and_evaluation_and_the_toy
         *f"--model {tiny_chat} --task toy --steps 15 --prompts 8 --max-new-tokens 4 --rank 4 "
         f"--lr 4e-3 --device cpu --sigma-start .05 --eval-every 5 --out {tmp_path}/toy".split()
     )
-    records = runs.read(tmp_path / "toy")
+    records = report.read(tmp_path / "toy")
     steps = [r for (kind, _), r in records.items() if kind == "step"]
     assert [step for kind, step in records if kind == "eval"] == [0, 5, 10, 15]
     # 15 steps in 10 stages: the first stage, of two steps, has no noise; evaluations are step −1

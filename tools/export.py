@@ -4,11 +4,11 @@
                                             bf16              W + (alpha/rank) B A, W as trained on
                                             nvfp4 | modelopt  W in 4 bits, the LoRA in DST/adapter
 
-nvfp4 is compressed-tensors' layout of the 4 bits, modelopt is ModelOpt's (see checkpoint.py). To
+nvfp4 is compressed-tensors' layout of the 4 bits, modelopt is ModelOpt's (see tools/weights.py). To
 round the sum to 4 bits, export bf16, then that folder as nvfp4: part of what the adapter learned is
 lost.
 The folder appears at DST only after it was loaded again and its logits compared; a wrong one is
-DST.wrong. Needs: torch, transformers, safetensors, huggingface_hub, model.py, checkpoint.py,
+DST.wrong. Needs: torch, transformers, safetensors, huggingface_hub, model.py, tools/weights.py,
 lora.py, fp4_gemm.py.
 """
 
@@ -25,11 +25,11 @@ import huggingface_hub
 import torch
 from transformers import GenerationConfig
 
-import checkpoint
 import fp4_gemm
 import lora
 import model
-from checkpoint import CT, MODELOPT
+from tools import weights
+from tools.weights import CT, MODELOPT
 
 # the ends of the names of a projection's codes, block scales and global scale
 ENDS = {CT: ("_packed", "_scale", "_global_scale"), MODELOPT: ("", "_scale", "_scale_2")}
@@ -40,7 +40,7 @@ def export(source, destination, format, adapter="", quant=""):
     """Write the folder `destination`, read it again → how far its logits are off, as a share of
     their size.
 
-    source: a run's folder, or what checkpoint.open takes. adapter, quant: override the run's own.
+    source: a run's folder, or what weights.open takes. adapter, quant: override the run's own.
     ValueError: destination is not empty, nothing to write, or the folder read back gives other
     logits.
     """
@@ -68,7 +68,7 @@ def export(source, destination, format, adapter="", quant=""):
     # as it does for no number
     alpha = a if type(a := shape.get("lora_alpha")) in (int, float) else 1
     base_name = place if layout else source
-    source, quant = checkpoint.open(source), quant or "nvfp4"
+    source, quant = weights.open(source), quant or "nvfp4"
     ours = model.load(source, quant, rank, alpha)
     if adapter:
         lora.load_adapter(ours, adapter)
@@ -86,7 +86,7 @@ def export(source, destination, format, adapter="", quant=""):
         beside = adapter and {"adapter": new, "bf16": None}.get(format, new / "adapter")
         new.mkdir()
         # on a full disk safetensors names no file
-        with checkpoint.readable(place, "cannot be written"):
+        with weights.readable(place, "cannot be written"):
             _copy_tokenizer(source, new)
             if beside:
                 lora.save_adapter(ours, beside, base_name)
@@ -117,7 +117,7 @@ def export(source, destination, format, adapter="", quant=""):
 
 
 def _json(path):
-    with checkpoint.readable(path):
+    with weights.readable(path):
         return {**json.loads(path.read_text())}
 
 
@@ -135,7 +135,7 @@ def _merge(decoder):
 
 def _copy_tokenizer(source, folder):
     """Put the tokenizer with its chat template and the generation config into `folder`."""
-    if isinstance(source, checkpoint.GGUF):
+    if isinstance(source, weights.GGUF):
         source.tokenizer().save_pretrained(folder)
         GenerationConfig.from_model_config(source.config).save_pretrained(folder)
         return
@@ -160,14 +160,14 @@ def _write(decoder, source, folder, layout):
             if layout == CT
             else dict(quant_algo=kind)
         )
-        weights = dict(
+        format_of_weights = dict(
             num_bits=4, type="float", strategy="tensor_group", group_size=16, dynamic=False
         )
         config.quantization_config = dict(
             quant_method=layout[0],
             ignore=["lm_head"],
             **algo,
-            config_groups={"group_0": dict(targets=["Linear"], weights=weights)},
+            config_groups={"group_0": dict(targets=["Linear"], weights=format_of_weights)},
         )
     if layout == MODELOPT:
         (folder / "hf_quant_config.json").write_text(
@@ -183,7 +183,7 @@ def _write(decoder, source, folder, layout):
             )
         )
     config.save_pretrained(folder)
-    for name in checkpoint.tensor_names(config):
+    for name in weights.tensor_names(config):
         if name in source.names and not name.endswith("_proj.weight"):
             tensors[name] = source.read(name) if layout else source.read(name).bfloat16()
     for name, layer in lora.lora_layers(decoder).items():

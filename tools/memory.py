@@ -21,7 +21,7 @@ parts of that first peak. 0: nothing fits. The update has --gradient-checkpointi
 `needs` are 2³⁰ bytes, a part's 10⁹. The formulas are a GPU's: a CPU computes in fp32 and keeps each
 weight twice, packed and decoded.
 
-Needs: transformers; checkpoint.py for configs; model, rollout, fp4_gemm, logprobs for sizes and
+Needs: transformers; tools/weights.py for configs; model, rollout, fp4_gemm, logprobs for sizes and
 families.
 """
 
@@ -32,11 +32,11 @@ from typing import NamedTuple
 
 import transformers
 
-import checkpoint
 from fp4_gemm import COLS, ROWS
 from model import QUANT, family, head_dim
 from ops.logprobs import LOGITS_AT_ONCE
 from rollout import PREFILL_TOKENS, SLOTS, cached_bytes, prefill_bytes
+from tools import weights
 
 CARDS = 12, 16, 24, 40, 48, 80
 BESIDE = 1.5e9  # bytes for CUDA's context, a display, and the gaps that the allocator leaves
@@ -186,7 +186,7 @@ def main(arguments):
         "  card  needs  answers  --micro-tokens  longest  weights  adapter  rollout  update  model"
     )
     for name in args.model:
-        c = config(name) if name in MODELS else checkpoint.config_of(name)
+        c = config(name) if name in MODELS else weights.config_of(name)
         family(c)  # refuse an unsupported model before its flags
         context = c.max_position_embeddings
         if not all(n >= 1 for n in (rank, prompt, new, *cards)) or prompt + new > context:

@@ -2,7 +2,7 @@
 errors.
 
 Exit codes: 0 done, 1 a traceback, 2 other errors, 3 --preflight finds training pointless, 128 + n
-signal n. Needs: torch; checkpoint.py, model.py, runs.py, tasks.py, lora.py; tools/flags.py.
+signal n. Needs: torch; tools/weights.py, model.py, tools/run.py, tasks.py, lora.py; tools/flags.py.
 """
 
 import os
@@ -15,12 +15,12 @@ import torch.distributed as dist
 # before a group exists: its default arguments would keep that group alive
 import torch.distributed.nn
 
-import checkpoint
 import lora
-import runs
 from model import load
 from tasks import TASKS, own, tested
+from tools import weights
 from tools.flags import parse
+from tools.run import Run
 
 
 def main(train, preflight):
@@ -55,14 +55,14 @@ def start(config, train, preflight):
         if config.task.endswith(".py")
         else TASKS[config.task](*given)
     )
-    began, source = time.perf_counter(), checkpoint.open(config.model)
+    began, source = time.perf_counter(), weights.open(config.model)
     tokenizer, stop_ids = source.tokenizer(), source.stop_ids()
     longest = sorted(task.held_out + task.train * trains, key=lambda p: len(str(task.prompt(p))))[
         -99:
     ]
     encoded(config, source.config, task, tokenizer, longest)  # now, not when training draws them
     task = task._replace(held_out=task.held_out[: config.eval_problems])
-    run = runs.Run(config, quiet=rank_and_count()[0] > 0)
+    run = Run(config, quiet=rank_and_count()[0] > 0)
     model = load(source, config.quant, config.rank, config.alpha, device, config.seed)
     model.gradient_checkpointing = config.gradient_checkpointing
     if config.adapter and not run.saved():
@@ -89,7 +89,7 @@ def encoded(config, of_model, task, tokenizer, problems):
     """
     prompts, room = [], of_model.max_position_embeddings - config.max_new_tokens
     for text in map(task.prompt, problems):
-        prompts.append(prompt := checkpoint.encode(tokenizer, text))
+        prompts.append(prompt := weights.encode(tokenizer, text))
         if not 0 < len(prompt) <= room:
             raise ValueError(
                 f"the prompt {str(text)[:60]!r} has {len(prompt)} tokens: --max-new-tokens "

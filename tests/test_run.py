@@ -1,6 +1,6 @@
 """A run's folder: what a run writes, what an accident leaves of it, and what is read from it.
 
-python -m pytest tests/test_runs.py
+python -m pytest tests/test_run.py
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ import torch
 from command import FLAGS, ROOT, Command, lines, main, outcome
 from safetensors import SafetensorError, safe_open
 
-import launch
 import lora
 import model as decoder
-import runs
 import train
+from tools import launch, report
+from tools import run as run_file
 from tools.flags import Config, flags_of_run
 
 GOOD = dict(signal=0.5, finished=0.9, mismatch=1.01)
@@ -90,7 +90,7 @@ def resumed(folder, **flags):
     flags = flags_of_run(folder) | dict(resume=str(folder)) | flags
     config = Config(**flags)
     model = decoder.load(config.model, config.quant, config.rank, config.alpha)
-    return runs.Run(config), model, train.adamw(config, model)
+    return run_file.Run(config), model, train.adamw(config, model)
 
 
 # --- what a run writes
@@ -98,7 +98,7 @@ def resumed(folder, **flags):
 
 def test_a_run_leaves_its_files_and_another_seed_is_another_run(whole, start, tmp_path):
     """The run of the tests has gradients, evaluations and all the files."""
-    records = runs.read(whole)
+    records = report.read(whole)
     steps = [r for r in records.values() if r["kind"] == "step"]
     assert [step for kind, step in records if kind == "eval"] == [0, 3, 6]
     assert sum(r["grad_norm"] is not None for r in steps) >= 4
@@ -114,23 +114,23 @@ def test_a_run_leaves_its_files_and_another_seed_is_another_run(whole, start, tm
         "samples.jsonl",
     }
     assert start("--seed", 1, "--steps", 1, "--eval-problems", 0) == 0
-    assert runs.show([tmp_path / "run"]) not in runs.show([whole])
+    assert report.show([tmp_path / "run"]) not in report.show([whole])
 
 
 def test_samples_hold_the_best_and_the_worst_answer(whole, tmp_path):
     """Two records of each step after an evaluation. show() leaves out a line that a crash cut off
     within a character, and the next record has a line of its own."""
-    assert [(s["step"], s["which"]) for s in runs.jsonl(whole / "samples.jsonl")] == [
+    assert [(s["step"], s["which"]) for s in report.jsonl(whole / "samples.jsonl")] == [
         (0, "worst"),
         (0, "best"),
         (3, "worst"),
         (3, "best"),
     ]
-    run = runs.Run(Config(out=str(tmp_path)))
+    run = run_file.Run(Config(out=str(tmp_path)))
     (tmp_path / "samples.jsonl").write_bytes('{"step": 6, "answer": "é'.encode()[:-1])
     texts = [(f"p{b}", f"a{b}\u2028b\x85") for b in range(4)]  # two line ends of Unicode's
     run.sample(7, texts, [0.5, 1.0, -2.0, 0.0], [0.1, 0.9, -1.5, -0.2])
-    assert runs.show([tmp_path]).split("\n") == [
+    assert report.show([tmp_path]).split("\n") == [
         "step    7 worst | reward -2.00 | advantage -1.50 | 'p2' → 'a2\\u2028b\\x85'",
         "step    7 best  | reward +1.00 | advantage +0.90 | 'p1' → 'a1\\u2028b\\x85'",
     ]
@@ -142,9 +142,9 @@ def test_an_evaluation_is_named_by_its_task_and_logged_in_six_digits(
     """The reward of one's own task need not be an accuracy. JSON has no NaN. A folder that is not
     given is named after the task."""
     monkeypatch.chdir(tmp_path)
-    run = runs.Run(Config(task="my.py"))
+    run = run_file.Run(Config(task="my.py"))
     changes = dict(rollout_s=200 / 3, eval_sampled=math.nan)
-    run.log("eval", 0, runs.read(whole)["eval", 0] | changes)
+    run.log("eval", 0, report.read(whole)["eval", 0] | changes)
     assert " mean reward, " in capsys.readouterr().out
     (folder,) = (tmp_path / "runs").glob("my-*")
     (record,) = lines(folder)
@@ -155,17 +155,19 @@ def test_a_step_tells_how_long_the_rest_will_take(ended, whole, monkeypatch, cap
     """A run is resumed at the sixth of nine steps. The seventh takes 20 minutes, so two more 40.
     The drawing fails, which costs a line of warning and the name of the picture."""
     clock = [1000.0]
-    monkeypatch.setattr(runs.time, "perf_counter", lambda: clock[0])
-    from_call(monkeypatch, 1, runs, "plot", strike, ImportError)
+    monkeypatch.setattr(run_file.time, "perf_counter", lambda: clock[0])
+    from_call(monkeypatch, 1, run_file, "plot", strike, ImportError)
     run, model, optimizer = resumed(ended, steps=9)
     with run.guarded(model, optimizer) as first:
         clock[0] += 1200
-        run.made(first, dict(runs.read(whole)["step", 5], step=6), None)
+        run.made(first, dict(report.read(whole)["step", 5], step=6), None)
     said = capsys.readouterr()
     assert first == 6 and "resumed at 67% of the schedules of lr and σ\n" in said.out
     assert " GB | 20.0 min, 40.0 min left\n" in said.out
     assert f"done: {ended}, adapter in {ended}/adapter, the best (" in said.out
-    assert re.fullmatch(f"warning: .*ImportError.*; try runs.py plot {ended}\n", said.err)
+    assert re.fullmatch(
+        f"warning: .*ImportError.*; try python -m tools.report plot {ended}\n", said.err
+    )
 
 
 def test_the_last_record_of_a_step_holds_and_they_come_in_order(tmp_path):
@@ -184,7 +186,7 @@ def test_the_last_record_of_a_step_holds_and_they_come_in_order(tmp_path):
     log = [json.dumps(dict(kind=kind, step=step, segment=n)) for kind, step, n in keys]
     by_hand = ["5", "[" * 99_999]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*log, *by_hand, '{"kind": "st']))
-    assert [(*key, r["segment"]) for key, r in runs.read(tmp_path).items()] == [
+    assert [(*key, r["segment"]) for key, r in report.read(tmp_path).items()] == [
         ("step", 0, 0),
         ("step", 1, 1),
         ("eval", 2, 1),
@@ -204,7 +206,7 @@ def test_the_best_adapter_is_kept_over_a_resume_and_the_first_of_equals(tmp_path
         """Log the evaluations (step, accuracy) of a run → how many records precede each kept
         adapter, and the best accuracy."""
         kept.clear()
-        run = runs.Run(config, quiet)
+        run = run_file.Run(config, quiet)
         run.model = None
         for step, score in scores:
             run.log(
@@ -256,7 +258,7 @@ def test_the_end_names_the_best_adapter_which_has_its_accuracy(
         )
         == 0
     )
-    first = runs.read(folder)["eval", 1]
+    first = report.read(folder)["eval", 1]
     assert capsys.readouterr().out.splitlines()[-1] == (
         f"done: {folder}/curves.png, adapter in {folder}/adapter, the best "
         f"({first['eval_greedy']:.2f}) in {folder}/adapter-best"
@@ -265,7 +267,7 @@ def test_the_end_names_the_best_adapter_which_has_its_accuracy(
     assert adapter != best
     again = tmp_path / "again"
     assert start("--steps", 0, "--adapter", folder / "adapter-best", "--out", again) == 0
-    (got,) = runs.read(again).values()
+    (got,) = report.read(again).values()
     keys = "eval_greedy", "eval_greedy_loose", "eval_sampled", "problems"
     assert [got[key] for key in keys] == [first[key] for key in keys]
 
@@ -274,8 +276,8 @@ def test_peak_memory_is_in_units_of_1e9_bytes(monkeypatch):
     """Linux reports a process's memory in KiB."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     usage = SimpleNamespace(ru_maxrss=10**6)
-    monkeypatch.setattr(runs.resource, "getrusage", lambda _: usage)
-    assert runs.peak_memory_gb() == 1.024
+    monkeypatch.setattr(run_file.resource, "getrusage", lambda _: usage)
+    assert run_file.peak_memory_gb() == 1.024
 
 
 # --- a run that is stopped
@@ -337,7 +339,7 @@ def test_what_happens_while_ctrl_c_saves(begun, monkeypatch, name, then, ends, w
     run, model, optimizer = resumed(begun)
     with pytest.raises(ends, match=words), run.guarded(model, optimizer):
         run.done = 3
-        from_call(monkeypatch, 1, runs, name, strike, then)
+        from_call(monkeypatch, 1, run_file, name, strike, then)
         strike(signal.SIGINT)
     assert saved(begun)["step"] == step
 
@@ -358,7 +360,7 @@ def test_a_stop_before_there_is_anything_to_save_writes_nothing(
     """Ctrl-C while a model is half loaded from a checkpoint, or in the first evaluation."""
     before = contents(ended)
     with monkeypatch.context() as patch:
-        from_call(patch, 1, runs, "safe_open", strike, signal.SIGINT)
+        from_call(patch, 1, run_file, "safe_open", strike, signal.SIGINT)
         assert main("--resume", ended) == 130
     assert contents(ended) == before
     from_call(monkeypatch, 1, train, "evaluate", strike, signal.SIGINT)
@@ -396,7 +398,7 @@ def test_a_save_that_is_cut_off_leaves_the_checkpoint_before_it(begun, monkeypat
         Path(path).write_bytes(b"half a file")
         raise OSError("no space left on device")
 
-    for of, name in ((runs, "checkpoint"), (lora, "adapter/adapter_model")):
+    for of, name in ((run_file, "checkpoint"), (lora, "adapter/adapter_model")):
         before = (begun / f"{name}.safetensors").read_bytes()
         with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
             patch.setattr(of, "save_file", full)
@@ -424,7 +426,7 @@ def test_a_crash_between_any_two_files_loses_nothing(whole, begun, monkeypatch, 
             main("--resume", begun)
     assert main("--resume", begun) == 0
     assert outcome(begun) == outcome(whole)
-    assert runs.read(begun)["eval", 6]["segment"] == 2 - (crash == 1)  # it had logged nothing
+    assert report.read(begun)["eval", 6]["segment"] == 2 - (crash == 1)  # it had logged nothing
 
 
 def test_a_full_disk_is_one_sentence_and_keeps_the_checkpoint(whole, two, begun, tmp_path):
@@ -508,16 +510,16 @@ def test_a_folder_holds_one_run_and_one_writer(ended):
     """A second run in that folder is refused, and so is a second process; neither writes a byte."""
     before, again = contents(ended), Config(out=str(ended))
     with pytest.raises(ValueError, match="run holds a run already: go on with --resume, or take"):
-        runs.Run(again)
+        run_file.Run(again)
     config = dataclasses.replace(again, resume=str(ended))
-    first = runs.Run(config)
+    first = run_file.Run(config)
     with pytest.raises(ValueError, match="another process is writing to .*run: .*--out"):
-        runs.Run(config)
+        run_file.Run(config)
     del first
     assert contents(ended) == before
     (ended / "metrics.jsonl").unlink()  # a checkpoint is a run, too
     with pytest.raises(ValueError, match="holds a run already"):
-        runs.Run(again)
+        run_file.Run(again)
 
 
 def test_a_resume_to_fewer_steps_than_were_made_is_refused_and_spoils_nothing(ended, monkeypatch):
@@ -527,9 +529,9 @@ def test_a_resume_to_fewer_steps_than_were_made_is_refused_and_spoils_nothing(en
     with pytest.raises(ValueError, match="^--steps 5: .*run has made 6 .* --steps 0 --adapter"):
         main("--resume", ended, "--steps", 5)
     config = Config(resume=str(ended), steps=12, updates_per_rollout=2)
-    assert runs.Run(config).segment == 1
+    assert run_file.Run(config).segment == 1
     with pytest.raises(ValueError, match="^--steps 10: .* made 12 steps"):
-        runs.Run(dataclasses.replace(config, steps=10))
+        run_file.Run(dataclasses.replace(config, steps=10))
     assert contents(ended) == before
 
 
@@ -577,7 +579,7 @@ def test_a_step_without_a_finite_gradient_is_skipped_and_counted(
     (skipped,) = (r for r in steps if "skipped" in r)
     assert (skipped["grad_norm"] is None) == math.isnan(gradient)
     assert capsys.readouterr().err.count("the step was skipped") == 1
-    tensors, _ = runs._read(tmp_path / "run/checkpoint.safetensors")
+    tensors, _ = run_file._read(tmp_path / "run/checkpoint.safetensors")
     learnt = sum(r["rows"] > 0 for r in steps) - 1
     assert {int(t) for name, t in tensors.items() if name.endswith("/step")} == {learnt}
     assert learnt > 1
@@ -586,7 +588,7 @@ def test_a_step_without_a_finite_gradient_is_skipped_and_counted(
 @pytest.fixture
 def judged(tmp_path, monkeypatch):
     """A run of rollouts that serve two steps each, whose records are judged and not logged."""
-    run = runs.Run(Config(out=str(tmp_path / "x"), updates_per_rollout=2))
+    run = run_file.Run(Config(out=str(tmp_path / "x"), updates_per_rollout=2))
     monkeypatch.setattr(run, "log", lambda *_: None)
     return run
 
@@ -614,9 +616,9 @@ def test_a_diagnosis_needs_five_steps_or_a_mismatch_and_comes_once(
 ):
     bad, near = GOOD | change, GOOD | near
     enough = 1 if name == "mismatch" else 5
-    assert [n for n, _ in runs.diagnose([GOOD] * 5 + [bad] * enough)] == [name]
+    assert [n for n, _ in report.diagnose([GOOD] * 5 + [bad] * enough)] == [name]
     for quiet in ([GOOD] + [bad] * (enough - 1), [bad] * 4 + [near], [GOOD | dict(mismatch=None)]):
-        assert not list(runs.diagnose(quiet))
+        assert not list(report.diagnose(quiet))
     for _ in range(8):
         judged.made(0, dict(bad), None)
     assert capsys.readouterr().err.count("warning: ") == 1
@@ -669,22 +671,22 @@ def test_preflight_changes_nothing_and_says_whether_training_would_work(
 def test_preflight_judges_as_the_training_does(tmp_path, capsys, change, code, advice, words):
     record = GOOD | dict(solved=0.4, memory_gb=1.0, rollout_s=6.0, update_s=4.0) | change
     config = Config(out=str(tmp_path / "x"), steps=30, preflight=True)
-    assert runs.Run(config).preflight(record) == code
+    assert run_file.Run(config).preflight(record) == code
     said = capsys.readouterr().out
     assert words in said and said.count("change: ") == advice
     assert "10.0   seconds, 4.0 of them the update; 30 steps 5 minutes" in said
-    masked = runs.Run(dataclasses.replace(config, overlong="mask"))
+    masked = run_file.Run(dataclasses.replace(config, overlong="mask"))
     assert masked.preflight(record) == (3 if record["finished"] == 0 else code)
     assert not list(tmp_path.iterdir())
 
 
-# --- python runs.py
+# --- python -m tools.report
 
 
-def report(monkeypatch, capsys, *argv):
-    """python runs.py ARGV → what it prints."""
-    monkeypatch.setattr(sys, "argv", ["runs.py", *map(str, argv)])
-    runpy.run_path(str(ROOT / "runs.py"), run_name="__main__")
+def report_command(monkeypatch, capsys, *argv):
+    """python -m tools.report ARGV → what it prints."""
+    monkeypatch.setattr(sys, "argv", ["tools/report.py", *map(str, argv)])
+    runpy.run_path(str(ROOT / "tools/report.py"), run_name="__main__")
     return capsys.readouterr()
 
 
@@ -700,10 +702,12 @@ def test_a_list_has_a_line_for_each_run(tmp_path, monkeypatch, capsys):
         (folder / "metrics.jsonl").touch()
     log = Path("runs/mine/metrics.jsonl")
     for step, score in ((0, 0.1), (8, 0.5), (16, 0.25)):
-        runs.append(log, dict(kind="eval", step=step, segment=0, eval_greedy=score, rollout_s=10))
+        run_file.append(
+            log, dict(kind="eval", step=step, segment=0, eval_greedy=score, rollout_s=10)
+        )
     for step in (0, 2, 4, 6, 6):
-        runs.append(log, dict(kind="step", step=step, segment=0, rollout_s=500, update_s=100))
-    _, *rows = report(monkeypatch, capsys, "list").out.splitlines()
+        run_file.append(log, dict(kind="step", step=step, segment=0, rollout_s=500, update_s=100))
+    _, *rows = report_command(monkeypatch, capsys, "list").out.splitlines()
     assert [row.split() for row in rows] == [
         "runs/mine mine qwen 8/16 0.10 0.50 0.25 40.5".split(),
         "runs/new/one – – 0/– – – – 0.0".split(),
@@ -718,12 +722,12 @@ def test_a_list_has_a_line_for_each_run(tmp_path, monkeypatch, capsys):
         ("plot {run} {run}", ["curves.png"]),
     ],
 )
-def test_runs_py_shows_and_plots(ended, tmp_path, monkeypatch, capsys, argv, drawn):
+def test_report_shows_and_plots(ended, tmp_path, monkeypatch, capsys, argv, drawn):
     """plot writes into the only run's folder, or for several into the current one. A folder without
     a run is passed over with a note, as in `plot runs/*`."""
     monkeypatch.chdir(tmp_path)
     (ended / "curves.png").unlink()
-    said = report(monkeypatch, capsys, *argv.format(run=ended).split())
+    said = report_command(monkeypatch, capsys, *argv.format(run=ended).split())
     assert said.err == "note: nowhere holds no run\n" * ("nowhere" in argv)
     assert (" best " in said.out) == (not drawn)
     assert list(tmp_path.rglob("curves.png")) == [tmp_path / name for name in drawn]
@@ -739,6 +743,6 @@ def test_runs_py_shows_and_plots(ended, tmp_path, monkeypatch, capsys, argv, dra
         ("plot /nowhere", "nowhere holds no metrics.jsonl"),
     ],
 )
-def test_what_runs_py_cannot_do_is_said_and_is_exit_code_1(monkeypatch, capsys, argv, words):
+def test_what_report_cannot_do_is_said_and_is_exit_code_1(monkeypatch, capsys, argv, words):
     with pytest.raises(SystemExit, match=words):  # of a sentence: exit code 1
-        report(monkeypatch, capsys, *argv.split())
+        report_command(monkeypatch, capsys, *argv.split())

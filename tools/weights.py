@@ -1,6 +1,6 @@
 """Weights in: safetensors, GGUF, and the NVFP4 of compressed-tensors and of ModelOpt.
 
-    source = checkpoint.open("Qwen/Qwen2.5-1.5B-Instruct")   or a folder, a .gguf file, or "smollm2"
+    source = weights.open("Qwen/Qwen2.5-1.5B-Instruct")   or a folder, a .gguf file, or "smollm2"
     source.config                                            transformers' config
     source.tensor("model.layers.0.mlp.down_proj.weight", (1536, 8960))
 
@@ -43,7 +43,7 @@ CT, MODELOPT = ("compressed-tensors", "nvfp4-pack-quantized"), ("modelopt", "W4A
 UNUSED = ".input_global_scale", ".input_scale", ".k_scale", ".v_scale"
 
 
-def open(name):  # checkpoint.open(...), like gzip.open
+def open(name):  # weights.open(...), like gzip.open
     """ "smollm2", a folder, a .gguf file, or of the hub owner/model or owner/model/FILE.gguf →
     Safetensors or GGUF. ValueError: none of these.
     """

@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_checkpoint.py -q"""
+"""python -m pytest tests/test_weights.py -q"""
 
 import importlib.util
 import json
@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import GPT2Config
 
-import checkpoint
 import lora
 import model
 import nvfp4
+from tools import weights
 
 IDS = torch.arange(24).view(2, 12) * 7 % 97
 
@@ -185,14 +185,14 @@ def test_a_tokenizer_that_cannot_be_read_is_named(tiny_chat, tmp_path):
     folder = shutil.copytree(tiny_chat, tmp_path / "m")
     (folder / "tokenizer.json").write_text('{"model": ')
     with pytest.raises(ValueError, match=f"^{folder} has no tokenizer that can be read: .+$"):
-        checkpoint.open(str(folder)).tokenizer()
+        weights.open(str(folder)).tokenizer()
 
 
 @pytest.mark.parametrize("quant", ["bf16", "nvfp4"])
 def test_loading_holds_one_layer_beyond_the_model(tmp_path, monkeypatch, quant):
     """Only the weights of one GEMM are alive beside the model, and none afterwards."""
     tiny_checkpoint(tmp_path).bfloat16().save_pretrained(tmp_path)  # stored fp32 would be kept
-    source = checkpoint.open(str(tmp_path))
+    source = weights.open(str(tmp_path))
     alive, peak, read = {}, [], source.read
 
     def counting(name):
@@ -212,7 +212,7 @@ def test_stop_ids_gather_every_list(tmp_path):
     generation = tmp_path / "generation_config.json"
 
     def ids():
-        return checkpoint.open(str(tmp_path)).stop_ids()
+        return weights.open(str(tmp_path)).stop_ids()
 
     tiny_checkpoint(tmp_path)
     assert ids() == [2]
@@ -236,7 +236,7 @@ def test_stop_ids_gather_every_list(tmp_path):
 def test_a_prompt_begins_with_one_bos_and_does_not_end_an_answer(tiny_chat):
     """Some tokenizers add a first and an end token to each text, and a template writes the first
     one too. Without a template the prompt is the text."""
-    tokenizer = checkpoint.open(str(tiny_chat)).tokenizer()
+    tokenizer = weights.open(str(tiny_chat)).tokenizer()
     template, bare, asked = tokenizer.chat_template, [*"1+1"], ["<s>", *"1+1", "="]
     adding = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
     for chat_template, adds, want in (
@@ -247,7 +247,7 @@ def test_a_prompt_begins_with_one_bos_and_does_not_end_an_answer(tiny_chat):
     ):
         tokenizer.chat_template = chat_template
         tokenizer.backend_tokenizer.post_processor = adds
-        assert tokenizer.convert_ids_to_tokens(checkpoint.encode(tokenizer, "1+1")) == want
+        assert tokenizer.convert_ids_to_tokens(weights.encode(tokenizer, "1+1")) == want
 
 
 def test_a_chat_goes_through_the_default_models_template(smollm2):
@@ -255,7 +255,7 @@ def test_a_chat_goes_through_the_default_models_template(smollm2):
     source, tokenizer = smollm2
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1"}]
     asked = "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n"
-    text, brief = (tokenizer.decode(checkpoint.encode(tokenizer, p)) for p in ("1+1", chat))
+    text, brief = (tokenizer.decode(weights.encode(tokenizer, p)) for p in ("1+1", chat))
     assert brief == "<|im_start|>system\nBe brief.<|im_end|>\n" + asked
     assert text.startswith("<|im_start|>system\nYou are") and text.endswith("<|im_end|>\n" + asked)
     assert tokenizer.convert_ids_to_tokens(source.stop_ids()) == ["<|im_end|>"]
@@ -263,17 +263,17 @@ def test_a_chat_goes_through_the_default_models_template(smollm2):
 
 def test_a_chat_without_a_template_is_joined_and_one_that_a_template_refuses_is_named(tiny_chat):
     """A template that drops a system message refuses it too."""
-    tokenizer = checkpoint.open(str(tiny_chat)).tokenizer()
+    tokenizer = weights.open(str(tiny_chat)).tokenizer()
     tokenizer.chat_template = None
     digits = [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}]
-    assert checkpoint.encode(tokenizer, digits) == checkpoint.encode(tokenizer, "1\n\n2")
+    assert weights.encode(tokenizer, digits) == weights.encode(tokenizer, "1\n\n2")
     raising = "{% if messages[0].role == 'system' %}{{ raise_exception('no\nmore') }}{% endif %}1"
     dropping = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     for template, reason in ((raising, "no"), (dropping, "it drops the system message")):
         tokenizer.chat_template = template
-        assert checkpoint.encode(tokenizer, digits[1:])
+        assert weights.encode(tokenizer, digits[1:])
         with pytest.raises(ValueError, match=f"^.* write it as one user message: {reason}$"):
-            checkpoint.encode(tokenizer, digits)
+            weights.encode(tokenizer, digits)
 
 
 # --- GGUF
@@ -313,7 +313,7 @@ def test_a_gguf_file_gives_the_checkpoint_back(tmp_path, family):
     """To the last bit, and so does its model. A surplus is refused."""
     tiny_checkpoint(tmp_path, family)
     path = as_gguf(tmp_path, "tiny.gguf", family)
-    source = checkpoint.open(str(path))
+    source = weights.open(str(path))
     for name, tensor in load_file(tmp_path / "model.safetensors").items():
         assert torch.equal(source.tensor(name, tensor.shape), tensor), name
     assert source.stop_ids() == [2]
