@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from model import KVCache, head_dim
+from model import KVCache, answer_mask, head_dim
 from ops import attention, sampling
 from ops.sampling import launch_options, wait_for_predecessor
 
@@ -72,6 +72,10 @@ class Rollout(NamedTuple):
                 self.tokens.tolist(), self.prompt_lengths.tolist(), ends, strict=True
             )
         ]
+
+    def answer_mask(self):
+        """→ (B, T) bool: where tokens are an answer's, its end token included."""
+        return answer_mask(self.tokens, self.prompt_lengths, self.lengths)
 
     def rows(self, index):
         """→ Rollout of the rows in index, a range or (n,) int64, cut to the longest of them."""

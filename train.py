@@ -9,416 +9,383 @@
         A        ← (reward − mean of its group) / std           grpo.advantages
         LoRA     ← AdamW step on policy_loss(…, A)              the NVFP4 base never changes
 
-Needs: aqn.py, grpo.py, lora.py, model.py, rollout.py; tools/launch.py to start,
-tools/run.py to log, save and resume.
+At the defaults a step makes one update, so the policy that is trained is still the one that the
+ratio ρ = π_now / π_old starts from: ρ is 1, and the clip does nothing. It acts from the second
+update of a step on (--updates-per-step), and with --correction bypass.
+
+Needs: aqn.py, grpo.py, lora.py, model.py, rollout.py; tools/launch.py to start the run and
+tools/run.py to log, save and resume it; tools/{diagnostics,optimizer,ranks}.py.
 """
 
-import dataclasses
 import math
 import random
 import time
+from typing import NamedTuple
 
 import torch
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import aqn
 import grpo
 import lora
-from model import answer_mask
-from rollout import Rollout, Sampler
+from rollout import Rollout
 from tools import launch
-from tools.launch import all_sum, rank_and_count
-from tools.run import PROBE, peak_memory_gb
+from tools.diagnostics import mismatch
+from tools.optimizer import adamw, learning_rate
+from tools.ranks import all_sum, gather_numbers, rank_and_count, sum_gradients, sum_over_ranks
 
 
-def train(config, model, task, tokenizer, stop_ids, run):
-    """The algorithm. Every random choice is a function of (seed, step): a resume repeats it."""
-    sampler, optimizer = Sampler(model), adamw(config, model)
-    # loads a checkpoint; saves one if the loop is stopped
-    with run.guarded(model, optimizer) as first:
-        for step in range(first, config.steps, config.updates_per_rollout):
-            evaluated = due(config, config.eval_every, step)
-            if evaluated and task.held_out:
-                run.log("eval", step, evaluate(config, sampler, task, tokenizer, stop_ids, run.say))
+class Group(NamedTuple):
+    """The answers to one prompt, which are compared with each other."""
 
-            sigma = (
-                aqn.sigma(
-                    step,
-                    config.steps,
-                    config.sigma_start,
-                    config.sigma_end,
-                    config.sigma_stages,
-                    config.sigma_schedule,
-                )
-                if config.aqn
-                else 0.0
-            )
-            with aqn.noisy_norms(model, sigma, config.seed, step):
-                sampled, rewards, texts, stats = collect(
-                    config, sampler, task, tokenizer, stop_ids, step
-                )
-            advantages = advantages_of(config, rewards)  # (B,)
-            lr = optimizer.param_groups[0]["lr"] = learning_rate(config, step)
+    rollout: Rollout  # G rows
+    rewards: list  # of G floats
+    texts: list  # of G pairs (prompt, answer)
 
-            with run.undivided():  # a signal waits until the step is made, logged and saved
-                stats |= update(config, model, optimizer, sampled, advantages.to(model.device))
-                run.made(step, stats | dict(sigma=sigma, lr=lr), sampled)
-                if evaluated:
-                    run.sample(step, texts, rewards.tolist(), advantages.tolist())
-                if due(config, config.save_every, run.done) or run.done >= config.steps:
-                    run.save(model, optimizer)
-        if task.held_out:
-            run.log(
-                "eval", config.steps, evaluate(config, sampler, task, tokenizer, stop_ids, run.say)
-            )
+    @property
+    def has_signal(self):
+        """Equal rewards give advantages of 0, which teach nothing."""
+        return len(set(self.rewards)) > 1
 
 
-def collect(config, sampler, task, tokenizer, stop_ids, step):
-    """Sample this rank's answers and reward them → Rollout (B rows), rewards (B,) f64, B (prompt,
-    answer) pairs, measurements over all ranks. --resample replaces groups of equal rewards (DAPO
-    §3.2).
+class Batch(NamedTuple):
+    """What a step trains on: B = P·G rows of this rank, row p·G + g for sample g of prompt p."""
+
+    rollout: Rollout  # B rows
+    rewards: torch.Tensor  # (B,) f64
+    texts: list  # of B pairs (prompt, answer)
+    stats: dict  # measurements over all ranks
+    fresh: Rollout  # the first B rows drawn, before --resample replaced any
+
+
+def train(config, model, environment, sampler, run):
+    """The algorithm. Every random choice is a function of (seed, step): a resume repeats it.
+
+    config: tools.flags.Config. environment: tools.launch.Environment. run: tools.run.Run.
     """
-    rank, ranks = rank_and_count()
-    G, P, began = config.group_size, config.prompts // ranks, time.perf_counter()
-    drawn = []
+    optimizer = adamw(config, model)
+    held_out = environment.task.held_out
+    # guarded() loads a checkpoint, and saves one if the loop is stopped
+    with run.guarded(model, optimizer) as first_step:
+        for step in range(first_step, config.steps):
+            evaluating = step % config.eval_every == 0
+            if evaluating and held_out:
+                run.log("eval", step, evaluate(config, sampler, environment, run.say))
+
+            sigma = noise_level(config, step)
+            with aqn.noisy_norms(model, sigma, config.seed, step):
+                batch = collect(config, sampler, environment, step)
+                if step % 10 == 0:  # it costs a few forward passes
+                    batch.stats["mismatch"] = mismatch(config, model, batch.fresh)
+            advantages = advantages_of(config, batch.rewards)  # (B,)
+            lr = learning_rate(config, step)
+            optimizer.param_groups[0]["lr"] = lr
+
+            with run.signals_deferred():  # until the step is made, logged and saved
+                stats = update(config, model, optimizer, batch.rollout, advantages.to(model.device))
+                run.made(step, batch.stats | stats | dict(sigma=sigma, lr=lr))
+                if evaluating:
+                    run.sample(step, batch.texts, batch.rewards.tolist(), advantages.tolist())
+                if run.done % config.save_every == 0 or run.done == config.steps:
+                    run.save(model, optimizer)
+        if held_out:
+            run.log("eval", config.steps, evaluate(config, sampler, environment, run.say))
+
+
+def noise_level(config, step):
+    """→ σ of AQN's noise in this step, 0 without AQN."""
+    if not config.aqn:
+        return 0.0
+    start, end = config.sigma_start, config.sigma_end
+    return aqn.sigma(step, config.steps, start, end, config.sigma_stages, config.sigma_schedule)
+
+
+# --- answers and their rewards
+
+
+def collect(config, sampler, environment, step):
+    """Sample this rank's answers and reward them → Batch.
+
+    --resample is DAPO's dynamic sampling (arXiv 2503.14476, §3.2): groups of equal rewards are
+    replaced by groups of further problems, as long as there are such groups and draws are left.
+    """
+    began = time.perf_counter()
+    _, ranks = rank_and_count()
+    P = config.prompts // ranks
+    useful, flat = [], []
     for attempt in range(1 + config.resample):
-        problems = batch(task.train, config, step, attempt)[rank * P : (rank + 1) * P]
-        prompts = launch.encoded(config, sampler.model.config, task, tokenizer, problems)
-        first = (attempt * ranks + rank) * P * G  # number of the first answer here
-        sampled = sampler.generate(
-            prompts,
-            G,
-            config.max_new_tokens,
-            config.temperature,
-            stop_ids,
-            config.seed,
-            step,
-            first,
-            progress=f"step {step}",
-        )
-        answers = list(map(tokenizer.decode, sampled.answers()))
-        for p, problem in enumerate(problems):
-            rows = range(p * G, (p + 1) * G)
-            rewards = [task.reward(problem, answers[b], bool(sampled.finished[b])) for b in rows]
-            if config.overlong == "penalty":
-                # the last tokens, in which it falls to −1
-                cache = max(1, config.max_new_tokens // 4)
-                penalty = grpo.overlong_penalty(
-                    sampled.lengths[rows], config.max_new_tokens, cache
-                ).tolist()
-                rewards = [r + q for r, q in zip(rewards, penalty, strict=True)]
-            # 0.1 + 0.2 ≠ 0.3 would give a tiny advantage, and Adam rescales a tiny gradient to a
-            # full step
-            rewards = [round(r, 9) for r in rewards]
-            drawn.append(
-                (
-                    len(set(rewards)) > 1,
-                    sampled.rows(rows),
-                    rewards,
-                    [(task.prompt(problem), answers[b]) for b in rows],
-                )
-            )
-        # a stable sort: unequal rewards first
-        kept = sorted(drawn, key=lambda group: not group[0])[:P]
-        if all(signal for signal, *_ in kept):
+        groups = sample_groups(config, sampler, environment, step, attempt)
+        if attempt == 0:
+            fresh = Rollout.join([group.rollout for group in groups])
+        useful += [group for group in groups if group.has_signal]
+        flat += [group for group in groups if not group.has_signal]
+        if len(useful) >= P:
             break
-    signal, rollouts, rewards, texts = zip(*kept, strict=True)
-    sampled, rewards = Rollout.join(rollouts), torch.tensor(rewards, dtype=torch.float64).flatten()
-    seconds = [0.0] * ranks
-    seconds[rank] = time.perf_counter() - began
-    mismatch = None
-    if due(config, 10, step):  # every ten steps: it costs a few forwards
-        mismatch = measure_mismatch(
-            config, sampler.model, Rollout.join([part for _, part, *_ in drawn[:P]])
+    kept = (useful + flat)[:P]
+    rollout = Rollout.join([group.rollout for group in kept])
+    rewards, texts = [], []
+    for group in kept:
+        rewards += group.rewards
+        texts += group.texts
+    rewards = torch.tensor(rewards, dtype=torch.float64)
+    seconds = gather_numbers(time.perf_counter() - began)
+
+    sums = sum_over_ranks(
+        dict(
+            answers=len(rewards),
+            reward=rewards.sum(),
+            finished=rollout.finished.sum(),
+            tokens=rollout.lengths.sum(),
+            useful=min(len(useful), P),
+            resampled=len(useful) + len(flat) - P,
+            sampled_tokens=sum(group.rollout.lengths.sum() for group in useful + flat),
         )
-    count, reward, finished, tokens, groups, extra, through, *seconds = all_sum(
-        torch.tensor(
-            [
-                P * G,
-                rewards.sum(),
-                sampled.finished.sum(),
-                sampled.lengths.sum(),
-                sum(signal),
-                len(drawn) - P,
-                sum(part.lengths.sum() for _, part, *_ in drawn),
-                *seconds,
-            ],
-            dtype=torch.float64,
-        )
-    ).tolist()
+    )
+    answers = sums["answers"]
     stats = dict(
-        reward=reward / count,
-        signal=groups * G / count,
-        finished=finished / count,
-        length=tokens / count,
-        resampled=int(extra),
-        mismatch=mismatch,
+        reward=sums["reward"] / answers,
+        signal=sums["useful"] * config.group_size / answers,
+        finished=sums["finished"] / answers,
+        length=sums["tokens"] / answers,
+        resampled=int(sums["resampled"]),
+        mismatch=None,
         rollout_s=max(seconds),
-        rollout_tok_s=through / max(seconds),
+        rollout_tok_s=sums["sampled_tokens"] / max(seconds),
     )
     if ranks > 1:
         stats["rollout_idle"] = 1 - sum(seconds) / ranks / max(seconds)
-    return sampled, rewards, [pair for group in texts for pair in group], stats
+    return Batch(rollout, rewards, texts, stats, fresh)
 
 
-def update(config, model, optimizer, sampled, advantages):
-    """Steps on one batch → measurements: clip_fraction, grad_norm of the last step, the rest of the
-    first.
+def sample_groups(config, sampler, environment, step, attempt):
+    """→ a Group for each of this rank's P problems of (step, attempt)."""
+    rank, ranks = rank_and_count()
+    P, G = config.prompts // ranks, config.group_size
+    problems = batch_of(environment.task.train, config, step, attempt)[rank * P : (rank + 1) * P]
+    first = (attempt * ranks + rank) * P * G  # number of this rank's first answer
+    how = dict(temperature=config.temperature, step=step, first=first, progress=f"step {step}")
+    rollout, answers, rewards = answer(config, sampler, environment, problems, G, **how)
+    if config.overlong == "penalty":
+        last = max(1, config.max_new_tokens // 4)  # tokens over which the penalty falls to −1
+        penalties = grpo.overlong_penalty(rollout.lengths, config.max_new_tokens, last).tolist()
+        rewards = [reward + penalty for reward, penalty in zip(rewards, penalties, strict=True)]
+    # Round: 0.1 + 0.2 ≠ 0.3 gives a tiny advantage, and Adam rescales a tiny gradient to a full
+    # step.
+    rewards = [round(reward, 9) for reward in rewards]
+    groups = []
+    for p, problem in enumerate(problems):
+        rows = slice(p * G, (p + 1) * G)
+        prompt = environment.task.prompt(problem)
+        texts = [(prompt, text) for text in answers[rows]]
+        groups.append(Group(rollout.rows(range(p * G, (p + 1) * G)), rewards[rows], texts))
+    return groups
+
+
+def answer(config, sampler, environment, problems, samples, **how):
+    """Sample answers, `samples` rows a problem, and judge them → Rollout, texts, rewards.
+
+    how: temperature, top_p, first, step and progress, as Sampler.generate takes them. Step −1, the
+    default, is evaluation's: each evaluation draws the same random bits, and training draws others.
     """
-    began, old, seen, stats = time.perf_counter(), sampled.logprobs.clone(), 0, {}
-    for number in range(config.updates_per_rollout):
-        now = backward(config, model, sampled, advantages, old, first=number == 0)
-        seen, loss = seen + now.pop("seen"), now.pop("loss")
-        stats = (stats or now) | dict(clip_fraction=now["clip_fraction"])
-        if now["rows"] == 0:
-            break  # no gradient: only AdamW's momentum would act
-        stats["grad_norm"] = torch.nn.utils.clip_grad_norm_(
-            model.parameters(), config.max_grad_norm
-        ).item()
-        if not math.isfinite(stats["grad_norm"] + loss):
-            stats["skipped"] = 1  # the sum over ranks is not finite, so all ranks skip
-            break
-        optimizer.step()
-        lora.refresh(model)
-    optimizer.zero_grad()
-    seconds = time.perf_counter() - began
-    return stats | dict(update_s=seconds, update_tok_s=seen / seconds)
-
-
-def backward(config, model, sampled, advantages, old, first=True):
-    """Write the gradient of the whole batch's loss, summed over ranks, into the parameters →
-    measurements. old (B, T): log-probabilities, the ratio's denominator; the first call fills in
-    the trainer's own ones unless correction is bypass. Rows of advantage 0 add 0: they are counted,
-    but run only with beta > 0.
-    """
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)  # a rank without rows adds zeros
-    # (B,)
-    trained = sampled.lengths * sampled.finished if config.overlong == "mask" else sampled.lengths
-    normalizer = all_sum(
-        grpo.normalizer(config.loss, trained, config.max_new_tokens).double()
-    ).item()
-    rows = torch.nonzero((trained > 0) & ((advantages != 0) | (config.beta > 0)))[:, 0]
-    total = torch.zeros(7, dtype=torch.float64, device=model.device)
-    for micro in sampled.micro_batches(rows, config.micro_tokens):
-        part = sampled.rows(micro)
-        where = part.tokens, part.prompt_lengths, part.lengths
-        mask = answer_mask(*where)
-        logprobs, entropy = model.logprobs(*where, config.temperature)
-        before = (
-            logprobs.detach()
-            if first and config.correction != "bypass"
-            else old[micro, : mask.shape[1]]
-        )
-        old[micro, : mask.shape[1]] = before
-        weights = (
-            grpo.importance_weights(before, part.logprobs) if config.correction == "tis" else None
-        )
-        reference = logprobs.detach()  # without beta the KL is 0
-        if config.beta:
-            with lora.disabled(model), torch.no_grad():
-                reference, _ = model.logprobs(*where, config.temperature)
-        loss, clipped = grpo.policy_loss(
-            logprobs,
-            before,
-            advantages[micro],
-            mask,
-            normalizer,
-            config.loss,
-            weights,
-            config.clip_low,
-            config.clip_high,
-            ref_logprobs=reference,
-            beta=config.beta,
-        )
-        loss.backward()
-        with torch.no_grad():
-            drift = (logprobs - part.logprobs)[mask]  # ln(clean trainer / noisy sampler)
-            kl = (logprobs - reference).sum()  # k1; outside of answers both are 0
-            total += torch.stack(
-                [
-                    mask.sum(),
-                    entropy.sum(),
-                    grpo.kl_k3(drift).sum(),
-                    clipped,
-                    kl,
-                    (part.prompt_lengths + part.lengths).sum(),
-                    loss,
-                ]
-            )
-    if rank_and_count()[1] > 1:
-        grads = [p.grad for p in model.parameters()]
-        vector_to_parameters(all_sum(parameters_to_vector(grads)), grads)  # one all-reduce
-    tokens, entropy, kl_noise, clipped, kl, seen, loss = all_sum(total).tolist()
-    sums = dict(entropy=entropy, kl_noise=kl_noise, clip_fraction=clipped, kl_reference=kl)
-    return {k: x / tokens if tokens else None for k, x in sums.items()} | dict(
-        grad_norm=None, rows=int(all_sum(torch.tensor(len(rows)))), seen=seen, loss=loss
-    )
-
-
-def evaluate(config, sampler, task, tokenizer, stop_ids, say=print):
-    """Answer the held-out problems without noise. Greedy: right and ended (strict), right if judged
-    as ended (loose). Sampled: the mean reward, which is pass@1 at this temperature and top-p.
-    """
-    assert not aqn.is_noisy(sampler.model), "evaluation under noise measures another policy"
-    say(
-        f"evaluating {len(task.held_out)} problems: greedy, "
-        f"and {config.eval_samples} sampled of each"
-    )
-    (rank, ranks), count, began = rank_and_count(), len(task.held_out), time.perf_counter()
-    right, start, G = (
-        torch.zeros(3, dtype=torch.float64),
-        count * rank // ranks,
-        config.eval_samples,
-    )
-    problems = task.held_out[start : count * (rank + 1) // ranks]
-    if problems:
-        _, texts, rewards = answer(
-            config,
-            sampler,
-            task,
-            tokenizer,
-            stop_ids,
-            problems,
-            samples=1,
-            temperature=0.0,
-            top_p=1.0,
-            first=start,
-        )
-        for problem, text, reward in zip(problems, texts, rewards, strict=True):
-            right += torch.tensor([reward, task.reward(problem, text, True), 0])
-        _, _, rewards = answer(
-            config,
-            sampler,
-            task,
-            tokenizer,
-            stop_ids,
-            problems,
-            samples=G,
-            temperature=config.temperature,
-            top_p=config.eval_top_p,
-            first=start * G,
-        )
-        for reward in rewards:
-            right[2] += reward / G
-    strict, loose, drawn = all_sum(right).tolist()
-    return dict(
-        eval_greedy=strict / count,
-        eval_greedy_loose=loose / count,
-        eval_sampled=drawn / count,
-        problems=count,
-        rollout_s=time.perf_counter() - began,
-    )
-
-
-def answer(
-    config, sampler, task, tokenizer, stop_ids, problems, *, samples, temperature, top_p, first=0
-):
-    """Sample answers to problems outside of training → Rollout, texts, rewards, `samples` rows a
-    problem. first: number of the first answer among those of all ranks.
-    """
-    prompts = launch.encoded(config, sampler.model.config, task, tokenizer, problems)
-    # step −1: each evaluation draws the same random bits, which training never draws
-    sampled = sampler.generate(
-        prompts,
+    rollout = sampler.generate(
+        environment.encode_prompts(problems),
         samples,
-        config.max_new_tokens,
-        temperature,
-        stop_ids,
-        config.seed,
-        -1,
-        first,
-        progress="eval",
-        top_p=top_p,
+        max_new_tokens=config.max_new_tokens,
+        stop_ids=environment.stop_ids,
+        seed=config.seed,
+        **dict(step=-1, progress="eval") | how,
     )
-    texts = [tokenizer.decode(ids) for ids in sampled.answers()]
-    rewards = [
-        task.reward(problems[b // samples], text, bool(sampled.finished[b]))
-        for b, text in enumerate(texts)
-    ]
-    return sampled, texts, rewards
-
-
-@torch.no_grad()
-def measure_mismatch(config, model, sampled):
-    """Mean exp|ln π_trainer − ln π_sampler|, equal weights and noise, over at most 127 of the
-    answers.
-    """
-    ratios, every = [], max(1, len(sampled.tokens) // 64)
-    for micro in sampled.micro_batches(
-        torch.arange(0, len(sampled.tokens), every), config.micro_tokens
-    ):
-        part = sampled.rows(micro)
-        where = part.tokens, part.prompt_lengths, part.lengths
-        logprobs, _ = model.logprobs(*where, config.temperature)
-        ratios.append((logprobs - part.logprobs)[answer_mask(*where)].abs().exp())
-    return all_sum(torch.cat(ratios).mean()).item() / rank_and_count()[1]
-
-
-def preflight(config, model, task, tokenizer, stop_ids, run):
-    """Run a step of 32 prompts without its update → the exit code: 3 if training would be
-    pointless.
-    """
-    ranks, sampler = rank_and_count()[1], Sampler(model)
-    probe = dataclasses.replace(config, prompts=-(-PROBE // ranks) * ranks, resample=0)
-    sampled, rewards, _, stats = collect(probe, sampler, task, tokenizer, stop_ids, 0)
-    advantages = advantages_of(config, rewards)
-    began, share = time.perf_counter(), config.prompts / probe.prompts
-    backward(probe, model, sampled, advantages.to(model.device), sampled.logprobs.clone())
-    stats["update_s"] = (time.perf_counter() - began) * share
-    # without compiling and capturing; on a GPU, fewer prompts than 32 take about the same time
-    sampling = (stats["rollout_s"] - sampler.stats["capture_s"]) / config.updates_per_rollout
-    stats["rollout_s"] = sampling * (share if model.device.type == "cpu" else max(1, share))
-    solved = all_sum((rewards > 0).sum()).item() / (probe.prompts * config.group_size)
-    return run.preflight(stats | dict(solved=solved, memory_gb=peak_memory_gb()))
+    texts, rewards = environment.judge(problems, rollout)
+    return rollout, texts, rewards
 
 
 def advantages_of(config, rewards):
-    """(B,) rewards → (B,) advantages within each prompt's group. Dr. GRPO does not divide by the
-    std.
+    """Rewards (B,) → advantages (B,) within each prompt's group. Dr. GRPO does not divide by the
+    standard deviation.
     """
     scale = "none" if config.loss == "dr_grpo" else "group"
     return grpo.advantages(rewards.view(-1, config.group_size), scale).flatten()
 
 
-def batch(problems, config, step, attempt=0):
-    """The P problems of (step, attempt): read on through all problems, shuffled anew each time
-    round.
+def batch_of(problems, config, step, attempt=0):
+    """→ the P problems of (step, attempt), P over all ranks. Steps and attempts read on through
+    all problems, which are shuffled anew in each epoch.
     """
-    start = (step // config.updates_per_rollout * (1 + config.resample) + attempt) * config.prompts
-    wanted, n = range(start, start + config.prompts), len(problems)
-    shuffled = {
-        epoch: random.Random(f"{config.seed} {epoch}").sample(problems, n)
-        for epoch in range(wanted[0] // n, wanted[-1] // n + 1)
-    }
-    return [shuffled[i // n][i % n] for i in wanted]
+    start = (step * (1 + config.resample) + attempt) * config.prompts
+    picked, epoch = [], None
+    for index in range(start, start + config.prompts):
+        if index // len(problems) != epoch:
+            epoch = index // len(problems)
+            shuffled = random.Random(f"{config.seed} {epoch}").sample(problems, len(problems))
+        picked.append(shuffled[index % len(problems)])
+    return picked
 
 
-def learning_rate(config, step):
-    u, warm = step / config.steps, min(1.0, (step + 1) / (config.warmup + 1))
-    return (
-        config.lr
-        * warm
-        * {"constant": 1.0, "linear": 1 - u, "cosine": (1 + math.cos(math.pi * u)) / 2}[
-            config.schedule
-        ]
+# --- the update
+
+
+def update(config, model, optimizer, rollout, advantages):
+    """Make --updates-per-step optimizer steps on one rollout (TRL's num_iterations).
+
+    → measurements: grad_norm and clip_fraction of the last one, all others of the first.
+    advantages: (B,).
+    """
+    began = time.perf_counter()
+    # None: the trainer's own log-probabilities before the first update
+    old = rollout.logprobs if config.correction == "bypass" else None
+    stats, tokens = None, 0
+    for _ in range(config.updates_per_step):
+        sums, logprobs = backward(config, model, rollout, advantages, old)
+        if old is None:
+            old = logprobs
+        means = means_of(sums)
+        if stats is None:
+            stats = means
+        stats["clip_fraction"] = means["clip_fraction"]
+        tokens += sums["run_tokens"]
+        if sums["rows"] == 0:
+            break  # no gradient: only AdamW's momentum would act
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
+        stats["grad_norm"] = norm
+        if not math.isfinite(norm + sums["loss"]):
+            stats["skipped"] = 1  # the sums over ranks are not finite, so all ranks skip
+            break
+        optimizer.step()
+        lora.refresh(model)
+    optimizer.zero_grad()
+    seconds = time.perf_counter() - began
+    return stats | dict(update_s=seconds, update_tok_s=tokens / seconds)
+
+
+def means_of(sums):
+    """Sums of backward → measurements: means over the answer tokens that ran, None without any."""
+    means = dict.fromkeys(("entropy", "kl_noise", "clip_fraction", "kl_reference"))
+    if sums["tokens"]:
+        means = {name: sums[name] / sums["tokens"] for name in means}
+    return means | dict(grad_norm=None, rows=int(sums["rows"]))
+
+
+def backward(config, model, rollout, advantages, old=None):
+    """Write the gradient of the whole batch's loss, summed over ranks, into the parameters.
+
+    advantages: (B,). old: (B, T) f32, log-probabilities of the ratio's denominator; None: the
+    model's own, of this pass. → sums over ranks, {name: float}, and the model's log-probabilities
+    (B, T) f32 before any update. Rows of advantage 0 add nothing to the gradient, so they are
+    counted but run only for a KL term (beta > 0); their log-probabilities stay 0.
+    """
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)  # a rank without rows adds zeros
+    trained = rollout.lengths  # (B,)
+    if config.overlong == "mask":
+        trained = trained * rollout.finished
+    normalizer = grpo.normalizer(config.loss, trained, config.max_new_tokens)  # of this rank
+    normalizer = all_sum(normalizer.double()).item()
+    runs = (trained > 0) & ((advantages != 0) | (config.beta > 0))
+    rows = torch.nonzero(runs)[:, 0]
+
+    logprobs = torch.zeros_like(rollout.logprobs)
+    names = "tokens", "entropy", "kl_noise", "clip_fraction", "kl_reference", "run_tokens", "loss"
+    sums = dict.fromkeys(names, 0.0)
+    for micro in rollout.micro_batches(rows, config.micro_tokens):
+        part = rollout.rows(micro)
+        columns = slice(part.tokens.shape[1])
+        part_old = None if old is None else old[micro, columns]
+        loss, new, measured = loss_of(config, model, part, advantages[micro], part_old, normalizer)
+        loss.backward()
+        logprobs[micro, columns] = new.detach()
+        for name in names:
+            sums[name] += measured[name].double()
+    sum_gradients(model.parameters())
+    return sum_over_ranks(sums | dict(rows=len(rows))), logprobs
+
+
+def loss_of(config, model, part, advantages, old, normalizer):
+    """→ the loss of some rows, a scalar; their log-probabilities (b, T) with a graph; and sums over
+    the rows, {name: tensor ()}. part: a Rollout of b rows; advantages: (b,); old: as in backward.
+    """
+    mask = part.answer_mask()  # (b, T)
+    where = part.tokens, part.prompt_lengths, part.lengths
+    logprobs, entropy = model.logprobs(*where, config.temperature)  # (b, T) each, 0 outside answers
+    if old is None:
+        old = logprobs.detach()
+    weights = None
+    if config.correction == "tis":
+        weights = grpo.importance_weights(old, part.logprobs)
+    reference = logprobs.detach()  # without beta the KL is 0
+    if config.beta:
+        with lora.disabled(model), torch.no_grad():
+            reference, _ = model.logprobs(*where, config.temperature)
+    loss, clipped = grpo.policy_loss(
+        logprobs,
+        old,
+        advantages,
+        mask,
+        normalizer,
+        config.loss,
+        weights=weights,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        ref_logprobs=reference,
+        beta=config.beta,
+    )
+    with torch.no_grad():
+        drift = (logprobs - part.logprobs)[mask]  # ln(clean trainer / noisy sampler)
+        measured = dict(
+            tokens=mask.sum(),
+            entropy=entropy.sum(),
+            kl_noise=grpo.kl_k3(drift).sum(),
+            clip_fraction=clipped,
+            kl_reference=(logprobs - reference).sum(),  # k1; outside of answers both are 0
+            run_tokens=(part.prompt_lengths + part.lengths).sum(),
+            loss=loss.detach(),
+        )
+    return loss, logprobs, measured
+
+
+# --- evaluation
+
+
+def evaluate(config, sampler, environment, say=print):
+    """Answer the held-out problems without noise → measurements. Greedy: right and ended (strict),
+    right if judged as ended (loose). Sampled: the mean reward, which is pass@1 at this temperature
+    and top-p.
+    """
+    assert not aqn.is_noisy(sampler.model), "evaluation under noise measures another policy"
+    held_out, samples = environment.task.held_out, config.eval_samples
+    count = len(held_out)
+    say(f"evaluating {count} problems: greedy, and {samples} sampled of each")
+    began = time.perf_counter()
+    rank, ranks = rank_and_count()
+    start = count * rank // ranks
+    problems = held_out[start : count * (rank + 1) // ranks]
+    right = dict(greedy=0.0, loose=0.0, sampled=0.0)
+    if problems:
+        _, texts, rewards = answer(
+            config, sampler, environment, problems, 1, temperature=0.0, first=start
+        )
+        right["greedy"] = sum(rewards)
+        for problem, text in zip(problems, texts, strict=True):
+            right["loose"] += environment.task.reward(problem, text, True)
+        how = dict(temperature=config.temperature, top_p=config.eval_top_p, first=start * samples)
+        _, _, rewards = answer(config, sampler, environment, problems, samples, **how)
+        right["sampled"] = sum(rewards) / samples
+    right = sum_over_ranks(right)
+    return dict(
+        eval_greedy=right["greedy"] / count,
+        eval_greedy_loose=right["loose"] / count,
+        eval_sampled=right["sampled"] / count,
+        problems=count,
+        rollout_s=time.perf_counter() - began,
     )
 
 
-def adamw(config, model):
-    return torch.optim.AdamW(
-        model.parameters(),
-        lr=config.lr,
-        betas=(0.9, 0.99),
-        weight_decay=config.weight_decay,
-        fused=model.device.type == "cuda",
-    )
-
-
-def due(config, every, step):
-    """Is a multiple of `every` among the updates_per_rollout steps that end with `step`?"""
-    return step // every != (step - config.updates_per_rollout) // every
+def trial(config, model, environment, sampler):
+    """A step without noise and without its update, for --preflight → Batch, seconds of backward."""
+    batch = collect(config, sampler, environment, 0)
+    advantages = advantages_of(config, batch.rewards).to(model.device)
+    began = time.perf_counter()
+    backward(config, model, batch.rollout, advantages)
+    return batch, time.perf_counter() - began
 
 
 if __name__ == "__main__":
-    launch.main(train, preflight)
+    launch.main(train, trial)

@@ -5,7 +5,7 @@ checkpointing. The first of --steps compiles. --memory-gb caps the allocator, in
 torchrun --nproc-per-node N -m bench.step … gives each rank that many; the rates are those of all
 ranks.
 
-Needs: common.py; tools/launch.py, rollout.py, tools/run.py, train.py, tools/memory.py.
+Needs: common.py; rollout.py, train.py, tools/{memory,optimizer,ranks,run}.py.
 """
 
 import torch
@@ -13,8 +13,9 @@ import torch
 import train
 from bench import common
 from rollout import Sampler
-from tools import launch, memory
+from tools import memory, ranks
 from tools.flags import Config
+from tools.optimizer import adamw
 from tools.run import peak_memory_gb
 
 
@@ -27,8 +28,8 @@ def parse(arguments=None):
 
 def main(arguments=None):
     args = parse(arguments)
-    common.DEVICE = launch.join_ranks(common.DEVICE)
-    rank, _ = launch.rank_and_count()
+    common.DEVICE = ranks.join_ranks(common.DEVICE)
+    rank, _ = ranks.rank_and_count()
     if args.memory_gb:
         _, total = torch.cuda.mem_get_info()
         torch.cuda.set_per_process_memory_fraction(args.memory_gb * 1e9 / total)
@@ -41,7 +42,7 @@ def main(arguments=None):
 
 def measure(args, quant, records):
     """Time --steps steps with one kind of weights, which are freed when this returns."""
-    rank, ranks = launch.rank_and_count()
+    rank, count = ranks.rank_and_count()
     common.forget_peak()
     model = common.random_model(args.model_shape, quant, args.rank)
     config, update = updater(args, quant, model)
@@ -50,7 +51,7 @@ def measure(args, quant, records):
     rows = args.prompts * args.samples
     length = args.prompt_length + args.new
     for number in range(args.steps):
-        launch.all_sum(torch.zeros(1))  # a barrier: all ranks start together
+        ranks.all_sum(torch.zeros(1))  # a barrier: all ranks start together
         began = common.clock()
         how = dict(temperature=1.0, stop_ids=[], seed=0, step=number, first=rank * rows)
         sampled = sampler.generate(prompts, args.samples, args.new, **how)
@@ -64,15 +65,15 @@ def measure(args, quant, records):
             | {
                 "shape": args.model_shape,
                 "weights": quant,
-                "ranks": ranks,
+                "ranks": count,
                 "micro_tokens": config.micro_tokens,
                 "cap_gb": args.memory_gb,
                 "step": number,
                 "slots": slots,
                 "rollout_s": rollout_s,
-                "rollout_tok_s": ranks * rows * args.new / rollout_s,
+                "rollout_tok_s": count * rows * args.new / rollout_s,
                 "update_s": update_s,
-                "update_tok_s": ranks * rows * length / update_s,
+                "update_tok_s": count * rows * length / update_s,
                 "step_s": rollout_s + update_s,
                 "peak_gb": peak_memory_gb(),
                 "planned_gb": plan.peak / 1e9,
@@ -93,7 +94,7 @@ def updater(args, quant, model):
         gradient_checkpointing=True,
     )
     model.gradient_checkpointing = True
-    optimizer = train.adamw(config, model)
+    optimizer = adamw(config, model)
     advantages = torch.randn(args.prompts * args.samples, device=common.DEVICE)
 
     def update(sampled):

@@ -28,7 +28,6 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
@@ -46,6 +45,7 @@ from rollout import Sampler  # noqa: E402
 from tasks import TASKS  # noqa: E402
 from tools import report, weights  # noqa: E402
 from tools.flags import Config, check, parse
+from tools.launch import Environment  # noqa: E402
 from tools.run import Run, append, rounded  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
@@ -109,23 +109,25 @@ class Rounded(weights.Source):
         return self.rounding(w.to(self.device)) if name.endswith("_proj.weight") else w
 
 
-# --- arm 7
-class Tempered(Sampler):
-    """Training answers are drawn at the temperature of their stage; an evaluation, step −1, is as
-    ever."""
+# --- sampling
+class TrainingSampler(Sampler):
+    """Keeps the last rollout of training. Its temperature is multiplied by that of the step's stage
+    (arm 7). An evaluation, step −1, is as ever.
+    """
 
     def __init__(self, model, temperatures, steps):
         super().__init__(model)
         self.temperatures, self.steps = temperatures, steps
 
-    def generate(
-        self, prompts, group_size, limit, temperature, stop_ids, seed, step, *more, **named
-    ):
-        if step >= 0:
+    def generate(self, prompts, group_size, *, temperature, step, **how):
+        training = step >= 0
+        if training:
             temperature *= self.temperatures[step * len(self.temperatures) // self.steps]
-        return super().generate(
-            prompts, group_size, limit, temperature, stop_ids, seed, step, *more, **named
-        )
+        how |= dict(temperature=temperature, step=step)
+        rollout = super().generate(prompts, group_size, **how)
+        if training:
+            self.rollout = rollout
+        return rollout
 
 
 # --- one run
@@ -133,10 +135,11 @@ class Logged(Run):
     """A run whose records go into the experiment's log. Its folder holds checkpoints and
     samples."""
 
-    def __init__(self, config, write, start, logged):
+    def __init__(self, config, write, start, logged, sampler):
         """write(record) appends to the log; start: its record of this start; logged: the steps it
-        has."""
-        self.write, self.start, self.logged = write, start, logged
+        has; sampler: keeps the last rollout.
+        """
+        self.write, self.start, self.logged, self.sampler = write, start, logged, sampler
         super().__init__(config)
 
     def load(self, model, optimizer):
@@ -149,14 +152,15 @@ class Logged(Run):
         self.write(self.start | dict(step=first))
         return first
 
-    def made(self, step, stats, sampled):
+    def made(self, step, stats):
         """Five skipped steps in a row do not stop the run: they are a result. mismatch compares
         equal temperatures, which arm 7 does not have."""
         if self.start["arm"] == "7":
             stats["mismatch"] = None
+        sampled = self.sampler.rollout
         stats["sampler_entropy"] = -(sampled.logprobs.sum() / sampled.lengths.sum()).item()
         try:
-            super().made(step, stats, sampled)
+            super().made(step, stats)
         except ValueError as skipped:
             self.say(skipped)
 
@@ -213,28 +217,30 @@ def _make(job, out, flags, problems, at_once, write):
     config.resume = config.out if any(folder.glob("checkpoint*.safetensors")) else ""
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     source = weights.open(config.model)
-    tokenizer, stop_ids = source.tokenizer(), source.stop_ids()
+    environment = Environment(
+        None, source.tokenizer(), source.stop_ids(), source.config, config.max_new_tokens
+    )
     quant, rounding = BASES[job.base]
     if rounding:
         source = Rounded(source, rounding(job.seed), device)
     model = load(source, quant, config.rank, config.alpha, device, job.seed)
     task = TASKS["gsm8k"](config.data)
     task = task._replace(held_out=[] if job.phase == "main" else task.held_out[:problems])
+    environment = environment._replace(task=task)
     start = start_record(job, config, at_once, time.perf_counter() - began)
     if job.phase == "base":
         write(start)
     else:
-        run = Logged(config, write, start, len(rules.read(out, job).step))
-        sampler = Sampler
+        temperatures = [1.0]
         if job.arm == "7":
-            found = [temperature for *_, temperature, _ in rules.temperatures()]
-            sampler = partial(Tempered, temperatures=found, steps=config.steps)
-        with patch.object(train, "Sampler", sampler):
-            train.train(config, model, task, tokenizer, stop_ids, run)
+            temperatures = [temperature for *_, temperature, _ in rules.temperatures()]
+        sampler = TrainingSampler(model, temperatures, config.steps)
+        run = Logged(config, write, start, len(rules.read(out, job).step), sampler)
+        train.train(config, model, environment, sampler, run)
     sampler = Sampler(model, slots=TEST_SLOTS)
     for name in () if job.phase == "rate" else job.experiment.tests:
         if name not in rules.read(out, job).tests:
-            write(test(name, config, sampler, tokenizer, stop_ids, problems))
+            write(test(name, config, sampler, environment, problems))
 
 
 def start_record(job, config, at_once, load_s):
@@ -258,22 +264,14 @@ def start_record(job, config, at_once, load_s):
     )
 
 
-def test(name, config, sampler, tokenizer, stop_ids, problems):
+def test(name, config, sampler, environment, problems):
     """→ the record of a test: to each problem, the number of right answers."""
     began, how = time.perf_counter(), rules.TESTS[name]
     task = TASKS["gsm8k"](config.test, held_out=how.problems)
     asked = (task.held_out if how.problems else task.train)[:problems]  # held_out: always the same
-    _, _, rewards = train.answer(
-        config,
-        sampler,
-        task,
-        tokenizer,
-        stop_ids,
-        asked,
-        samples=how.samples,
-        temperature=how.temperature,
-        top_p=how.top_p,
-    )
+    environment = environment._replace(task=task)
+    drawn = dict(temperature=how.temperature, top_p=how.top_p)
+    _, _, rewards = train.answer(config, sampler, environment, asked, how.samples, **drawn)
     right = [
         sum(map(int, rewards[n : n + how.samples])) for n in range(0, len(rewards), how.samples)
     ]

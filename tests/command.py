@@ -74,7 +74,7 @@ def main(*flags):
     """
     try:
         config = parse(list(map(str, flags)))
-        return launch.start(config, train.train, train.preflight) or 0
+        return launch.start(config, train.train, train.trial) or 0
     except SystemExit as stop:
         return stop.code
     except KeyboardInterrupt:

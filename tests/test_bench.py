@@ -20,7 +20,7 @@ import fp4_gemm
 import nvfp4
 import tasks
 from bench import common, gemm, rollout, step, tables, turns, vllm
-from tools import launch, memory
+from tools import memory, ranks
 
 STEP = "--prompts 2 --samples 3 --prompt-length 5 --new 7 "
 
@@ -72,7 +72,7 @@ def test_the_bound_is_the_notes_table():
 
 
 def test_step_counts_the_tokens_of_all_ranks(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(launch, "rank_and_count", lambda: (0, 2))
+    monkeypatch.setattr(ranks, "rank_and_count", lambda: (0, 2))
     found = measured(step, tmp_path / "step_bench.jsonl", STEP)
     for r in found:
         assert r["rollout_s"] * r["rollout_tok_s"] == pytest.approx(2 * 42)

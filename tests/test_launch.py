@@ -65,7 +65,7 @@ def command(tiny_chat, tmp_path, monkeypatch, capsys):
         arguments = ["train.py", "--model", str(tiny_chat), *FLAGS, *flags]
         monkeypatch.setattr(sys, "argv", arguments)
         with pytest.raises(SystemExit) as stop:
-            launch.main(train.train, train.preflight)
+            launch.main(train.train, train.trial)
         return stop.value.code, capsys.readouterr().err
 
     return run
@@ -133,7 +133,7 @@ def test_an_unknown_flag_names_those_nearest_to_it(case):
     [
         ("steps warmup resample eval_problems", 0, 10**9, -1),
         (
-            "prompts max_new_tokens updates_per_rollout eval_every "
+            "prompts max_new_tokens updates_per_step eval_every "
             "eval_samples save_every micro_tokens alpha",
             1,
             10**9,
@@ -170,7 +170,6 @@ def test_a_number_outside_its_range_is_refused_by_name_and_value(names, least, m
         "--sigma-schedule nonsense | logarithmic",
         "--device cuda:1 | cpu",
         "--prompts 8 | ranks",
-        "--updates-per-rollout 3 | 16 steps",
         "--loss gspo --correction bypass | none or tis",
         "--task mine.py --data some.jsonl | --data",
         "--task mine.py --test some.jsonl | --test",
@@ -238,7 +237,7 @@ def test_an_adapter_from_elsewhere_brings_no_flags(tmp_path, capsys):
         "--operands 2-9",
         "--out other",
         "--adapter other",
-        "--updates-per-rollout 2",
+        "--updates-per-step 2",
         "--eval-problems 99",
     ],
 )
@@ -248,6 +247,15 @@ def test_a_resume_keeps_what_its_checkpoint_was_trained_on(ended, given):
     folder = ended(**SCORED)
     with pytest.raises(ValueError, match=f"^{given} beside --resume {folder}: "):
         parse(["--resume", folder, *given.split()])
+
+
+def test_a_run_that_counted_updates_as_steps_resumes_if_it_made_one_a_rollout(ended):
+    """Until November 2026 config.json named them updates_per_rollout."""
+    folder = ended(steps=8)
+    flags = vars(Config(steps=8)) | dict(updates_per_rollout=1)
+    del flags["updates_per_step"]
+    Path(folder, "config.json").write_text(json.dumps(flags))
+    assert parse(["--resume", folder]).steps == 8
 
 
 def test_a_resume_takes_the_runs_own_flags_and_those_given_beside_it_win(
@@ -277,6 +285,7 @@ def test_a_resume_takes_the_runs_own_flags_and_those_given_beside_it_win(
         ('{"clip_low": "0.1"}', "'clip_low': '0.1'"),
         ('{"steps": 1e999}', "infinity"),
         ('{"scale": "group"}', "'scale'"),
+        ('{"updates_per_rollout": 2, "steps": 8}', "2 updates of a rollout as 2 steps; now "),
         (None, "No such file"),
     ],
 )
@@ -387,11 +396,10 @@ def test_a_prompt_that_the_model_cannot_take_is_named_by_its_text(tiny_chat):
     source = weights.open(str(tiny_chat))
     tokenizer, task = source.tokenizer(), Task([], [], operator.itemgetter("prompt"), None)
     tokenizer.chat_template = None
+    environment = launch.Environment(task, tokenizer, [], source.config, max_new_tokens=8)
 
     def encoded(*prompts):
-        problems = [{"prompt": prompt} for prompt in prompts]
-        config = Config(max_new_tokens=8)
-        return launch.encoded(config, source.config, task, tokenizer, problems)
+        return environment.encode_prompts([{"prompt": prompt} for prompt in prompts])
 
     longest = "1" * 120
     assert [len(ids) for ids in encoded(longest, "1")] == [120, 1]

@@ -28,6 +28,7 @@ import train
 from tools import launch, report
 from tools import run as run_file
 from tools.flags import Config, flags_of_run
+from tools.optimizer import adamw
 
 GOOD = dict(signal=0.5, finished=0.9, mismatch=1.01)
 # for runs of which only the last checkpoint matters: nothing is saved on the way, little evaluated
@@ -90,7 +91,7 @@ def resumed(folder, **flags):
     flags = flags_of_run(folder) | dict(resume=str(folder)) | flags
     config = Config(**flags)
     model = decoder.load(config.model, config.quant, config.rank, config.alpha)
-    return run_file.Run(config), model, train.adamw(config, model)
+    return run_file.Run(config), model, adamw(config, model)
 
 
 # --- what a run writes
@@ -160,7 +161,7 @@ def test_a_step_tells_how_long_the_rest_will_take(ended, whole, monkeypatch, cap
     run, model, optimizer = resumed(ended, steps=9)
     with run.guarded(model, optimizer) as first:
         clock[0] += 1200
-        run.made(first, dict(report.read(whole)["step", 5], step=6), None)
+        run.made(first, dict(report.read(whole)["step", 5], step=6))
     said = capsys.readouterr()
     assert first == 6 and "resumed at 67% of the schedules of lr and σ\n" in said.out
     assert " GB | 20.0 min, 40.0 min left\n" in said.out
@@ -523,15 +524,12 @@ def test_a_folder_holds_one_run_and_one_writer(ended):
 
 
 def test_a_resume_to_fewer_steps_than_were_made_is_refused_and_spoils_nothing(ended, monkeypatch):
-    """Before the model loads. Six rollouts that served two steps each made twelve."""
+    """Before the model loads."""
     monkeypatch.setattr(launch, "load", None)
     before = contents(ended)
     with pytest.raises(ValueError, match="^--steps 5: .*run has made 6 .* --steps 0 --adapter"):
         main("--resume", ended, "--steps", 5)
-    config = Config(resume=str(ended), steps=12, updates_per_rollout=2)
-    assert run_file.Run(config).segment == 1
-    with pytest.raises(ValueError, match="^--steps 10: .* made 12 steps"):
-        run_file.Run(dataclasses.replace(config, steps=10))
+    assert run_file.Run(Config(resume=str(ended), steps=6)).segment == 1
     assert contents(ended) == before
 
 
@@ -567,11 +565,11 @@ def test_a_step_without_a_finite_gradient_is_skipped_and_counted(
     real, trained = train.backward, itertools.count(1)
 
     def backward(config, model, *rest, **more):
-        stats = real(config, model, *rest, **more)
-        if stats["rows"] and next(trained) == 1:
-            stats["loss"] += loss
+        sums, logprobs = real(config, model, *rest, **more)
+        if sums["rows"] and next(trained) == 1:
+            sums["loss"] += loss
             next(model.parameters()).grad[0, 0] += gradient
-        return stats
+        return sums, logprobs
 
     monkeypatch.setattr(train, "backward", backward)
     assert start("--steps", 4, "--save-every", 1, "--eval-problems", 0) == 0
@@ -587,8 +585,8 @@ def test_a_step_without_a_finite_gradient_is_skipped_and_counted(
 
 @pytest.fixture
 def judged(tmp_path, monkeypatch):
-    """A run of rollouts that serve two steps each, whose records are judged and not logged."""
-    run = run_file.Run(Config(out=str(tmp_path / "x"), updates_per_rollout=2))
+    """A run whose records are judged and not logged."""
+    run = run_file.Run(Config(out=str(tmp_path / "x")))
     monkeypatch.setattr(run, "log", lambda *_: None)
     return run
 
@@ -597,10 +595,10 @@ def test_five_skipped_steps_in_a_row_stop_the_run(judged):
     """Four in a row do not."""
     skipped = GOOD | dict(skipped=1)
     for stats in [skipped] * 4 + [GOOD] + [skipped] * 4:
-        judged.made(0, dict(stats), None)
+        judged.made(0, dict(stats))
     with pytest.raises(ValueError, match="five steps in a row were skipped: .* --lr$"):
-        judged.made(18, dict(skipped), None)
-    assert judged.done == 20
+        judged.made(18, dict(skipped))
+    assert judged.done == 19
 
 
 @pytest.mark.parametrize(
@@ -620,7 +618,7 @@ def test_a_diagnosis_needs_five_steps_or_a_mismatch_and_comes_once(
     for quiet in ([GOOD] + [bad] * (enough - 1), [bad] * 4 + [near], [GOOD | dict(mismatch=None)]):
         assert not list(report.diagnose(quiet))
     for _ in range(8):
-        judged.made(0, dict(bad), None)
+        judged.made(0, dict(bad))
     assert capsys.readouterr().err.count("warning: ") == 1
 
 
@@ -629,19 +627,20 @@ def test_preflight_changes_nothing_and_says_whether_training_would_work(
 ):
     """Rewards for short answers: exit code 0. Times tables, which a random model cannot do: 3.
     No folder is made, and one that holds a run stays as it is. A step has 4 of the 32
-    prompts, so its seconds are an eighth: 10 of the rollout, or 5 where a rollout serves two steps,
-    and 1 of the update, on a clock that each look at it advances by 8."""
+    prompts, so its seconds are an eighth: 10 of the rollout, and 1 of each of its updates, on a
+    clock that each look at it advances by 8."""
     before, collect, loaded = contents(whole), train.collect, []
 
     def in_80_seconds(*args):
-        *sampled, stats = collect(*args)
-        return *sampled, stats | dict(rollout_s=80.0)
+        batch = collect(*args)
+        batch.stats["rollout_s"] = 80.0
+        return batch
 
     monkeypatch.setattr(train, "collect", in_80_seconds)
     monkeypatch.setattr(train.time, "perf_counter", itertools.count(0, 8).__next__)
     monkeypatch.setattr(lora, "load_adapter", lambda _, folder: loaded.append(folder))
     flags = (*FLAGS, "--model", tiny_chat, "--out", tmp_path / "run", "--preflight")
-    more = ("--updates-per-rollout", 2, "--out", whole, "--adapter", whole / "adapter-best")
+    more = ("--updates-per-step", 2, "--out", whole, "--adapter", whole / "adapter-best")
     assert main(*flags) == 0
     assert main(*flags, *more) == 0
     assert main(*flags, "--overlong", "none") == 3
@@ -649,7 +648,7 @@ def test_preflight_changes_nothing_and_says_whether_training_would_work(
     assert said.count("mismatch     1.0000") == 3
     assert re.findall(r"([\d.]+) +seconds, ([\d.]+) of them the update", said) == [
         ("11.0", "1.0"),
-        ("6.0", "1.0"),
+        ("12.0", "2.0"),
         ("11.0", "1.0"),
     ]
     assert loaded == [str(whole / "adapter-best")]

@@ -36,8 +36,30 @@ ALLOWED = {
     "tools.report": set(),
     "tools.run": {"lora", "tools.report"},
     "tools.flags": {"aqn", "grpo", "model", "tasks"},
-    "tools.launch": {"tools.weights", "model", "tools.run", "tasks", "lora", "tools.flags"},
-    "train": {"aqn", "grpo", "lora", "model", "rollout", "tools.run", "tools.launch"},
+    "tools.ranks": set(),
+    "tools.optimizer": set(),
+    "tools.diagnostics": {"tools.ranks", "tools.run"},
+    "tools.launch": {
+        "lora",
+        "model",
+        "rollout",
+        "tasks",
+        "tools.diagnostics",
+        "tools.flags",
+        "tools.ranks",
+        "tools.run",
+        "tools.weights",
+    },
+    "train": {
+        "aqn",
+        "grpo",
+        "lora",
+        "rollout",
+        "tools.diagnostics",
+        "tools.launch",
+        "tools.optimizer",
+        "tools.ranks",
+    },
 }
 PACKAGES = {"ops", "tools"}
 BEHIND = {"bench", "experiments", "tests"}  # no module of the product may import from these

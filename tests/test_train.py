@@ -19,7 +19,10 @@ import train
 from rollout import Rollout, Sampler
 from tasks import Task
 from tools import launch, report, weights
+from tools.diagnostics import mismatch
 from tools.flags import Config
+from tools.launch import Environment
+from tools.optimizer import adamw, learning_rate
 
 G = 4
 STOPS = [2, 5, 9, 13]
@@ -117,7 +120,7 @@ def by_definition(flags, model, optimizer, sampled, adv):
     normalizer = per_row.get(flags.loss, mask.sum())
     with lora.disabled(model), torch.no_grad():
         reference = model.logprobs(*where)[0]
-    for number in range(flags.updates_per_rollout):
+    for number in range(flags.updates_per_step):
         new, entropy = model.logprobs(*where)
         if number == 0:
             old = sampled.logprobs if flags.correction == "bypass" else new.detach()
@@ -139,7 +142,7 @@ def by_definition(flags, model, optimizer, sampled, adv):
     found |= dict(
         clip_fraction=clipped / measured.sum(),
         grad_norm=optimizer.gradients[-1].norm(),
-        tokens=(where[1] + where[2])[ran].sum() * flags.updates_per_rollout,
+        tokens=(where[1] + where[2])[ran].sum() * flags.updates_per_step,
     )
     return {name: value.item() for name, value in found.items()}
 
@@ -163,7 +166,7 @@ def test_updates_follow_their_definition_for_any_cut_and_order(
     """
     model, ended, order = actor(tiny_chat), noisy.finished.nonzero()[:, 0], torch.randperm(16)
     flags = config(
-        loss=loss, correction=correction, beta=beta, updates_per_rollout=3 if loss == "dapo" else 2
+        loss=loss, correction=correction, beta=beta, updates_per_step=3 if loss == "dapo" else 2
     )
     for overlong, counted, cuts in (
         ("none", ALL, ((20, ALL), (60, order))),
@@ -229,7 +232,7 @@ def test_two_ranks_get_the_gradient_of_one_process(tiny_chat, tmp_path):
 def test_without_any_advantage_or_any_trained_answer_nothing_moves(tiny_chat, noisy):
     """The adapter keeps its bytes although AdamW has momentum from an earlier step. No NaN."""
     model = actor(tiny_chat)
-    flags = config(overlong="mask", updates_per_rollout=2)
+    flags = config(overlong="mask", updates_per_step=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     assert train.update(flags, model, optimizer, noisy, ADVANTAGES)["grad_norm"] > 0
     before = parameters_to_vector(model.parameters())
@@ -264,7 +267,7 @@ def test_adamw_gets_the_clipped_gradient_and_its_flags(tiny_chat, noisy):
     """
     model, flags = actor(tiny_chat), config(max_grad_norm=0.5, weight_decay=0.5, lr=0.1)
     before = parameters_to_vector(model.parameters()).detach()
-    optimizer = train.adamw(flags, model)
+    optimizer = adamw(flags, model)
     assert train.update(flags, model, optimizer, noisy, ADVANTAGES)["grad_norm"] > 0.6
     m, v = (
         torch.cat([optimizer.state[p][name].flatten() for p in model.parameters()])
@@ -297,21 +300,23 @@ def collected(folder, rewards, sampler=Sampler, **flags):
         lambda problem: f"{problem['i']}*",
         lambda problem, text, end: rewards(problem["i"], next(judged) % G),
     )
-    sampled, got, texts, stats = train.collect(
-        config(**flags), sampler(model), task, tokenizer, STOPS, 0
-    )
+    flags = config(**flags)
+    environment = Environment(task, tokenizer, STOPS, model.config, flags.max_new_tokens)
+    batch = train.collect(flags, sampler(model), environment, 0)
+    sampled = batch.rollout
     answers = map(tokenizer.decode, sampled.answers())
     for row, n, text, (prompt, answer) in zip(
-        sampled.tokens, sampled.prompt_lengths, answers, texts, strict=True
+        sampled.tokens, sampled.prompt_lengths, answers, batch.texts, strict=True
     ):
         assert tokenizer.decode(row[:n]) == f"<s>{prompt}=" and text == answer
-    asked = [int(prompt[:-1]) for prompt, _ in texts]
-    return asked, got.tolist(), stats, sampled
+    asked = [int(prompt[:-1]) for prompt, _ in batch.texts]
+    batch.stats["mismatch"] = mismatch(flags, model, batch.fresh)
+    return asked, batch.rewards.tolist(), batch.stats, sampled
 
 
 def drawn(attempt=0, **flags):
     """→ the numbers of the problems of collected()."""
-    return train.batch(range(40), config(**flags), 0, attempt)
+    return train.batch_of(range(40), config(**flags), 0, attempt)
 
 
 def test_a_reward_belongs_to_the_prompt_and_the_sample_that_earned_it(tiny_chat):
@@ -378,18 +383,18 @@ def test_a_rank_has_its_own_problems_and_numbers(tiny_chat, monkeypatch):
     assert asked[::G] == drawn(resample=1)[2:]
 
 
-@pytest.mark.parametrize("updates, resample", [(1, 0), (4, 0), (2, 2)])
-def test_batch_follows_seed_and_step_and_each_epoch_covers_every_problem(updates, resample):
+@pytest.mark.parametrize("resample", [0, 2])
+def test_batch_follows_seed_and_step_and_each_epoch_covers_every_problem(resample):
     """20 problems, 8 per rollout: five rollouts are two epochs of different orders."""
-    flags, line = config(prompts=8, updates_per_rollout=updates, resample=resample), []
-    for where in itertools.product(range(0, 40, updates), range(1 + resample)):
-        line += train.batch(range(20), flags, *where)
+    flags, line = config(prompts=8, resample=resample), []
+    for where in itertools.product(range(40), range(1 + resample)):
+        line += train.batch_of(range(20), flags, *where)
     epochs = [tuple(line[i : i + 20]) for i in range(0, len(line) - 19, 20)]
     assert all(sorted(epoch) == [*range(20)] for epoch in epochs)
     assert len(set(epochs)) == len(epochs) >= 2
-    assert train.batch(range(20), flags, 0) == line[:8]
+    assert train.batch_of(range(20), flags, 0) == line[:8]
     flags.seed = 1
-    assert train.batch(range(20), flags, 0) != line[:8]
+    assert train.batch_of(range(20), flags, 0) != line[:8]
 
 
 # --- evaluation
@@ -441,7 +446,8 @@ def test_evaluate_counts_strict_loose_and_sampled(tiny_chat, monkeypatch):
     model, tokenizer = world(tiny_chat)
     calls = watch(monkeypatch, Script, "generate")
     sampler, flags = Script(model, tokenizer, answer), config(eval_samples=3, seed=7)
-    got = train.evaluate(flags, sampler, task, tokenizer, STOPS)
+    environment = Environment(task, tokenizer, STOPS, model.config, flags.max_new_tokens)
+    got = train.evaluate(flags, sampler, environment)
     shares = [got[name] for name in ("eval_greedy", "eval_greedy_loose", "eval_sampled")]
     assert shares == pytest.approx([0.25, 0.5, 0.75])
     drawn = [
@@ -450,7 +456,7 @@ def test_evaluate_counts_strict_loose_and_sampled(tiny_chat, monkeypatch):
     ]
     assert drawn == [[1, 0.0, 7, -1, 0], [3, 0.7, 7, -1, 0]]
     with aqn.noisy_norms(model, 0.1, 0, 1), pytest.raises(AssertionError, match="noise"):
-        train.evaluate(flags, sampler, task, tokenizer, STOPS)
+        train.evaluate(flags, sampler, environment)
 
 
 # --- whole runs
@@ -475,7 +481,7 @@ def test_flags_reach_what_they_name(tiny_chat, tmp_path, monkeypatch):
     losses = seen(grpo, "policy_loss", "loss_type", "clip_low", "clip_high", "beta")
     samples = seen(Sampler, "generate", "step", "temperature", "top_p")
     models = seen(train, "update", "model")
-    problems = seen(train, "batch", "problems")
+    problems = seen(train, "batch_of", "problems")
     flags = (
         f"--model {tiny_chat} --task gsm8k --test {tmp_path}/test.jsonl --prompts 2 --rank 4 "
         f"--max-new-tokens 2 --temperature .7 --eval-top-p .5 --device cpu"
@@ -553,17 +559,7 @@ def test_the_learning_rate_by_hand():
     flags = dict(steps=8, lr=3.0)
     for schedule, want in dict(linear=[3, 2.25, 1.5], cosine=[3, 2.56066, 1.5]).items():
         given = config(schedule=schedule, **flags)
-        rates = [train.learning_rate(given, step) for step in (0, 2, 4)]
+        rates = [learning_rate(given, step) for step in (0, 2, 4)]
         assert rates == pytest.approx(want, abs=1e-5)
     warm = config(schedule="constant", warmup=2, **flags)
-    assert [train.learning_rate(warm, step) for step in range(4)] == pytest.approx([1, 2, 3, 3])
-
-
-def test_what_is_due_is_due_once_for_each_multiple_that_a_rollout_passes():
-    """One step per rollout: at the multiples. Four: at the first rollout at or after each
-    multiple.
-    """
-    assert [s for s in range(24) if train.due(config(), 5, s)] == [0, 5, 10, 15, 20]
-    four = config(updates_per_rollout=4)
-    for every, want in {3: [0, 4, 8, 12, 16, 20], 5: [0, 8, 12, 16, 20]}.items():
-        assert [s for s in range(0, 24, 4) if train.due(four, every, s)] == want
+    assert [learning_rate(warm, step) for step in range(4)] == pytest.approx([1, 2, 3, 3])

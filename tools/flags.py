@@ -103,7 +103,7 @@ class Config:
         "\"old\" is the trainer's (none; tis: weighted) or sampler's (bypass)",
         choices=("none", "bypass", "tis"),
     )
-    updates_per_rollout: int = flag(1, "optimizer steps on each batch of answers", low=1)
+    updates_per_step: int = flag(1, "optimizer steps on the answers of one rollout", low=1)
     clip_low: float = flag(None, "ε_low; left out: the loss's own (0.2; gspo 3e-4)", low=0)
     clip_high: float = flag(
         None, "ε_high; left out: the loss's own (dapo 0.28, grpo 0.2, gspo 4e-4)", low=0
@@ -124,7 +124,9 @@ class Config:
         "exponential", "exponential, linear, cosine, logarithmic", choices=SCHEDULES
     )
 
-    steps: int = flag(16, "optimizer steps; 0 evaluates only", group="schedule", low=0)
+    steps: int = flag(
+        16, "rollouts, each with its updates; 0 evaluates only", group="schedule", low=0
+    )
     lr: float = flag(
         5e-4, "AdamW; 1e-4 for 0.5B, 1.5B; 1e-5 … 3e-5 for 3B to 32B (paper: 1e-5)", low=0
     )
@@ -225,7 +227,7 @@ def _of_resumed_run(given):
     """→ the flags of the run in --resume. ValueError: a flag that it cannot change."""
     folder = given["resume"]
     stored = flags_of_run(folder) | {"out": folder}
-    kept = {"out", "adapter", "updates_per_rollout", "eval_problems"}
+    kept = {"out", "adapter", "updates_per_step", "eval_problems"}
     kept |= {name for name, field in FIELDS.items() if field.metadata["fixed"]}
     for name in given.keys() & kept:
         if os.path.abspath(str(given[name])) != os.path.abspath(str(stored[name])):
@@ -260,7 +262,14 @@ def flags_of_run(folder):
     version."""
     path = Path(folder) / "config.json"
     try:
-        flags = vars(Config(**json.loads(path.read_text())))  # TypeError: a flag that is gone since
+        given = {**json.loads(path.read_text())}  # TypeError: no object
+        updates = given.pop("updates_per_rollout", 1)  # until 2026-11, when updates were steps
+        if updates != 1:
+            raise ValueError(
+                f"it counts {updates} updates of a rollout as {updates} steps; now a step is a "
+                "rollout with all its updates"
+            )
+        flags = vars(Config(**given))  # TypeError: a flag that is gone since
         for name, value in flags.items():
             if value != FIELDS[name].default and FIELDS[name].type(value) != value:
                 raise ValueError({name: value})
@@ -288,8 +297,6 @@ def check(config):
         _refuse(config, "device", "must be cpu, or cuda where torch finds a GPU")
     if own_task and (config.data or config.test or config.operands):
         _refuse(config, "task", "takes no --data, --test, --operands")
-    if config.steps % config.updates_per_rollout:
-        _refuse(config, "updates_per_rollout", f"must divide {config.steps} steps")
     if config.prompts % int(os.environ.get("WORLD_SIZE", 1)):
         _refuse(config, "prompts", "must be a multiple of the ranks")
     if config.preflight and config.resume:

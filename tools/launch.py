@@ -2,34 +2,79 @@
 errors.
 
 Exit codes: 0 done, 1 a traceback, 2 other errors, 3 --preflight finds training pointless, 128 + n
-signal n. Needs: torch; tools/weights.py, model.py, tools/run.py, tasks.py, lora.py; tools/flags.py.
+signal n. Needs: torch; model.py, rollout.py, tasks.py, lora.py and files of tools/.
 """
 
-import os
 import signal
 import sys
 import time
+from typing import NamedTuple
 
-import torch.distributed as dist
-
-# before a group exists: its default arguments would keep that group alive
-import torch.distributed.nn
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 import lora
 from model import load
-from tasks import TASKS, own, tested
+from rollout import Sampler
+from tasks import TASKS, Task, own, tested
 from tools import weights
+from tools.diagnostics import preflight
 from tools.flags import parse
+from tools.ranks import join_ranks, leave_ranks, rank_and_count
 from tools.run import Run
 
+LONGEST = 99  # prompts whose length is checked before a run starts
 
-def main(train, preflight):
-    """Parse the command line, call train or preflight, exit. An unforeseen error keeps its
-    traceback.
+
+class Environment(NamedTuple):
+    """What a policy answers and who judges the answers: all that train() needs beside the model."""
+
+    task: Task
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: list[int]  # ids of tokens that end an answer
+    model_config: PretrainedConfig
+    max_new_tokens: int  # room that a prompt must leave in the model's context
+
+    def encode_prompts(self, problems):
+        """→ a list of token ids for each problem's prompt. ValueError quotes a prompt that the
+        model cannot take.
+        """
+        return [self._encode(self.task.prompt(problem)) for problem in problems]
+
+    def _encode(self, text):
+        prompt = weights.encode(self.tokenizer, text)
+        room = self.model_config.max_position_embeddings - self.max_new_tokens
+        if not 0 < len(prompt) <= room:
+            raise ValueError(
+                f"the prompt {str(text)[:60]!r} has {len(prompt)} tokens: --max-new-tokens "
+                f"{self.max_new_tokens} leaves 1 to {room}; mend the data, or lower that flag"
+            )
+        if max(prompt) >= self.model_config.vocab_size:
+            raise ValueError(
+                f"the tokenizer makes token {max(prompt)} of the prompt {str(text)[:60]!r}, and "
+                f"the model ends at {self.model_config.vocab_size}: take the model's own tokenizer"
+            )
+        return prompt
+
+    def judge(self, problems, rollout):
+        """→ the text and the reward of each answer in a Rollout that has equally many adjacent rows
+        for each problem. Texts keep special tokens, but the end token.
+        """
+        samples = len(rollout.lengths) // len(problems)
+        texts = [self.tokenizer.decode(ids) for ids in rollout.answers()]
+        rewards = []
+        for row, finished in enumerate(rollout.finished.tolist()):
+            rewards.append(self.task.reward(problems[row // samples], texts[row], finished))
+        return texts, rewards
+
+
+def main(train, trial):
+    """Parse the command line, call train, or preflight with trial, and exit. An unforeseen error
+    keeps its traceback.
     """
     sys.stdout.reconfigure(errors="replace")  # a terminal may not have Unicode
     try:
-        sys.exit(start(parse(sys.argv[1:]), train, preflight))
+        sys.exit(start(parse(sys.argv[1:]), train, trial))
     except KeyboardInterrupt:  # Ctrl-C, or nobody reads our output any more
         sys.exit(130)
     except torch.OutOfMemoryError:
@@ -42,85 +87,82 @@ def main(train, preflight):
     sys.exit(2)
 
 
-def start(config, train, preflight):
+def start(config, train, trial):
     """Load what the flags name, then train or preflight → the exit code. SystemExit: a stopped
     run.
     """
     device = join_ranks(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    trains, given = bool(config.steps or config.preflight), (config.data, config.operands)
-    task = (
-        tested(config.task, config.test, *given * trains, trains=trains)
-        if config.test
-        else own(config.task)
-        if config.task.endswith(".py")
-        else TASKS[config.task](*given)
+    task = load_task(config)
+    began = time.perf_counter()
+    source = weights.open(config.model)
+    environment = Environment(
+        task, source.tokenizer(), source.stop_ids(), source.config, config.max_new_tokens
     )
-    began, source = time.perf_counter(), weights.open(config.model)
-    tokenizer, stop_ids = source.tokenizer(), source.stop_ids()
-    longest = sorted(task.held_out + task.train * trains, key=lambda p: len(str(task.prompt(p))))[
-        -99:
-    ]
-    encoded(config, source.config, task, tokenizer, longest)  # now, not when training draws them
+    check_longest_prompts(config, environment)
     task = task._replace(held_out=task.held_out[: config.eval_problems])
-    run = Run(config, quiet=rank_and_count()[0] > 0)
+    environment = environment._replace(task=task)
+    rank, _ = rank_and_count()
+    run = Run(config, quiet=rank > 0)
+    model = load_model(config, source, device, run)
+    announce(config, environment, model, run, time.perf_counter() - began)
+    exit_on_signals()
+    if config.preflight:
+        code = preflight(config, model, environment, Sampler(model), run, trial)
+    else:
+        code = train(config, model, environment, Sampler(model), run)
+    leave_ranks()
+    return code
+
+
+def load_task(config):
+    """→ the Task that the flags name."""
+    trains = bool(config.steps or config.preflight)
+    if config.test:
+        given = (config.data, config.operands) if trains else ()
+        return tested(config.task, config.test, *given, trains=trains)
+    if config.task.endswith(".py"):
+        return own(config.task)
+    return TASKS[config.task](config.data, config.operands)
+
+
+def check_longest_prompts(config, environment):
+    """Encode the prompts with the longest text now, so that an error does not wait until training
+    draws them.
+    """
+    task = environment.task
+    problems = list(task.held_out)
+    if config.steps or config.preflight:
+        problems += task.train
+    problems.sort(key=lambda problem: len(str(task.prompt(problem))))
+    environment.encode_prompts(problems[-LONGEST:])
+
+
+def load_model(config, source, device, run):
+    """→ the Decoder, with the adapter that --adapter names unless the run has saved its own."""
     model = load(source, config.quant, config.rank, config.alpha, device, config.seed)
     model.gradient_checkpointing = config.gradient_checkpointing
     if config.adapter and not run.saved():
         lora.load_adapter(model, config.adapter)
-    plain = "" if tokenizer.chat_template else ", without a chat template: prompts are plain text"
+    return model
+
+
+def announce(config, environment, model, run, seconds):
+    """Print what was loaded."""
+    task, plain = environment.task, ""
+    if not environment.tokenizer.chat_template:
+        plain = ", without a chat template: prompts are plain text"
     run.say(
-        f"{config.model}: {config.quant} on {model.device}, "
-        f"loaded in {time.perf_counter() - began:.0f} s{plain}\n{config.task}: "
+        f"{config.model}: {config.quant} on {model.device}, loaded in {seconds:.0f} s{plain}\n"
+        f"{config.task}: "
         f"{len(task.train)} problems to train on, {len(task.held_out)} held out; "
         f"{config.prompts} prompts × {config.group_size} answers a step"
     )
-    for number in (signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal was closed
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, lambda n, _: sys.exit(128 + n))
-    code = (preflight if config.preflight else train)(config, model, task, tokenizer, stop_ids, run)
-    if dist.is_initialized():
-        dist.destroy_process_group()  # not after a failure: it would wait for ranks that are gone
-    return code
 
 
-def encoded(config, of_model, task, tokenizer, problems):
-    """Problems → token ids of their prompts. ValueError quotes a prompt that the model cannot
-    take.
+def exit_on_signals():
+    """Turn SIGTERM and SIGHUP (the terminal was closed) into SystemExit, on which a run saves
+    itself. nohup ignores SIGHUP, and so do we then.
     """
-    prompts, room = [], of_model.max_position_embeddings - config.max_new_tokens
-    for text in map(task.prompt, problems):
-        prompts.append(prompt := weights.encode(tokenizer, text))
-        if not 0 < len(prompt) <= room:
-            raise ValueError(
-                f"the prompt {str(text)[:60]!r} has {len(prompt)} tokens: --max-new-tokens "
-                f"{config.max_new_tokens} leaves 1 to {room}; mend the data, or lower that flag"
-            )
-        if max(prompt) >= of_model.vocab_size:
-            raise ValueError(
-                f"the tokenizer makes token {max(prompt)} of the prompt {str(text)[:60]!r}, and "
-                f"the model ends at {of_model.vocab_size}: take the model's own tokenizer"
-            )
-    return prompts
-
-
-def join_ranks(device):
-    """→ this process's device. Under torchrun, join the process group and take the GPU of the local
-    rank.
-    """
-    if "RANK" in os.environ:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-        if device == "cuda":
-            # Triton launches there
-            torch.cuda.set_device(device := f"cuda:{os.environ['LOCAL_RANK']}")
-    return device
-
-
-def rank_and_count():
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def all_sum(tensor):
-    """Sum a tensor over ranks, in place, and return it; a single process returns it as it is."""
-    if dist.is_initialized():
-        dist.all_reduce(tensor)
-    return tensor
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))

@@ -38,8 +38,8 @@ PROBE = 32  # prompts that a preflight samples
 
 
 class Run:
-    """One segment of a run: from its start or a resume to its end or an accident. done: optimizer
-    steps that the model has made; whole: False while a step is changing the model.
+    """One segment of a run: from its start or a resume to its end or an accident. done: steps
+    that the model has made; whole: False while a step is changing the model.
     """
 
     def __init__(self, config, quiet=False):
@@ -69,7 +69,7 @@ class Run:
         self.segment = 1 + max((r["segment"] for r in every), default=-1)
         scores = (r["eval_greedy"] for r in every if r["step"] and r.get("eval_greedy") is not None)
         self.best = max(scores, default=-math.inf)
-        made = config.updates_per_rollout * len({r["step"] for r in every if r["kind"] == "step"})
+        made = len({r["step"] for r in every if r["kind"] == "step"})
         if config.steps < made:
             raise ValueError(
                 f"--steps {config.steps}: {self.folder} has made {made} steps; take at least as "
@@ -93,7 +93,7 @@ class Run:
             except (KeyboardInterrupt, SystemExit, ValueError, RuntimeError) as stop:
                 if self.done > self.first:
                     # a second Ctrl-C waits
-                    with suppress(KeyboardInterrupt, SystemExit), self.undivided():
+                    with suppress(KeyboardInterrupt, SystemExit), self.signals_deferred():
                         self.save(model, optimizer)
                 why = stop.args[0] if isinstance(stop, KeyboardInterrupt) and stop.args else ""
                 self.say(f"\nstopped after {self.done} steps{why}; {self.go_on}", sys.stderr)
@@ -105,7 +105,7 @@ class Run:
         self.finish()
 
     @contextmanager
-    def undivided(self):
+    def signals_deferred(self):
         """Encloses an update, its log and its save. Signals wait for the end, so no part is left
         out.
         """
@@ -119,13 +119,13 @@ class Run:
         for number in pending:
             signal.raise_signal(number)
 
-    def made(self, step, stats, sampled):
-        """Count and log a finished step, and print warnings. sampled: the step's answers, which
-        only the experiments measure. ValueError: five steps in a row were skipped.
+    def made(self, step, stats):
+        """Count and log a finished step, and print warnings. ValueError: five steps in a row were
+        skipped.
         """
         stats["memory_gb"] = peak_memory_gb()
         self.history.append(stats)
-        self.done, self.whole = step + self.config.updates_per_rollout, True
+        self.done, self.whole = step + 1, True
         self.log("step", step, stats)
         for name, advice in diagnose(self.history):
             if name not in self.warned:

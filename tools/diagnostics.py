@@ -1,0 +1,56 @@
+"""Is training worth its time? The sampler against the trainer, and a step without an update.
+
+Needs: torch; tools/ranks.py, tools/run.py.
+"""
+
+import dataclasses
+
+import torch
+
+from tools.ranks import all_sum, rank_and_count
+from tools.run import PROBE, peak_memory_gb
+
+
+@torch.no_grad()
+def mismatch(config, model, rollout):
+    """→ mean of exp|ln π_trainer − ln π_sampler| over answer tokens: 1 if the two agree.
+
+    Both use the same weights and the same noise, so all that differs is the order of sums in their
+    kernels. Call it inside the noise that the rollout was sampled under. It reads at most 127 of
+    the rollout's answers, evenly spread. A mean over ranks.
+    """
+    every = max(1, len(rollout.tokens) // 64)
+    rows = torch.arange(0, len(rollout.tokens), every)
+    factors = []
+    for micro in rollout.micro_batches(rows, config.micro_tokens):
+        part = rollout.rows(micro)
+        logprobs, _ = model.logprobs(
+            part.tokens, part.prompt_lengths, part.lengths, config.temperature
+        )
+        factors.append((logprobs - part.logprobs)[part.answer_mask()].abs().exp())
+    _, ranks = rank_and_count()
+    return all_sum(torch.cat(factors).mean()).item() / ranks
+
+
+def preflight(config, model, environment, sampler, run, trial):
+    """Try a step of 32 prompts, report on it → the exit code: 3 if training would be pointless.
+
+    trial: train.trial, a step without its update.
+    """
+    _, ranks = rank_and_count()
+    prompts = (PROBE + ranks - 1) // ranks * ranks  # a multiple of the ranks
+    probe = dataclasses.replace(config, prompts=prompts, resample=0)
+    batch, backward_s = trial(probe, model, environment, sampler)
+    stats = batch.stats
+    stats["mismatch"] = mismatch(probe, model, batch.fresh)
+
+    share = config.prompts / probe.prompts
+    stats["update_s"] = backward_s * share * config.updates_per_step
+    # without compiling and capturing; on a GPU, fewer prompts than 32 take about the same time
+    sampling_s = stats["rollout_s"] - sampler.stats["capture_s"]
+    stats["rollout_s"] = sampling_s * (share if model.device.type == "cpu" else max(1, share))
+
+    answers = probe.prompts * config.group_size
+    stats["solved"] = all_sum((batch.rewards > 0).sum()).item() / answers
+    stats["memory_gb"] = peak_memory_gb()
+    return run.preflight(stats)

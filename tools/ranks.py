@@ -1,0 +1,73 @@
+"""One process a GPU, started by torchrun: who am I, and sums over all processes ("ranks").
+
+Every rank has its own copy of the 4-bit base, and samples and trains on its own share of the
+prompts. Only sums cross between ranks: LoRA's gradients, and measurements. A process that torchrun
+did not start is rank 0 of 1, and all functions here return what it gives them.
+
+Needs: torch.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+# Import this before a process group exists: its default arguments would keep that group alive.
+import torch.distributed.nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+
+def join_ranks(device):
+    """ "cuda" or "cpu" → this process's device. Under torchrun, join the process group and take the
+    GPU of the local rank.
+    """
+    if "RANK" not in os.environ:
+        return device
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    if device == "cuda":
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)  # Triton launches on the current device
+    return device
+
+
+def rank_and_count():
+    """→ (this process's rank, number of ranks)."""
+    if not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
+
+
+def leave_ranks():
+    """Call at the end of a run that did not fail. After a failure it would wait for dead ranks."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def all_sum(tensor):
+    """Sum a tensor over ranks, in place, and return it."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def sum_over_ranks(metrics):
+    """{name: number or tensor ()} → {name: sum over ranks, a float}, by one all-reduce in fp64.
+    Every rank must give the same names in the same order.
+    """
+    values = torch.tensor([float(value) for value in metrics.values()], dtype=torch.float64)
+    return dict(zip(metrics, all_sum(values).tolist(), strict=True))
+
+
+def gather_numbers(number):
+    """→ [the number of rank 0, of rank 1, …], on every rank."""
+    rank, ranks = rank_and_count()
+    numbers = torch.zeros(ranks, dtype=torch.float64)
+    numbers[rank] = number
+    return all_sum(numbers).tolist()
+
+
+def sum_gradients(parameters):
+    """Replace the gradients of the parameters by their sums over ranks, with one all-reduce."""
+    if rank_and_count()[1] > 1:
+        gradients = [p.grad for p in parameters]
+        vector_to_parameters(all_sum(parameters_to_vector(gradients)), gradients)
