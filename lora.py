@@ -12,11 +12,16 @@ S projections with the same input run as one matrix, and so do their adapters:
         [ k ]               [ A_k ]               [ B_k ]        row block s of lora_A: this equals
         [ v ]   x K         [ A_v ]   x K         [ B_v ]   x r  three separate adapters
 
-The parameters are fp32. refresh() rounds them in place into copies of the compute type (bf16 on a
-GPU). A base that fuses LoRA into its GEMM reads the copies; for any other base forward() rounds the
-parameters anew.
+S is 3 for q, k, v, 2 for gate and up, and 1 for a projection that runs alone. The row blocks of
+lora_B have as many rows as the projections (the `splits`), those of lora_A have r rows each.
 
-Adapter files are PEFT's, with fused projections split into their parts.
+The parameters are fp32, because a step of the optimizer is often smaller than a bf16's last bit.
+refresh() rounds them into copies of the compute dtype: bf16 on a GPU, fp32 on a CPU. A base that
+fuses LoRA into its GEMM multiplies by the copies. With any other base, forward() itself rounds the
+parameters to the dtype of x.
+
+Adapter files are PEFT's, with fused projections split into their parts. load_adapter trusts that
+the adapter is a plain LoRA. tools/adapter.py first refuses PEFT's other kinds.
 Left out: dropout, bias, DoRA, rsLoRA, several adapters at once. Needs: torch, safetensors.
 """
 
@@ -24,6 +29,7 @@ import json
 import os
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -32,16 +38,31 @@ from torch import nn
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 PREFIX = "base_model.model.model."  # how every tensor name in PEFT's files begins
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's two files
+
+
+class Adapter(NamedTuple):
+    """What a base that fuses LoRA needs to add an adapter to its output."""
+
+    A: torch.Tensor  # (S·r, K), lora_A rounded to the compute dtype
+    B: torch.Tensor  # (N, r), lora_B rounded to the compute dtype
+    splits: tuple  # S integers, N in all: the rows of W and B of each projection
+    scale: float  # alpha / r
+    lora_A: torch.Tensor = None  # the fp32 parameters, which receive the gradients of A and B; if
+    lora_B: torch.Tensor = None  # both are None, A and B themselves receive them
 
 
 class LoRALinear(nn.Module):
     """A frozen base and its adapter: x (…, K) → (…, N) in the dtype of x.
 
-    base: a module with in_features, out_features and forward(x). If base.fuses_lora is True, the
-    base adds the adapter: base(x, (copy_A, copy_B, splits, scale), (lora_A, lora_B), needed)
-    multiplies by the rounded copies and passes gradients to the fp32 parameters. refresh() writes
-    the copies, then calls base.adapt(copy_B, splits). splits: the rows of each fused part, N in
-    all. ValueError: rank < 1.
+    base: a module with in_features (K), out_features (N) and forward(x). A base whose attribute
+    fuses_lora is True adds the adapter itself, and is called in two ways:
+        base(x, adapter, compute_output)    by forward(): an Adapter and forward's own argument
+        base.adapt(copy_B, splits)          by refresh(), after it has rewritten the copies
+    rank, alpha: r and the numerator of scale = alpha / r. splits: the rows of each fused part, N in
+    all; None: one part. dtype: of the copies. generator: of the random lora_A, on the CPU.
+
+    ValueError: rank < 1.
     """
 
     def __init__(
@@ -51,50 +72,64 @@ class LoRALinear(nn.Module):
         if rank < 1:
             raise ValueError(f"LoRA rank {rank} must be at least 1")
         N, K = base.out_features, base.in_features
-        self.base, self.rank, self.alpha, self.scale = base, rank, alpha, alpha / rank
+        self.base = base
+        self.rank = rank
+        self.alpha = alpha
+        self.scale = alpha / rank
         self.splits = tuple(splits or (N,))
         assert sum(self.splits) == N, (
             f"splits {self.splits} do not add up to the {N} rows of the base"
         )
-        # U(−1/√K, 1/√K), as in torch's Linear and in PEFT; a draw on the CPU is the same for every
-        # device
-        lora_A = torch.empty(len(self.splits) * rank, K).uniform_(
-            -(K**-0.5), K**-0.5, generator=generator
-        )
+        # U(−1/√K, 1/√K), as in torch's Linear and in PEFT. Draw on the CPU, because then the same
+        # seed gives the same lora_A on every device.
+        bound = K**-0.5
+        lora_A = torch.empty(len(self.splits) * rank, K)
+        lora_A.uniform_(-bound, bound, generator=generator)
         self.lora_A = nn.Parameter(lora_A.to(device))
         self.lora_B = nn.Parameter(torch.zeros(N, rank, device=device))
+        # Buffers, so that .to(device) moves them; not persistent, as refresh() makes them anew.
         for name, parameter in (("copy_A", self.lora_A), ("copy_B", self.lora_B)):
             self.register_buffer(name, torch.empty_like(parameter, dtype=dtype), persistent=False)
         self.enabled = True
         self.refresh()
 
     def refresh(self):
-        """Round the parameters into the copies, in place: a captured CUDA graph reads the same
-        addresses.
+        """Round the parameters into the copies, in place.
+
+        A captured CUDA graph reads the addresses that it was captured with. New copies at other
+        addresses would leave it with the old adapter.
         """
         with torch.no_grad():
             self.copy_A.copy_(self.lora_A)
             self.copy_B.copy_(self.lora_B)
-            if getattr(self.base, "fuses_lora", False):
+            if self._base_fuses():
                 self.base.adapt(self.copy_B, self.splits)
 
-    def forward(self, x, needed=True):
-        """x (…, K) → (…, N). needed=False: only backward will run, so a fusing base may skip
-        computing y.
+    def forward(self, x, compute_output=True):
+        """x (…, K) → (…, N).
+
+        compute_output=False: nothing reads the result, only its gradient is needed (a forward that
+        gradient checkpointing repeats). A base that fuses LoRA may then skip x @ W.T.
         """
         if not self.enabled:
             return self.base(x)
-        if getattr(self.base, "fuses_lora", False):
-            copies = (self.copy_A, self.copy_B, self.splits, self.scale)
-            return self.base(x, copies, (self.lora_A, self.lora_B), needed)
-        low = (x @ self.lora_A.to(x.dtype).T).split(self.rank, -1)  # S times (…, r)
-        parts = zip(low, self.lora_B.to(x.dtype).split(self.splits), strict=True)
+        if self._base_fuses():
+            adapter = Adapter(
+                self.copy_A, self.copy_B, self.splits, self.scale, self.lora_A, self.lora_B
+            )
+            return self.base(x, adapter, compute_output)
+        xa = (x @ self.lora_A.to(x.dtype).T).split(self.rank, -1)  # S times (…, r)
+        parts = zip(xa, self.lora_B.to(x.dtype).split(self.splits), strict=True)
         return self.base(x) + self.scale * torch.cat([h @ B.T for h, B in parts], -1)
+
+    def _base_fuses(self):
+        return getattr(self.base, "fuses_lora", False)
 
 
 def lora_layers(model):
-    """→ {name: LoRALinear}, in the model's order. ValueError: there is none, so nothing would
-    learn.
+    """→ {name: LoRALinear}, in the model's order.
+
+    ValueError: there is none, so nothing would learn.
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
     if not layers:
@@ -121,28 +156,36 @@ def disabled(model):
             layer.enabled = True
 
 
+# --- adapter files
+
+
 def adapter_tensors(model):
-    """→ {PEFT's tensor name: fp32 view of the rows of lora_A or lora_B that belong to one
-    projection}.
+    """→ {PEFT's tensor name: fp32 view of the rows of lora_A or lora_B of one projection}.
+
+    A write to a view changes the parameter. Shapes are (r, K) and (rows of the projection, r).
     """
     tensors = {}
     for name, layer in lora_layers(model).items():
-        parent, _, own = name.rpartition(".")
-        parts = FUSED.get(own, (own,)) if len(layer.splits) > 1 else (own,)
-        A, B = layer.lora_A.data.split(layer.rank), layer.lora_B.data.split(layer.splits)
-        for part, a, b in zip(parts, A, B, strict=True):
-            tensors[f"{PREFIX}{parent}.{part}.lora_A.weight"] = a
-            tensors[f"{PREFIX}{parent}.{part}.lora_B.weight"] = b
+        parent, _, module = name.rpartition(".")
+        projections = FUSED[module] if len(layer.splits) > 1 else (module,)
+        A = layer.lora_A.data.split(layer.rank)
+        B = layer.lora_B.data.split(layer.splits)
+        for projection, a, b in zip(projections, A, B, strict=True):
+            tensors[f"{PREFIX}{parent}.{projection}.lora_A.weight"] = a
+            tensors[f"{PREFIX}{parent}.{projection}.lora_B.weight"] = b
     return tensors
 
 
 def save_adapter(model, folder, base_name=""):
-    """Write PEFT's two files into folder, each whole or, if the save is interrupted, not at all."""
+    """Write PEFT's two files into folder, each whole or, if the save is interrupted, not at all.
+
+    base_name: the base model as PEFT shall find it, a name on the hub or a path.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {k: v.contiguous().cpu() for k, v in adapter_tensors(model).items()}
     layer = next(iter(lora_layers(model).values()))
-    # on the hub
+    # "smollm2" is a name of ours: PEFT needs the one on the hub
     base_name = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}.get(base_name, base_name)
     config = dict(
         peft_type="LORA",
@@ -156,54 +199,48 @@ def save_adapter(model, folder, base_name=""):
         inference_mode=True,
         target_modules=sorted({k.split(".")[-3] for k in tensors}),
     )
-    save_file(tensors, folder / "adapter_model.safetensors.tmp", metadata={"format": "pt"})
-    (folder / "adapter_config.json.tmp").write_text(json.dumps(config, indent=2) + "\n")
-    for file in ("adapter_model.safetensors", "adapter_config.json"):
-        with open(folder / f"{file}.tmp", "rb") as written:
+    save_file(tensors, folder / f"{TENSORS}.tmp", metadata={"format": "pt"})
+    (folder / f"{CONFIG}.tmp").write_text(json.dumps(config, indent=2) + "\n")
+    for file in (TENSORS, CONFIG):
+        temporary = folder / f"{file}.tmp"
+        # The bytes must be on the disk before the name is: after a power failure a renamed file may
+        # be empty otherwise.
+        with open(temporary, "rb") as written:
             os.fsync(written.fileno())
-        os.replace(folder / f"{file}.tmp", folder / file)
+        os.replace(temporary, folder / file)
 
 
-def load_adapter(model, folder):
-    """Copy an adapter that save_adapter or PEFT wrote into the parameters, and refresh the copies.
+def read_adapter(folder):
+    """→ PEFT's two files: the settings (a dict) and {tensor name: tensor}.
 
-    ValueError: the folder holds no adapter, a damaged one, another kind, rank or alpha, or other
-    tensors.
+    ValueError: a file is missing or damaged.
     """
     folder = Path(folder)
-    for file in ("adapter_config.json", "adapter_model.safetensors"):
+    for file in (CONFIG, TENSORS):
         if not (folder / file).is_file():
             raise ValueError(f"{folder} holds no {file}: name the folder of a PEFT LoRA adapter")
     try:
-        config = json.loads((folder / "adapter_config.json").read_text())
+        config = json.loads((folder / CONFIG).read_text())
         if not isinstance(config, dict):
             raise ValueError(f"{type(config).__name__!r} in the place of its settings")
-        stored = load_file(folder / "adapter_model.safetensors")
+        return config, load_file(folder / TENSORS)
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{folder} holds a damaged adapter: {error}") from error
+
+
+def load_adapter(model, folder):
+    """Copy a plain LoRA adapter from PEFT's files into the parameters, and refresh the copies.
+
+    ValueError: a file is missing or damaged, or rank, alpha, tensor names or shapes differ from the
+    model's. A refused adapter changes nothing.
+    """
+    config, stored = read_adapter(folder)
     layer = next(iter(lora_layers(model).values()))
-    wanted = {"peft_type": "LORA", "r": layer.rank, "lora_alpha": layer.alpha}
-    refused = (
-        "use_dora",
-        "use_rslora",
-        "rank_pattern",
-        "alpha_pattern",
-        "modules_to_save",
-        "alora_invocation_tokens",
-    )
-    for key, value in {**wanted, **dict.fromkeys(refused)}.items():
-        if (config.get(key) or None) != value:
+    for key, value in {"r": layer.rank, "lora_alpha": layer.alpha}.items():
+        if config.get(key) != value:
             raise ValueError(
-                f"{folder / 'adapter_config.json'} has {key}={config.get(key)!r}; "
-                f"this model takes {value or 'none'}"
+                f"{Path(folder) / CONFIG} has {key}={config.get(key)!r}; this model takes {value}"
             )
-    start = config.get("init_lora_weights")
-    if isinstance(start, str) and start not in ("gaussian", "orthogonal", "eva", "mica"):
-        raise ValueError(
-            f"{folder / 'adapter_config.json'} has init_lora_weights={start!r}, which changes "
-            "the base too: PEFT converts most of these as it saves them, see its "
-            "path_initial_model_for_weight_conversion"
-        )
     own = adapter_tensors(model)
     has = {name: tuple(t.shape) for name, t in stored.items()}
     takes = {name: tuple(t.shape) for name, t in own.items()}
@@ -214,11 +251,6 @@ def load_adapter(model, folder):
             f"{has.get(odd[0], 'missing')}, the model has {takes.get(odd[0], 'no such tensor')}"
         )
     for name, tensor in stored.items():
-        if not tensor.isfinite().all():
-            raise ValueError(
-                f"{folder}: {name} has NaN or infinite values: take an earlier adapter"
-            )
-    for name, tensor in stored.items():  # after all checks: a refused adapter changes nothing
         own[name].copy_(tensor)
     refresh(model)
 

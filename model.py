@@ -102,8 +102,8 @@ class FrozenLinear(nn.Module):
         if isinstance(self.W, fp4_gemm.Dense):
             self.W.adapt(B, splits)
 
-    def forward(self, x, lora=None, learn=None, needed=True):
-        return fp4_gemm.linear(x, self.W, self.bias, lora, learn, needed)
+    def forward(self, x, adapter=None, compute_output=True):
+        return fp4_gemm.linear(x, self.W, self.bias, adapter, compute_output)
 
 
 class Attention(nn.Module):
@@ -146,8 +146,8 @@ class MLP(nn.Module):
         self.gate_up_proj = linear(dict(gate_proj=F_, up_proj=F_), D, False)
         self.down_proj = linear(dict(down_proj=D), F_, False)
 
-    def forward(self, x, needed=True):
-        return self.down_proj(elementwise.swiglu(self.gate_up_proj(x)), needed)
+    def forward(self, x, compute_output=True):
+        return self.down_proj(elementwise.swiglu(self.gate_up_proj(x)), compute_output)
 
 
 class Block(nn.Module):
@@ -156,18 +156,18 @@ class Block(nn.Module):
         self.self_attn, self.mlp = attention, mlp
         self.input_layernorm, self.post_attention_layernorm = input_norm, post_attention_norm
 
-    def forward(self, x, y, *where, needed=True):
+    def forward(self, x, y, *where, compute_output=True):
         """x (B, T, D) and the branch y that the next norm adds to it → both after this block."""
         x, h = self.input_layernorm(x, y)
         x, h = self.post_attention_layernorm(x, self.self_attn(h, *where))
-        return x, self.mlp(h, needed)
+        return x, self.mlp(h, compute_output)
 
     def summed(self, x, *where):
         """x → x + y, for gradient checkpointing: it keeps x alone. A call with gradients on is the
         recomputation in backward: only the tensors saved inside matter, so the last GEMM is
         skipped.
         """
-        x, y = self(x, None, *where, needed=not torch.is_grad_enabled())
+        x, y = self(x, None, *where, compute_output=not torch.is_grad_enabled())
         return x + y
 
 

@@ -6,7 +6,7 @@ then timed in turns with cuBLAS in bf16. A record has the three times and the bo
 A time is the median of 25 replays of a CUDA graph that walks over enough copies of the weight to
 spill L2.
 
-Needs: a GPU; common.py; fp4_gemm.py, nvfp4.py, tools/memory.py.
+Needs: a GPU; common.py; fp4_gemm.py, lora.py, nvfp4.py, tools/memory.py.
 """
 
 import copy
@@ -19,6 +19,7 @@ import torch
 import fp4_gemm
 import nvfp4
 from bench import common
+from lora import Adapter
 from tools import memory
 
 L2_BYTES = 60e6
@@ -50,7 +51,7 @@ def measure(name, parts, K, rows, only_check, records):
     exact = W.double()
     packed = fp4_gemm.pack(*fours)
     A, B = random_matrix(len(parts) * common.RANK, K), random_matrix(N, common.RANK)
-    adapter = A, B, parts, 1.0
+    adapter = Adapter(A, B, parts, 1.0)
     packs = copies(packed, packed.words.nbytes)
     dense = copies(W, W.nbytes)
     for M in rows:
@@ -85,10 +86,9 @@ def copies(weight, nbytes):
 
 def check(what, x, packed, exact, adapter):
     """Exit unless y, without and with LoRA, is within 2⁻⁸ of float64: twice bf16's rounding."""
-    A, B, parts, _ = adapter
     plain = x.double() @ exact.T
-    spread = torch.block_diag(*B.double().split(parts))
-    adapted = plain + x.double() @ A.double().T @ spread.T
+    B = torch.block_diag(*adapter.B.double().split(adapter.splits))
+    adapted = plain + x.double() @ adapter.A.double().T @ B.T
     for kind, lora, exact_y in ("plain", None, plain), ("with LoRA", adapter, adapted):
         y = fp4_gemm.linear(x, packed, lora=lora).double()
         error = (y - exact_y).norm() / exact_y.norm()

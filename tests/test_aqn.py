@@ -29,7 +29,7 @@ def state(model):
     """→ {name: bytes} of every parameter, buffer and frozen weight."""
     found = dict(model.named_parameters()) | dict(model.named_buffers())
     for name, layer in lora.lora_layers(model).items():
-        found[name] = layer.base.W.wide
+        found[name] = layer.base.W.weight_and_B
     return {name: t.detach().contiguous().view(torch.uint8).clone() for name, t in found.items()}
 
 

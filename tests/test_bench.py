@@ -17,6 +17,7 @@ import torch
 import transformers
 
 import fp4_gemm
+import lora
 import nvfp4
 import tasks
 from bench import common, gemm, rollout, step, tables, turns, vllm
@@ -100,7 +101,7 @@ def test_wrong_results_are_not_timed():
     exact, packed = nvfp4.dequantize(q, torch.float64), fp4_gemm.pack(q)
     for wrong, scale in (1.01, 1.0), (1.0, 1.01):
         with pytest.raises(SystemExit, match="it, .* wrong by .*not timed"):
-            gemm.check("it", x, packed, wrong * exact, (A, B, (32,), scale))
+            gemm.check("it", x, packed, wrong * exact, lora.Adapter(A, B, (32,), scale))
 
 
 @pytest.mark.parametrize("script, flags, why", [

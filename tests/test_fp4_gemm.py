@@ -13,6 +13,7 @@ from conftest import build, cuobjdump, each_generation
 import fp4_gemm
 import nvfp4
 from fp4_gemm import Launch
+from lora import Adapter
 
 
 def random_weight(N, K, global_scale, largest=126):
@@ -60,8 +61,9 @@ def adapted_layer(M, sizes, K, rank, dtype=torch.float32):
 
 
 def check_forward_and_backward(x, weight, W, bias, A, B, splits, tolerance, learn=True):
-    """Against float64; with the parameters of an adapter as `learn` or without. Backward needs x, x
-    @ A.T, A and B: nothing as large as the weight is saved for it.
+    """Against float64. learn: A and B are parameters of which the layer multiplies copies, or they
+    are what it multiplies. Backward needs x, x @ A.T, A and B: nothing as large as the weight is
+    saved for it.
     """
     saved = []
 
@@ -69,9 +71,11 @@ def check_forward_and_backward(x, weight, W, bias, A, B, splits, tolerance, lear
         saved.append(t.shape)
         return t
 
-    lora = (A.detach(), B.detach(), splits, 0.5) if learn else (A, B, splits, 0.5)
+    lora = Adapter(A, B, splits, 0.5)
+    if learn:
+        lora = Adapter(A.detach(), B.detach(), splits, 0.5, A, B)
     with torch.autograd.graph.saved_tensors_hooks(save, lambda t: t):
-        y = fp4_gemm.linear(x, weight, bias, lora, (A, B) if learn else None)
+        y = fp4_gemm.linear(x, weight, bias, lora)
     assert set(saved) == {x.shape, (len(x), len(A)), A.shape, B.shape}
     inputs = x, bias, A, B
     wide = [t.detach().double().requires_grad_() for t in inputs]
@@ -106,9 +110,9 @@ def test_linear_on_the_cpu(M, sizes, K):
     """fp32 sums of K < 300 terms: their rounding, about sqrt(K) · 2^-24, stays below 2^-18."""
     x, packed, W, bias, lora_A, lora_B = adapted_layer(M, sizes, K, rank=3)
     plain = dense(W, 0 * lora_B, sizes)
-    captured = plain.wide  # by a CUDA graph, say
+    captured = plain.weight_and_B  # by a CUDA graph, say
     plain.adapt(lora_B.detach(), sizes)
-    assert plain.wide is captured and torch.equal(plain.weight, W.float())
+    assert plain.weight_and_B is captured and torch.equal(plain.weight, W.float())
     for weight, learn in ((packed, True), (packed, False), (plain, True)):
         check_forward_and_backward(x, weight, W, bias, lora_A, lora_B, sizes, 2**-18, learn)
 
@@ -129,9 +133,9 @@ def test_mistakes_are_named():
         ((x[:, :16], packed), "K=16"),
         ((x.double(), packed), "float64"),
         ((x, packed, bias), r"bias torch.Size\(\[7\]\)"),
-        ((x, packed, None, (turned, B, (4, 4), 1.0)), "not all .*contiguous"),
-        ((x, packed, None, (A, B, (4, 3), 1.0)), "splits"),
-        ((x, fp4_gemm.Dense(A), None, (A[:2], B[:4], (4,), 1.0)), "call its adapt"),
+        ((x, packed, None, Adapter(turned, B, (4, 4), 1.0)), "not all .*contiguous"),
+        ((x, packed, None, Adapter(A, B, (4, 3), 1.0)), "splits"),
+        ((x, fp4_gemm.Dense(A), None, Adapter(A[:2], B[:4], (4,), 1.0)), "call its adapt"),
     ):
         with pytest.raises(AssertionError, match=words):
             fp4_gemm.linear(*arguments)
@@ -147,12 +151,12 @@ def test_a_plan_covers_every_tile_once(N, K):
     rows = 1, 8, 9, 63, 64, 127, 128, 129, 191, 192, 256
     for M, generation, sms in itertools.product(rows, (8, 9, 10), (78, 114, 132, 188)):
         at = 0
-        for launch in fp4_gemm._plan(M, N, K, gpu(generation, sms)):
-            assert launch.first * launch.n == at and launch.tiles > 0
-            at += launch.tiles * launch.n
-            assert 1 <= launch.split_k <= max(1, K // 256)
-            assert launch.m < max(9, 2 * M) and -(-M // launch.m) <= 32
-            assert launch.m < 64 or launch.m <= M or launch.m == 256  # TMA would fill in zeros
+        for first, tiles, m, n, split_k, _ in fp4_gemm._plan(M, N, K, gpu(generation, sms)):
+            assert first * n == at and tiles > 0
+            at += tiles * n
+            assert 1 <= split_k <= max(1, K // 256)
+            assert m < max(9, 2 * M) and -(-M // m) <= 32
+            assert m < 64 or m <= M or m == 256  # TMA would fill in zeros
         assert at == -(-N // 64) * 64
 
 
@@ -165,7 +169,7 @@ def test_a_plan_fills_132_sms():
     assert len(fp4_gemm._plan(256, 37888, 3584, gpu(8))) == 1, "no wgmma, no large tiles"
     for M, K, m, split in ((1, 3584, 8, 5), (64, 3584, 64, 5), (128, 27648, 128, 3)):
         (launch,) = fp4_gemm._plan(M, 4608, K, gpu(9))
-        assert (launch.m, launch.split_k) == (m, split)
+        assert (launch.tile_m, launch.split_k) == (m, split)
 
 
 # --- the Triton kernels without a GPU
@@ -174,7 +178,7 @@ def test_a_plan_fills_132_sms():
 def interpreted():
     q = all_codes_and_scales()
     p, out = fp4_gemm.pack(q), torch.full((127, 133), float("nan"))
-    fp4_gemm._dequantize_kernel[2,](*p[:3], out, *p.shape, 133, 1, fp4_gemm.EXPONENT, F32=True)
+    fp4_gemm._dequantize_kernel[2,](*p[:3], out, *p.shape, 133, 1, fp4_gemm.SCALE_EXPONENT)
     assert torch.equal(out[:, :128].double(), exact(q)) and out[:, 128:].isnan().all()
     # in most, the last tile of x, of W, of k and of the adapter is not full
     for M, sizes, K, rank, m, split in (
@@ -189,10 +193,12 @@ def interpreted():
         n = 128 if m == 256 else 64
         plan = [Launch(0, 1, m, n, 1, 3), Launch(1, (sum(sizes) - 1) // n, m, n, split, 3)]
         right = reference(x, W, bias, A, B, sizes)
-        y, xa = fp4_gemm._fused(x, packed, bias, A, B, sizes, 0.5, plan, 0)
-        base, _ = fp4_gemm._fused(x, packed, None, None, None, (), 1.0, plan, 0)
-        plain = dense(W, B, sizes)
-        same, _ = fp4_gemm._fused(x, plain, bias, A, B, sizes, 0.5, [], 0)
+        adapter, plain = Adapter(A, B, sizes, 0.5), dense(W, B, sizes)
+        xa, _ = fp4_gemm._launch_shrink(x, packed, adapter, False)
+        y = fp4_gemm._launch_linear(x, packed, bias, adapter, xa, plan, False)
+        base = fp4_gemm._launch_linear(x, packed, None, None, None, plan, False)
+        plain_xa, _ = fp4_gemm._launch_shrink(x, plain, adapter, False)
+        same = fp4_gemm._forward_gemm(x, plain_xa, plain, bias, adapter)
         assert (
             max(
                 rel_err(y, right),
@@ -219,7 +225,7 @@ def compile_linear(cc, M, rank, names_of):
     _, _, m, n, _, stages = fp4_gemm._plan(M, 37888, 3584, gpu(cc // 10))[-1]
     if m < min(M, 128):  # without wgmma no tile has more than 32 rows
         return
-    constants = dict(TILE_M=m, TILE_N=n, RANK=rank, TMA=m >= 64, F32=False, PDL=cc >= 90, bias=None)
+    constants = dict(TILE_M=m, TILE_N=n, RANK=rank, PDL=cc >= 90, bias=None)
     if rank:
         constants |= dict(SPLITS=(3584, 512, 512), SPLIT_K=5)
     else:
@@ -228,7 +234,7 @@ def compile_linear(cc, M, rank, names_of):
         names_of = names_of | {f"tensordesc<bf16[{m},64]>": "x"}
     most, stack = 255, 0
     if rank < 128:  # a CTA has 2 n threads; registers are allocated by eights
-        most = min(255, 65536 // (2 * n) // fp4_gemm.CTAS.get(m, 1) // 8 * 8)
+        most = min(255, 65536 // (2 * n) // fp4_gemm.CTAS_PER_SM.get(m, 1) // 8 * 8)
     if rank and m == 256:
         # A large tile uses all 255 registers and spills, outside the loop, what its epilogue needs:
         # 16 bf16 of B a thread, 32 bytes; 4 scales, 16; at most 6 addresses, 48.
@@ -292,7 +298,7 @@ def test_kernels_compile(cc, everything):
     """
     names_of = {
         "*i32": "words scales counters",
-        "*fp32": "global_scales sums",
+        "*fp32": "global_scales partial_sums",
         "fp32": "scale",
         "*bf16": "x xa lora_A lora_B y out",
     }
@@ -302,9 +308,9 @@ def test_kernels_compile(cc, everything):
     for M, rank in jobs:
         compile_linear(cc, M, rank, names_of)
     for m, split in ((8, 1), (16, 28)):
-        constants = dict(TILE_M=m, SPLIT_K=split, F32=False, PDL=cc >= 90)
+        constants = dict(TILE_M=m, TILE_R=32, SPLIT_K=split, PDL=cc >= 90)
         build(fp4_gemm._shrink_kernel, cc, constants, names_of, "NKR", 2, 5)
-    build(fp4_gemm._dequantize_kernel, cc, dict(F32=False), names_of, "NKR")
+    build(fp4_gemm._dequantize_kernel, cc, {}, names_of, "NKR")
 
 
 # --- on a GPU
@@ -354,7 +360,7 @@ def test_gpu_an_adapter_below_the_last_bit_is_not_lost(on_gpu, M, plain):
 
     def result(B):
         weight = dense(W, B, sizes) if plain else packed
-        return fp4_gemm.linear(x, weight, bias, (A, B, sizes, 0.5)).detach().double()
+        return fp4_gemm.linear(x, weight, bias, Adapter(A, B, sizes, 0.5)).detach().double()
 
     base, adapted = result(0 * B), result(B)
     # an ulp is 2^-8 to 2^-7 of y
@@ -374,7 +380,7 @@ def test_a_thousand_launches_give_the_same_bits(on_gpu, M):
     for (sizes, K), plain in itertools.product(SIZES[:3], (False, True)):
         x, packed, W, bias, *learn = adapted_layer(M, sizes, K, 32, torch.bfloat16)
         weight, xs = dense(W, learn[1], sizes) if plain else packed, (x, torch.randn_like(x))
-        options = weight, bias, (*learn, sizes, 0.5)
+        options = weight, bias, Adapter(*learn, sizes, 0.5)
         right = torch.stack([fp4_gemm.linear(x, *options) for x in 5 * xs])
         graph, there = torch.cuda.CUDAGraph(), torch.empty_like(x)
         with torch.cuda.graph(graph):

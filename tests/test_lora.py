@@ -14,6 +14,7 @@ from torch import nn
 
 import lora
 import model as decoder
+from tools import adapter
 
 PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 IDS = torch.arange(24).view(2, 12) * 7 % 97
@@ -78,14 +79,14 @@ def test_a_base_that_fuses_gets_copies_that_refresh_rewrites_in_place():
     layer.lora_A.data.normal_()
     layer.lora_B.data.normal_()
     layer(torch.randn(5, 20))
-    assert not base.given[0][1].any(), "the copies still hold lora_B = 0"
+    assert not base.given[0].B.any(), "the copies still hold lora_B = 0"
     layer.refresh()
-    layer(torch.randn(5, 20), needed=False)
-    (A, B, *rest), parameters, needed = base.given
-    assert rest == [splits, 2] and (A.data_ptr(), B.data_ptr()) == addresses
+    layer(torch.randn(5, 20), compute_output=False)
+    (A, B, *rest), compute_output = base.given
+    assert rest == [splits, 2, layer.lora_A, layer.lora_B] and compute_output is False
+    assert (A.data_ptr(), B.data_ptr()) == addresses
     assert torch.equal(A, layer.lora_A.to(dtype)) and torch.equal(B, layer.lora_B.to(dtype))
     assert torch.equal(base.adapted[0], B) and base.adapted[1] == splits
-    assert parameters == (layer.lora_A, layer.lora_B) and needed is False
     assert layer.lora_A.dtype == layer.lora_B.dtype == torch.float32
 
 
@@ -168,7 +169,7 @@ def test_peft_reads_our_adapter_and_we_read_its(family, tmp_path):
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=PROJECTIONS, init_lora_weights=False)
     wrapped = peft.get_peft_model(tiny_checkpoint(base, family), config).eval()
     wrapped.save_pretrained(theirs)
-    lora.load_adapter(model, theirs)
+    adapter.load_adapter(model, theirs)
     with torch.no_grad():
         assert (wrapped(IDS).logits - logits(model)).abs().max() < 1e-4
     lora.save_adapter(model, ours)
@@ -213,7 +214,7 @@ def refuses(model, tmp_path):
 
     def check(words):
         with pytest.raises(ValueError, match=re.escape(words)) as error:
-            lora.load_adapter(model, tmp_path)
+            adapter.load_adapter(model, tmp_path)
         assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
         assert torch.equal(logits(model), before)
 

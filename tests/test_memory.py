@@ -62,7 +62,7 @@ def test_weights_and_adapters_are_counted_as_they_are_stored(tmp_path, family, c
         stored += 2 * (layer.copy_A.numel() + layer.copy_B.numel())
         weight = layer.base.W
         if quant == "bf16":
-            stored += 2 * weight.wide.numel()
+            stored += 2 * weight.weight_and_B.numel()
         else:
             stored += weight.words.nbytes + weight.scales.nbytes
     plan = memory.plan(m.config, quant, rank=4)

@@ -638,7 +638,7 @@ def test_preflight_changes_nothing_and_says_whether_training_would_work(
 
     monkeypatch.setattr(train, "collect", in_80_seconds)
     monkeypatch.setattr(train.time, "perf_counter", itertools.count(0, 8).__next__)
-    monkeypatch.setattr(lora, "load_adapter", lambda _, folder: loaded.append(folder))
+    monkeypatch.setattr(launch, "load_adapter", lambda _, folder: loaded.append(folder))
     flags = (*FLAGS, "--model", tiny_chat, "--out", tmp_path / "run", "--preflight")
     more = ("--updates-per-step", 2, "--out", whole, "--adapter", whole / "adapter-best")
     assert main(*flags) == 0

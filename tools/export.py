@@ -9,7 +9,7 @@ round the sum to 4 bits, export bf16, then that folder as nvfp4: part of what th
 lost.
 The folder appears at DST only after it was loaded again and its logits compared; a wrong one is
 DST.wrong. Needs: torch, transformers, safetensors, huggingface_hub, model.py, tools/weights.py,
-lora.py, fp4_gemm.py.
+tools/adapter.py, lora.py, fp4_gemm.py.
 """
 
 import argparse
@@ -29,6 +29,7 @@ import fp4_gemm
 import lora
 import model
 from tools import weights
+from tools.adapter import load_adapter
 from tools.weights import CT, MODELOPT
 
 # the ends of the names of a projection's codes, block scales and global scale
@@ -71,7 +72,7 @@ def export(source, destination, format, adapter="", quant=""):
     source, quant = weights.open(source), quant or "nvfp4"
     ours = model.load(source, quant, rank, alpha)
     if adapter:
-        lora.load_adapter(ours, adapter)
+        load_adapter(ours, adapter)
     ids, positions = (
         torch.arange(1, 33)[None] * 7919 % source.config.vocab_size,
         torch.arange(32)[None],
@@ -100,7 +101,7 @@ def export(source, destination, format, adapter="", quant=""):
             alpha,
         )
         if beside:
-            lora.load_adapter(again, beside)
+            load_adapter(again, beside)
         off = ((again.logits(again(ids, positions)) - want).norm() / want.norm()).item()
         # bf16 rounds each weight; NVFP4 is exact, but a foreign global scale is inverted, which
         # rounds

@@ -2,7 +2,7 @@
 errors.
 
 Exit codes: 0 done, 1 a traceback, 2 other errors, 3 --preflight finds training pointless, 128 + n
-signal n. Needs: torch; model.py, rollout.py, tasks.py, lora.py and files of tools/.
+signal n. Needs: torch; model.py, rollout.py, tasks.py and files of tools/.
 """
 
 import signal
@@ -11,13 +11,12 @@ import time
 from typing import NamedTuple
 
 import torch
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-import lora
 from model import load
 from rollout import Sampler
 from tasks import TASKS, Task, own, tested
 from tools import weights
+from tools.adapter import load_adapter
 from tools.diagnostics import preflight
 from tools.flags import parse
 from tools.ranks import join_ranks, leave_ranks, rank_and_count
@@ -30,31 +29,32 @@ class Environment(NamedTuple):
     """What a policy answers and who judges the answers: all that train() needs beside the model."""
 
     task: Task
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: object  # transformers' PreTrainedTokenizer
     stop_ids: list[int]  # ids of tokens that end an answer
-    model_config: PretrainedConfig
+    model_config: object  # transformers' PretrainedConfig
     max_new_tokens: int  # room that a prompt must leave in the model's context
 
     def encode_prompts(self, problems):
-        """→ a list of token ids for each problem's prompt. ValueError quotes a prompt that the
-        model cannot take.
+        """→ the token ids of each problem's prompt, a list of lists. ValueError quotes a prompt
+        that the model cannot take.
         """
-        return [self._encode(self.task.prompt(problem)) for problem in problems]
-
-    def _encode(self, text):
-        prompt = weights.encode(self.tokenizer, text)
         room = self.model_config.max_position_embeddings - self.max_new_tokens
-        if not 0 < len(prompt) <= room:
-            raise ValueError(
-                f"the prompt {str(text)[:60]!r} has {len(prompt)} tokens: --max-new-tokens "
-                f"{self.max_new_tokens} leaves 1 to {room}; mend the data, or lower that flag"
-            )
-        if max(prompt) >= self.model_config.vocab_size:
-            raise ValueError(
-                f"the tokenizer makes token {max(prompt)} of the prompt {str(text)[:60]!r}, and "
-                f"the model ends at {self.model_config.vocab_size}: take the model's own tokenizer"
-            )
-        return prompt
+        vocab_size = self.model_config.vocab_size
+        prompts = []
+        for text in map(self.task.prompt, problems):
+            prompt = weights.encode(self.tokenizer, text)
+            if not 0 < len(prompt) <= room:
+                raise ValueError(
+                    f"the prompt {str(text)[:60]!r} has {len(prompt)} tokens: --max-new-tokens "
+                    f"{self.max_new_tokens} leaves 1 to {room}; mend the data, or lower that flag"
+                )
+            if max(prompt) >= vocab_size:
+                raise ValueError(
+                    f"the tokenizer makes token {max(prompt)} of the prompt {str(text)[:60]!r}, "
+                    f"and the model ends at {vocab_size}: take the model's own tokenizer"
+                )
+            prompts.append(prompt)
+        return prompts
 
     def judge(self, problems, rollout):
         """→ the text and the reward of each answer in a Rollout that has equally many adjacent rows
@@ -142,13 +142,14 @@ def load_model(config, source, device, run):
     model = load(source, config.quant, config.rank, config.alpha, device, config.seed)
     model.gradient_checkpointing = config.gradient_checkpointing
     if config.adapter and not run.saved():
-        lora.load_adapter(model, config.adapter)
+        load_adapter(model, config.adapter)
     return model
 
 
 def announce(config, environment, model, run, seconds):
     """Print what was loaded."""
-    task, plain = environment.task, ""
+    task = environment.task
+    plain = ""
     if not environment.tokenizer.chat_template:
         plain = ", without a chat template: prompts are plain text"
     run.say(

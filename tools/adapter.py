@@ -1,0 +1,61 @@
+"""Refuse an adapter of PEFT's that lora.py would load without an error, but wrongly.
+
+    load_adapter(model, "runs/x/adapter")    settings → finite values → lora.load_adapter
+
+PEFT's LoRA has many options. An adapter may scale by another factor (rsLoRA, alpha_pattern), act on
+some tokens only (aLoRA), need more tensors (DoRA, modules_to_save), or belong to a base whose
+weights were changed when it was created (PiSSA, OLoRA, …). The sentence of each refusal names the
+setting.
+Needs: torch; lora.py.
+"""
+
+from pathlib import Path
+
+import lora
+
+# settings that must be absent or empty
+REFUSED = (
+    "use_dora",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "alora_invocation_tokens",
+)
+# ways to draw the first lora_A and lora_B that leave the base's weights as they are
+HARMLESS_STARTS = ("gaussian", "orthogonal", "eva", "mica")
+
+
+def load_adapter(model, folder):
+    """Copy an adapter that save_adapter or PEFT wrote into the parameters, and refresh the copies.
+
+    ValueError: the folder holds no adapter, a damaged one, another kind, rank or alpha, other
+    tensors, or a NaN or infinite value. A refused adapter changes nothing.
+    """
+    config, tensors = lora.read_adapter(folder)
+    _check_settings(config, Path(folder) / lora.CONFIG)
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise ValueError(
+                f"{folder}: {name} has NaN or infinite values: take an earlier adapter"
+            )
+    lora.load_adapter(model, folder)
+
+
+def _check_settings(config, file):
+    """ValueError: the adapter is no plain LoRA. config: the settings in `file`."""
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise ValueError(f"{file} has peft_type={kind!r}; this model takes LORA")
+    for key in REFUSED:
+        value = config.get(key)
+        if value:
+            raise ValueError(f"{file} has {key}={value!r}; this model takes none")
+    # True, False or None: PEFT's default; a name: another way
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start not in HARMLESS_STARTS:
+        raise ValueError(
+            f"{file} has init_lora_weights={start!r}, which changes "
+            "the base too: PEFT converts most of these as it saves them, see its "
+            "path_initial_model_for_weight_conversion"
+        )
