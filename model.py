@@ -18,6 +18,7 @@ ops/{elementwise,attention,logprobs}.py, tools/weights.py.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -106,6 +107,17 @@ class FrozenLinear(nn.Module):
         return fp4_gemm.linear(x, self.W, self.bias, adapter, compute_output)
 
 
+class Where(NamedTuple):
+    """Where the tokens of a forward pass are, for the attention of one layer."""
+
+    positions: torch.Tensor  # (B, T) int64
+    cos: torch.Tensor  # (B, T, Dh/2) f32, of the positions' angles
+    sin: torch.Tensor
+    cache: "KVCache"  # None in training
+    layer: int
+    decoding: bool  # T = 1: a new token reads its row's other tokens from the cache
+
+
 class Attention(nn.Module):
     def __init__(self, linear, norm, config, qkv_bias, o_bias, head_norm):
         super().__init__()
@@ -118,25 +130,34 @@ class Attention(nn.Module):
             norm(n, Dh) if head_norm else None for n in ("q_norm", "k_norm")
         )
 
-    def forward(self, h, positions, cos, sin, cache, layer):
+    def forward(self, h, where):
+        """h (B, T, D) → (B, T, D)."""
         qkv = self.qkv_proj(h)
+        attend = self.decode if where.decoding else self.attend_to_rows
+        return self.o_proj(attend(qkv, where))
+
+    def decode(self, qkv, where):
+        """Attention of each row's new token (T = 1) to its cached ones and to itself."""
         norms = self.q_norm and (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        if cache is not None and h.shape[1] == 1:
-            out = attention.cached_attention(
-                qkv[:, 0], norms, cos[:, 0], sin[:, 0], cache, layer, positions[:, 0]
-            )
-            return self.o_proj(out[:, None])
+        cos, sin, positions = where.cos[:, 0], where.sin[:, 0], where.positions[:, 0]
+        out = attention.cached_attention(
+            qkv[:, 0], norms, cos, sin, where.cache, where.layer, positions
+        )
+        return out[:, None]
+
+    def attend_to_rows(self, qkv, where):
+        """Causal attention within each row. If there is a cache, it gets the keys and values."""
         H, Hkv = self.heads
         qk, v = qkv.unflatten(-1, (-1, self.head_dim)).split((H + Hkv, Hkv), 2)  # (B, T, …, Dh)
-        if norms:
-            (q, k), (q_weight, k_weight, eps) = qk.split((H, Hkv), 2), norms
-            qk = torch.cat(
-                [elementwise.rms_norm(q, q_weight, eps), elementwise.rms_norm(k, k_weight, eps)], 2
-            )
-        q, k = attention.rope(qk, cos, sin).split((H, Hkv), 2)
-        if cache is not None:
-            cache.fill(layer, k, v)
-        return self.o_proj(attention.causal_attention(q, k, v))
+        if self.q_norm:
+            q, k = qk.split((H, Hkv), 2)
+            q = elementwise.rms_norm(q, self.q_norm.weight, self.q_norm.eps)
+            k = elementwise.rms_norm(k, self.k_norm.weight, self.q_norm.eps)
+            qk = torch.cat([q, k], 2)
+        q, k = attention.rope(qk, where.cos, where.sin).split((H, Hkv), 2)
+        if where.cache is not None:
+            where.cache.fill(where.layer, k, v)
+        return attention.causal_attention(q, k, v)
 
 
 class MLP(nn.Module):
@@ -156,18 +177,18 @@ class Block(nn.Module):
         self.self_attn, self.mlp = attention, mlp
         self.input_layernorm, self.post_attention_layernorm = input_norm, post_attention_norm
 
-    def forward(self, x, y, *where, compute_output=True):
+    def forward(self, x, y, where, compute_output=True):
         """x (B, T, D) and the branch y that the next norm adds to it → both after this block."""
         x, h = self.input_layernorm(x, y)
-        x, h = self.post_attention_layernorm(x, self.self_attn(h, *where))
+        x, h = self.post_attention_layernorm(x, self.self_attn(h, where))
         return x, self.mlp(h, compute_output)
 
-    def summed(self, x, *where):
+    def summed(self, x, where):
         """x → x + y, for gradient checkpointing: it keeps x alone. A call with gradients on is the
         recomputation in backward: only the tensors saved inside matter, so the last GEMM is
         skipped.
         """
-        x, y = self(x, None, *where, compute_output=not torch.is_grad_enabled())
+        x, y = self(x, None, where, compute_output=not torch.is_grad_enabled())
         return x + y
 
 
@@ -233,13 +254,24 @@ class Decoder(nn.Module):
         inv_freq, self.rope_scale = rope_frequencies(config)
         self.register_buffer("inv_freq", inv_freq.float().to(device))
 
-    def forward(self, ids, positions, cache=None):
-        """ids, positions (B, T) → hidden (B, T, D) after the final norm.
-
-        Rows are independent and causal, each from position 0; padding goes on the right. A KVCache
-        stores keys and values; with one, T = 1 is a decode step: the new token attends up to its
-        own position.
+    def forward(self, ids, positions):
+        """ids, positions (B, T) → hidden (B, T, D) after the final norm. Rows are independent and
+        causal, each from position 0; padding goes on the right.
         """
+        return self._hidden(ids, positions, cache=None, decoding=False)
+
+    def prefill(self, ids, cache):
+        """Fill a KVCache with the keys and values of prompts ids (P, T), padded on the right."""
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        self._hidden(ids, positions, cache, decoding=False)
+
+    def decode(self, tokens, positions, cache):
+        """The newest token of each row (B,) and its position (B,) → hidden (B, D). The token's key
+        and value go into the KVCache, and it attends to all positions up to its own.
+        """
+        return self._hidden(tokens[:, None], positions[:, None], cache, decoding=True)[:, 0]
+
+    def _hidden(self, ids, positions, cache, decoding):
         # The residual stream is fp32 on a GPU too, because bf16 would round each of its sums, and
         # not always to the same number in the sampler's and the trainer's batches.
         x = elementwise.embed(ids, self.embed_tokens)  # (B, T, D)
@@ -249,7 +281,7 @@ class Decoder(nn.Module):
         if self.rope_scale != 1:
             cos, sin = cos * self.rope_scale, sin * self.rope_scale
         for i, layer in enumerate(self.layers):
-            where = (positions, cos, sin, cache, i)
+            where = Where(positions, cos, sin, cache, i, decoding)
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 # Reentrant checkpointing stores the layer's input, which must require a gradient.
                 # The other kind hooks every saved tensor, which takes longer than the kernels of a
@@ -258,12 +290,12 @@ class Decoder(nn.Module):
                 x = recompute(
                     layer.summed,
                     x.requires_grad_(),
-                    *where,
+                    where,
                     use_reentrant=True,
                     preserve_rng_state=False,
                 )
             else:
-                x, y = layer(x, y, *where)
+                x, y = layer(x, y, where)
         return self.norm(x, y)[1]
 
     def logits(self, hidden):
@@ -308,16 +340,19 @@ class KVCache:
             torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(2)
         )
         self.counters = torch.zeros(slots * shape[2], dtype=torch.int32, device=model.device)
-        # The sampler sets these before each call. Prefill: the slots to fill, and of, the row of k
-        # and v for each. A decode step: each row's slot, how many positions of a prompt it shares,
-        # the slot that holds those (leaders), and the pieces of the longest row
-        self.slots = self.of = self.shared = self.leaders = self.pieces = None
+        # The sampler sets these before each call.
+        self.slots = None  # (n,) prefill: the slots to fill; decode: each row's slot
+        self.prompt_of_slot = None  # (n,) prefill: which row of k and v each slot receives
+        self.shared = None  # (B,) decode: how many positions of a prompt a row shares
+        self.leaders = None  # (B,) decode: the slot that holds those positions
+        self.pieces = None  # decode: pieces of attention.SPLIT positions in the longest row
 
     def fill(self, layer, k, v):
-        """Store k, v (B, T, Hkv, Dh) as positions 0 … T−1: slot slots[i] gets row of[i]."""
+        """Store k, v (B, T, Hkv, Dh) as positions 0 … T−1: slot slots[i] gets row
+        prompt_of_slot[i]."""
         T = k.shape[1]
-        self.k[layer][self.slots, :, :T] = k.transpose(1, 2)[self.of]
-        self.v[layer][self.slots, :, :T] = v.transpose(1, 2)[self.of]
+        self.k[layer][self.slots, :, :T] = k.transpose(1, 2)[self.prompt_of_slot]
+        self.v[layer][self.slots, :, :T] = v.transpose(1, 2)[self.prompt_of_slot]
 
 
 def family(config):

@@ -27,8 +27,10 @@ sampler excludes, and their ratio would be wrong. Evaluation computes no ratio a
 Needs: torch, tqdm; on a GPU also triton; ops/{attention,sampling}.py, model.py.
 """
 
+import math
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -48,8 +50,9 @@ except ImportError:  # a CPU machine may lack Triton: its kernel is then never l
     jit, constexpr = (lambda kernel=None, **options: kernel or jit), int
 
 SLOTS = 256  # most sequences that run at once
-STEPS = 8  # steps between the host's reads of which rows have finished
+STEPS = 8  # decode steps between the host's reads of which rows have finished
 PREFILL_TOKENS = 8192  # most prompt tokens in one forward pass; a longer prompt has its own
+MIN_PIECES = 4  # pieces of 256 positions that a graph covers at least: fewer graphs to capture
 
 
 class Rollout(NamedTuple):
@@ -113,6 +116,43 @@ class Rollout(NamedTuple):
         return [torch.tensor(b, device=rows.device) for b in batches]
 
 
+class Draw(NamedTuple):
+    """How one call of generate draws tokens and ends answers, the same for all its rows."""
+
+    temperature: float
+    top_p: float
+    seed: int
+    step: int
+    first_sequence: int  # the global number of the first answer
+    group_size: int  # adjacent rows of the Rollout that share a prompt
+    stops: torch.Tensor  # (n,) int64: tokens that end an answer
+    max_new_tokens: int
+
+
+@dataclass
+class Sequence:
+    """A running answer, as the host sees it."""
+
+    row: int  # in the Rollout
+    prompt: list  # of token ids
+    slot: int  # in the KV cache
+    position: int  # of its newest token; −1: the answer has ended
+
+
+class Rows(NamedTuple):
+    """The running answers, as the GPU sees them: entry i of each tensor belongs to row i of the
+    batch. All are (slots,) int64.
+    """
+
+    row: torch.Tensor  # in the Rollout
+    slot: torch.Tensor  # in the KV cache
+    last_token: torch.Tensor  # which the model reads next
+    position: torch.Tensor  # of that token; −1: the answer has ended
+    number: torch.Tensor  # global number of the sequence, which fixes its random bits
+    shared_length: torch.Tensor  # positions of the prompt, which its group shares
+    shared_slot: torch.Tensor  # where the row reads those positions
+
+
 class Sampler:
     """slots: most sequences that run at once; if a GPU's memory is short, fewer do."""
 
@@ -133,18 +173,60 @@ class Sampler:
         stop_ids,
         seed,
         step,
-        first=0,
+        first_sequence=0,
         progress="",
         top_p=1.0,
     ):
         """Sample group_size answers to each prompt (a list of token ids) → Rollout.
 
-        stop_ids: tokens that end an answer. temperature 0 is greedy. first: the global number of
-        the first sequence; give each rank its own, or ranks draw the same bits. progress: a bar's
-        label, "" for none. top_p < 1, for evaluation only: sample from the renormalised nucleus
-        (see sampling.nucleus). ValueError: an empty prompt, or one that with max_new_tokens exceeds
-        the model's context. torch.OutOfMemoryError: not even one sequence fits.
+        stop_ids: tokens that end an answer. temperature 0 is greedy. first_sequence: the global
+        number of the first answer; give each rank its own, or ranks draw the same bits. progress: a
+        bar's label, "" for none. top_p < 1, for evaluation only: sample from the renormalised
+        nucleus (see sampling.nucleus). ValueError: an empty prompt, or one that with max_new_tokens
+        exceeds the model's context. torch.OutOfMemoryError: not even one sequence fits.
         """
+        self._check(prompts, max_new_tokens)
+        rollout = self._prompts_alone(prompts, group_size, max_new_tokens)
+        draw = Draw(
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            step=step,
+            first_sequence=first_sequence,
+            group_size=group_size,
+            stops=torch.tensor(sorted(stop_ids), dtype=torch.long, device=self.model.device),
+            max_new_tokens=max_new_tokens,
+        )
+        rows, length = rollout.tokens.shape
+        longest = length - max_new_tokens
+        prefill = max(longest, min(PREFILL_TOKENS, len(prompts) * longest))
+        slots = min(self.slots, self._room(length, prefill, top_p), rows)
+        self.stats = dict(slots=slots, length=length, prefill=prefill, steps=0)
+        self.stats |= dict.fromkeys(("prefill_s", "capture_s", "decode_s"), 0.0)
+        waiting = deque((row, prompts[row // group_size]) for row in range(rows))
+        with tqdm(
+            total=rows, desc=progress, unit="seq", leave=False, disable=None if progress else True
+        ) as bar:
+            while waiting:
+                running = []
+                try:
+                    batch = _Batch(self, slots, rollout, draw)
+                    batch.run(waiting, running, bar)
+                except torch.OutOfMemoryError:
+                    if slots == 1:
+                        raise
+                    slots = math.ceil(slots / 2)
+                    self.stats["slots"] = slots
+                    tqdm.write(
+                        f"out of memory while sampling: going on with {slots} sequences at a time"
+                    )
+                    _restart(running, waiting, rollout)
+                batch = None
+                # return KV memory to CUDA, or the update's tensors fragment it
+                torch.cuda.empty_cache()
+        return rollout.rows(range(rows))
+
+    def _check(self, prompts, max_new_tokens):
         context = self.model.config.max_position_embeddings
         for i, prompt in enumerate(prompts):
             if not prompt:
@@ -155,58 +237,22 @@ class Sampler:
                     f"must fit into the model's context of {context}: "
                     "shorten it or lower --max-new-tokens"
                 )
-        device, B = self.model.device, len(prompts) * group_size
-        longest = max(map(len, prompts))
-        length = longest + max_new_tokens
-        ids = torch.tensor([p + [0] * (length - len(p)) for p in prompts], device=device)  # (P, T)
-        prompt_lengths = torch.tensor([len(p) for p in prompts], device=device)  # (P,)
-        rollout = Rollout(
-            tokens=ids.repeat_interleave(group_size, 0),
+
+    def _prompts_alone(self, prompts, group_size, max_new_tokens):
+        """→ Rollout of B rows that hold their prompts and no answer tokens yet."""
+        device = self.model.device
+        length = max(map(len, prompts)) + max_new_tokens
+        padded = [prompt + [0] * (length - len(prompt)) for prompt in prompts]
+        tokens = torch.tensor(padded, device=device).repeat_interleave(group_size, 0)
+        prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        B = len(tokens)
+        return Rollout(
+            tokens=tokens,
             logprobs=torch.zeros(B, length, device=device),
             lengths=torch.zeros(B, dtype=torch.long, device=device),
             finished=torch.zeros(B, dtype=torch.bool, device=device),
             prompt_lengths=prompt_lengths.repeat_interleave(group_size),
         )
-        stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
-        waiting = deque((row, prompts[row // group_size]) for row in range(B))
-        prefill = max(longest, min(PREFILL_TOKENS, len(prompts) * longest))
-        slots = min(self.slots, self._room(length, prefill, top_p), B)
-        self.stats = dict(
-            prefill_s=0.0,
-            capture_s=0.0,
-            decode_s=0.0,
-            steps=0,
-            slots=slots,
-            length=length,
-            prefill=prefill,
-        )
-        with tqdm(
-            total=B, desc=progress, unit="seq", leave=False, disable=None if progress else True
-        ) as bar:
-            while waiting:
-                running = []
-                try:
-                    draw = temperature, seed, step, first, top_p
-                    batch = _Batch(self, slots, rollout, group_size, stops, max_new_tokens, draw)
-                    batch.run(waiting, running, bar)
-                except torch.OutOfMemoryError:
-                    if slots == 1:
-                        raise
-                    slots = self.stats["slots"] = -(-slots // 2)
-                    tqdm.write(
-                        f"out of memory while sampling: going on with {slots} sequences at a time"
-                    )
-                    # restart the running rows: their numbers fix their random bits, so they draw
-                    # the same
-                    for row, prompt, _ in reversed(running):
-                        waiting.appendleft((row, prompt))
-                        rollout.lengths[row] = 0
-                        rollout.tokens[row, len(prompt) :] = 0
-                        rollout.logprobs[row] = 0
-                batch = None
-                # return KV memory to CUDA, or the update's tensors fragment it
-                torch.cuda.empty_cache()
-        return rollout.rows(range(B))
 
     def _room(self, length, prefill, top_p):
         """→ how many slots of `length` positions fit into free memory beside a prefill of so many
@@ -218,13 +264,25 @@ class Sampler:
         # Reserve memory for a layer's largest weight in bf16, a prefill's activations, and half a
         # GB for the allocator's gaps. A slot takes its keys and values, and its logits twice in
         # fp32. With top-p a logit takes up to 20 bytes.
-        beside = 4 * c.hidden_size * c.intermediate_size + prefill_bytes(c, prefill) + 5e8
+        reserved = 4 * c.hidden_size * c.intermediate_size + prefill_bytes(c, prefill) + 5e8
         torch.cuda.empty_cache()  # what the allocator still holds is too fragmented to count
         free, total = torch.cuda.mem_get_info()
         allowed = total * torch.cuda.get_per_process_memory_fraction()
         free = min(free, allowed - torch.cuda.memory_reserved())
         logits = (20 if top_p < 1 else 8) * c.vocab_size
-        return max(1, int((free - beside) // (length * cached_bytes(c) + logits)))
+        return max(1, int((free - reserved) // (length * cached_bytes(c) + logits)))
+
+
+def _restart(running, waiting, rollout):
+    """Put running sequences back to the head of the queue and clear their answers. Their numbers
+    fix their random bits, so they draw the same tokens again.
+    """
+    for sequence in reversed(running):
+        row, prompt = sequence.row, sequence.prompt
+        waiting.appendleft((row, prompt))
+        rollout.lengths[row] = 0
+        rollout.tokens[row, len(prompt) :] = 0
+        rollout.logprobs[row] = 0
 
 
 def cached_bytes(config):
@@ -239,163 +297,196 @@ def prefill_bytes(config, tokens):
     return tokens * (12 * config.hidden_size + 6 * config.intermediate_size)
 
 
+def _power_of_two(n):
+    """→ the smallest power of two that is at least n, for n ≥ 1."""
+    return 1 << (n - 1).bit_length()
+
+
 class _Batch:
-    """The KV cache of all slots, the state of the rows that run in them, and the graphs of their
-    steps.
+    """Continuous batching: the KV cache of all slots, the rows that run in them, and the CUDA
+    graphs of their decode steps.
     """
 
-    def __init__(self, sampler, slots, rollout, group, stops, limit, draw):
+    def __init__(self, sampler, slots, rollout, draw):
         self.sampler, self.model, self.stats = sampler, sampler.model, sampler.stats
-        self.rollout, self.group, self.stops, self.limit, self.draw = (
-            rollout,
-            group,
-            stops,
-            limit,
-            draw,
-        )
+        self.slots, self.rollout, self.draw = slots, rollout, draw
+        device = self.model.device
         self.cache = KVCache(self.model, slots, rollout.tokens.shape[1])
-        # column i is row i of the batch: its row in the rollout, its slot, the token the model
-        # reads next, its position (−1: finished), its sequence number, the length of its group's
-        # shared prompt, the slot to read that in. An even width aligns all 7 at 16 bytes, so that
-        # Triton compiles a kernel once
-        self.state = torch.zeros(7, slots + slots % 2, dtype=torch.long, device=self.model.device)
-        self.slots = slots
-        self.cuda, self.graphs, self.pool = self.model.device.type == "cuda", {}, None
-        self.requested = None  # (rows, pieces) at the last call of choose()
+        # The memory of Rows, a line for each field. An even width aligns every line at 16 bytes, so
+        # that Triton compiles a kernel once.
+        self.table = torch.zeros(
+            len(Rows._fields), slots + slots % 2, dtype=torch.long, device=device
+        )
+        self.rows = Rows(*self.table)
+        self.cuda = device.type == "cuda"
+        self.graphs, self.pool = {}, None  # (rows, pieces) → graph; the memory that graphs share
+        self.requested = None  # (rows, pieces) at the last call of pick_graph
 
     def run(self, waiting, running, bar):
-        """Sample until every row has finished. waiting: deque of (row, prompt). running: a list,
-        kept up to date, of the (row, prompt, slot)s that run.
+        """Sample until every row has finished. waiting: deque of (row, prompt). running: a list of
+        Sequences, kept up to date.
         """
         free = list(range(self.slots))
-        enough = -(-self.slots // 8)  # free slots to wait for: a prefill of few prompts is slow
-        most = -(-self.rollout.tokens.shape[1] // attention.SPLIT)  # pieces of a whole slot
-        positions = []  # of each running row
+        refill = math.ceil(self.slots / 8)  # free slots to wait for: a small prefill is slow
         while waiting or running:
-            if waiting and len(free) >= min(enough, len(waiting)):
-                new = [
-                    (*waiting.popleft(), free.pop()) for _ in range(min(len(free), len(waiting)))
-                ]
+            if waiting and len(free) >= min(refill, len(waiting)):
+                new = []
+                while waiting and free:
+                    row, prompt = waiting.popleft()
+                    new.append(Sequence(row, prompt, free.pop(), position=len(prompt) - 1))
                 running += new
-                positions += [len(prompt) - 1 for _, prompt, _ in new]
                 self.admit(new, running)
-            size, steps = len(running), 1
-            if self.cuda:  # one graph for all sizes up to a power of two
-                size = min(self.slots, 1 << (size - 1).bit_length())
-                fewest = min(
-                    at - len(p) + 1 for (_, p, _), at in zip(running, positions, strict=True)
-                )
-                steps = min(STEPS, self.limit - fewest)  # fewest: tokens of the newest row
-            self.state[3, len(running) :] = -1  # the graph's other rows are marked finished
-            longest = max(positions) + steps - 1
-            pieces = min(most, max(4, 1 << (longest // attention.SPLIT).bit_length()))
-            positions = self.advance(size, pieces, steps)[: len(running)]
-            going = [i for i, at in enumerate(positions) if at >= 0]
-            if len(going) < len(running):
-                bar.update(len(running) - len(going))
-                free += [slot for (*_, slot), at in zip(running, positions, strict=True) if at < 0]
-                running[:], positions = ([x[i] for i in going] for x in (running, positions))
-                self.state[:, : len(going)] = self.state[:, torch.tensor(going, dtype=torch.long)]
-                self.lead(len(going))
+            self.run_steps(running)
+            ended = [sequence.slot for sequence in running if sequence.position < 0]
+            if ended:
+                bar.update(len(ended))
+                free += ended
+                self.remove_ended(running)
             if not bar.disable:
                 rate = int(self.rollout.lengths.sum()) / max(bar.format_dict["elapsed"], 1e-9)
                 bar.set_postfix_str(f"{len(running)} running, {rate:.0f} tok/s", refresh=False)
 
     def admit(self, new, running):
-        """Prepare `new`, the (row, prompt, slot)s at the end of `running`: prefill their prompts,
-        or copy the keys and values of a row of their group that runs already.
+        """Prepare the Sequences `new`, which end the list `running`: prefill their prompts, or copy
+        the keys and values of a row of their group that runs already.
         """
-        began, device = time.perf_counter(), self.state.device
-        first, older = self.draw[3], len(running) - len(new)
-        state = [
-            (row, slot, prompt[-1], len(prompt) - 1, first + row, len(prompt) - 1)
-            for row, prompt, slot in new
-        ]
-        self.state[:6, older : len(running)] = torch.tensor(state, device=device).T
-        self.lead(len(running))
-        cached = {row // self.group: slot for row, _, slot in running[:older]}
-        slots_of = {}  # prompt to prefill → the slots that receive it
-        for row, prompt, slot in new:
-            if row // self.group in cached:
-                for x in (self.cache.k, self.cache.v):
-                    x[:, slot, :, : len(prompt) - 1] = x[
-                        :, cached[row // self.group], :, : len(prompt) - 1
-                    ]
-            else:
-                slots_of.setdefault(tuple(prompt[:-1]), []).append(slot)
-        prompts = sorted((p for p in slots_of if p), key=len)
-        while prompts:
-            fit = max(1, PREFILL_TOKENS // len(prompts[-1]))
-            group, prompts = prompts[-fit:], prompts[:-fit]
-            # at least two columns: the model takes one column for a decode step. The cached padding
-            # is never read: a row overwrites each position before it reads that position
-            width = max(2, len(group[-1]))
-            ids = torch.tensor([p + (0,) * (width - len(p)) for p in group], device=device)
-            self.cache.slots = torch.tensor([s for p in group for s in slots_of[p]], device=device)
-            self.cache.of = torch.tensor(
-                [i for i, p in enumerate(group) for _ in slots_of[p]], device=device
+        began = time.perf_counter()
+        older, group_size = len(running) - len(new), self.draw.group_size
+        lines = []
+        for sequence in new:
+            lines.append(
+                Rows(
+                    row=sequence.row,
+                    slot=sequence.slot,
+                    last_token=sequence.prompt[-1],
+                    position=sequence.position,
+                    number=self.draw.first_sequence + sequence.row,
+                    shared_length=sequence.position,
+                    shared_slot=sequence.slot,  # share_prompts overwrites it
+                )
             )
-            self.model(ids, torch.arange(width, device=device).expand_as(ids), self.cache)
+        self.table[:, older : len(running)] = torch.tensor(lines, device=self.table.device).T
+        self.share_prompts(len(running))
+        cached = {sequence.row // group_size: sequence.slot for sequence in running[:older]}
+        slots_of = {}  # tokens to prefill → the slots that receive their keys and values
+        for sequence in new:
+            tokens, group = tuple(sequence.prompt[:-1]), sequence.row // group_size
+            if group in cached:
+                for x in (self.cache.k, self.cache.v):
+                    x[:, sequence.slot, :, : len(tokens)] = x[:, cached[group], :, : len(tokens)]
+            elif tokens:
+                slots_of.setdefault(tokens, []).append(sequence.slot)
+        self.prefill(slots_of)
         self.clock("prefill_s", began)
 
-    def lead(self, size):
-        """Let all rows of a group read their prompt in the slot of the group's first running
-        row.
-        """
-        rows = self.state[0, :size]  # ascending: rows start in ascending order
-        self.state[6, :size] = self.state[
-            1, torch.searchsorted(rows, rows // self.group * self.group)
-        ]
+    def prefill(self, slots_of):
+        """Compute keys and values of prompts and store them. slots_of: {tokens: slots}."""
+        device = self.model.device
+        prompts = sorted(slots_of, key=len)
+        while prompts:  # the longest first
+            fit = max(1, PREFILL_TOKENS // len(prompts[-1]))
+            part, prompts = prompts[-fit:], prompts[:-fit]
+            # A row overwrites each position of the padding before it reads that position.
+            width = len(part[-1])
+            ids = torch.tensor([tokens + (0,) * (width - len(tokens)) for tokens in part])
+            slots, prompt_of_slot = [], []
+            for i, tokens in enumerate(part):
+                slots += slots_of[tokens]
+                prompt_of_slot += [i] * len(slots_of[tokens])
+            self.cache.slots = torch.tensor(slots, device=device)
+            self.cache.prompt_of_slot = torch.tensor(prompt_of_slot, device=device)
+            self.model.prefill(ids.to(device), self.cache)
 
-    def advance(self, size, pieces, steps):
-        """Run decode steps of the first `size` rows, within `pieces` of their slots → each row's
-        position.
+    def share_prompts(self, size):
+        """Let all rows of a group read their prompt in the slot of the group's first running row.
+        The batch's rows are in ascending order, so searchsorted finds that row.
         """
-        key = self.choose(size, pieces)
+        row = self.rows.row[:size]
+        first_of_group = row // self.draw.group_size * self.draw.group_size
+        leader = torch.searchsorted(row, first_of_group)
+        self.rows.shared_slot[:size] = self.rows.slot[leader]
+
+    def run_steps(self, running):
+        """Draw up to 8 tokens for each running row, then read where the rows are: −1 if ended."""
+        size, steps = len(running), 1
+        if self.cuda:  # one graph for all sizes up to a power of two
+            size = min(self.slots, _power_of_two(size))
+            newest = min(s.position - len(s.prompt) + 1 for s in running)  # the fewest tokens
+            steps = min(STEPS, self.draw.max_new_tokens - newest)
+        self.rows.position[len(running) :] = -1  # the graph's other rows count as ended
+        longest = max(sequence.position for sequence in running) + steps  # tokens of its slot
+        most = math.ceil(self.rollout.tokens.shape[1] / attention.SPLIT)
+        needed = (longest - 1) // attention.SPLIT + 1
+        pieces = min(most, max(MIN_PIECES, _power_of_two(needed)))
+
+        key = self.pick_graph(size, pieces)
         began = time.perf_counter()
         if self.cuda and key not in self.graphs:
-            kernels = key[0], self.draw[0] == 0, self.draw[-1] < 1, len(self.stops)
-            if kernels not in self.sampler.loaded:
-                # call the step once, outside capture: CUDA cannot load its kernels while capturing
-                self.step(*key)
-                self.sampler.loaded.add(kernels)
-                steps -= 1
-            self.graphs[key] = graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
-                self.step(*key)
-            self.pool = graph.pool()
+            steps -= self.capture(key)
             began = self.clock("capture_s", began)
         for _ in range(steps):
-            self.graphs[key].replay() if self.cuda else self.step(*key)
+            if self.cuda:
+                self.graphs[key].replay()
+            else:
+                self.step(*key)
         self.stats["steps"] += steps
-        positions = self.state[3].tolist()
+        for sequence, position in zip(running, self.rows.position.tolist(), strict=False):
+            sequence.position = position
         self.clock("decode_s", began)
-        return positions
 
-    def choose(self, size, pieces):
-        """→ (rows, pieces) of the graph to replay: this size, or a larger one that is captured
-        already, until this size is requested twice in a row: a capture costs many steps, and short
-        answers end sooner.
+    def capture(self, key):
+        """Capture the graph of a step → how many steps were made on the way, 0 or 1."""
+        rows, _ = key
+        kernels = rows, self.draw.temperature == 0, self.draw.top_p < 1, len(self.draw.stops)
+        made = 0
+        if kernels not in self.sampler.loaded:
+            # Call the step once, outside capture: CUDA cannot load its kernels while capturing.
+            self.step(*key)
+            self.sampler.loaded.add(kernels)
+            made = 1
+        graph = torch.cuda.CUDAGraph()
+        self.graphs[key] = graph
+        with torch.cuda.graph(graph, pool=self.pool):
+            self.step(*key)
+        self.pool = graph.pool()
+        return made
+
+    def pick_graph(self, size, pieces):
+        """→ (rows, pieces) of the graph to replay: a captured one that is large enough, until this
+        very size is requested twice in a row. A capture costs many steps, and short answers end
+        sooner.
         """
         before, self.requested = self.requested, (size, pieces)
         larger = [key for key in self.graphs if key[0] >= size and key[1] >= pieces]
-        return min(larger) if larger and before != self.requested else self.requested
+        if larger and before != self.requested:
+            return min(larger)
+        return self.requested
 
     def step(self, size, pieces):
         """Draw one more token for each running row: what a graph captures."""
-        rows, slots, last, positions, number, shared, leaders = self.state[:, :size]
-        cache = self.cache
-        cache.slots, cache.shared, cache.leaders, cache.pieces = slots, shared, leaders, pieces
-        temperature, seed, step, _, top_p = self.draw
-        logits = self.model.logits(self.model(last[:, None], positions[:, None], cache)[:, 0])
-        if top_p < 1:
-            logits = sampling.nucleus(logits, temperature, top_p)
+        rows, draw, cache = Rows(*self.table[:, :size]), self.draw, self.cache
+        cache.slots = rows.slot
+        cache.shared = rows.shared_length
+        cache.leaders = rows.shared_slot
+        cache.pieces = pieces
+        logits = self.model.logits(self.model.decode(rows.last_token, rows.position, cache))
+        if draw.top_p < 1:
+            logits = sampling.nucleus(logits, draw.temperature, draw.top_p)
+        index = self.rollout.lengths[rows.row]  # of the new token in its answer
         token, logprob = sampling.sample(
-            logits, temperature, seed, step, number, self.rollout.lengths[rows]
+            logits, draw.temperature, draw.seed, draw.step, rows.number, index
         )
-        append(token, logprob, rows, positions, self.stops, self.limit, last, self.rollout)
+        append(token, logprob, rows, draw, self.rollout)
+
+    def remove_ended(self, running):
+        """Move the rows that go on to the front of the batch, in their order."""
+        kept = [i for i, sequence in enumerate(running) if sequence.position >= 0]
+        running[:] = [running[i] for i in kept]
+        self.table[:, : len(kept)] = self.table[:, torch.tensor(kept, dtype=torch.long)]
+        self.share_prompts(len(kept))
 
     def clock(self, name, began):
+        """Add the seconds since `began` to a statistic → the time now."""
         if self.cuda:
             torch.cuda.synchronize()
         now = time.perf_counter()
@@ -403,38 +494,45 @@ class _Batch:
         return now
 
 
-def append(token, logprob, rows, positions, stops, limit, last, rollout):
-    """Write each running row's new token to the rollout; end the row at a stop token or at `limit`
-    tokens. token, logprob (B,): from sample. rows (B,) int64: each row's index in the rollout.
-    stops (n,) int64. Changed in place: rollout, a Rollout; last (B,) int64, which takes the token;
-    positions (B,) int64 of the tokens that the model just read: each grows by 1, or becomes −1 when
-    its row ends, and is then skipped.
+def append(token, logprob, rows, draw, rollout):
+    """Write each running row's new token to the Rollout; end the row at a stop token or at
+    draw.max_new_tokens tokens.
+
+    token (B,) int64, logprob (B,) f32: from sampling.sample. rows: Rows of B entries. Changed in
+    place: rollout; rows.last_token, which takes the token; rows.position, which grows by 1, or
+    becomes −1 when its row ends, and is then skipped.
     """
     if sampling.uses_kernels(logprob):
         _append_kernel[len(token),](
+            # what was drawn, for which rows
             token,
             logprob,
-            rows,
-            positions,
-            stops,
-            len(stops),
-            limit,
-            last,
-            *rollout[:4],
+            rows.row,
+            rows.position,
+            rows.last_token,
+            # when an answer ends
+            draw.stops,
+            len(draw.stops),
+            draw.max_new_tokens,
+            # the Rollout
+            rollout.tokens,
+            rollout.logprobs,
+            rollout.lengths,
+            rollout.finished,
             rollout.tokens.shape[1],
             **launch_options(token),
             num_warps=1,
         )
         return
-    going = (positions >= 0).nonzero()[:, 0]
-    token, row, at = token[going], rows[going], positions[going] + 1
-    rollout.tokens[row, at] = token
-    rollout.logprobs[row, at] = logprob[going]
+    running = (rows.position >= 0).nonzero()[:, 0]
+    token, row, position = token[running], rows.row[running], rows.position[running] + 1
+    rollout.tokens[row, position] = token
+    rollout.logprobs[row, position] = logprob[running]
     rollout.lengths[row] += 1
-    rollout.finished[row] = torch.isin(token, stops)
-    over = rollout.finished[row] | (rollout.lengths[row] >= limit)
-    positions[going] = torch.where(over, -1, at)
-    last[going] = token
+    rollout.finished[row] = torch.isin(token, draw.stops)
+    ended = rollout.finished[row] | (rollout.lengths[row] >= draw.max_new_tokens)
+    rows.position[running] = torch.where(ended, -1, position)
+    rows.last_token[running] = token
 
 
 @jit(do_not_specialize=["limit", "width"])
@@ -443,10 +541,10 @@ def _append_kernel(
     logprob,
     rows,
     positions,
+    last,
     stops,
     n_stops,
     limit,
-    last,
     tokens,
     logprobs,
     lengths,

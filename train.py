@@ -161,8 +161,8 @@ def sample_groups(config, sampler, environment, step, attempt):
     rank, ranks = rank_and_count()
     P, G = config.prompts // ranks, config.group_size
     problems = batch_of(environment.task.train, config, step, attempt)[rank * P : (rank + 1) * P]
-    first = (attempt * ranks + rank) * P * G  # number of this rank's first answer
-    how = dict(temperature=config.temperature, step=step, first=first, progress=f"step {step}")
+    how = dict(temperature=config.temperature, step=step, progress=f"step {step}")
+    how["first_sequence"] = (attempt * ranks + rank) * P * G
     rollout, answers, rewards = answer(config, sampler, environment, problems, G, **how)
     if config.overlong == "penalty":
         last = max(1, config.max_new_tokens // 4)  # tokens over which the penalty falls to −1
@@ -183,8 +183,9 @@ def sample_groups(config, sampler, environment, step, attempt):
 def answer(config, sampler, environment, problems, samples, **how):
     """Sample answers, `samples` rows a problem, and judge them → Rollout, texts, rewards.
 
-    how: temperature, top_p, first, step and progress, as Sampler.generate takes them. Step −1, the
-    default, is evaluation's: each evaluation draws the same random bits, and training draws others.
+    how: temperature, top_p, first_sequence, step and progress, as Sampler.generate takes them. Step
+    −1, the default, is evaluation's: each evaluation draws the same random bits, and training draws
+    others.
     """
     rollout = sampler.generate(
         environment.encode_prompts(problems),
@@ -360,12 +361,13 @@ def evaluate(config, sampler, environment, say=print):
     right = dict(greedy=0.0, loose=0.0, sampled=0.0)
     if problems:
         _, texts, rewards = answer(
-            config, sampler, environment, problems, 1, temperature=0.0, first=start
+            config, sampler, environment, problems, 1, temperature=0.0, first_sequence=start
         )
         right["greedy"] = sum(rewards)
         for problem, text in zip(problems, texts, strict=True):
             right["loose"] += environment.task.reward(problem, text, True)
-        how = dict(temperature=config.temperature, top_p=config.eval_top_p, first=start * samples)
+        how = dict(temperature=config.temperature, top_p=config.eval_top_p)
+        how["first_sequence"] = start * samples
         _, _, rewards = answer(config, sampler, environment, problems, samples, **how)
         right["sampled"] = sum(rewards) / samples
     right = sum_over_ranks(right)

@@ -53,7 +53,7 @@ def measure(args, quant, records):
     for number in range(args.steps):
         ranks.all_sum(torch.zeros(1))  # a barrier: all ranks start together
         began = common.clock()
-        how = dict(temperature=1.0, stop_ids=[], seed=0, step=number, first=rank * rows)
+        how = dict(temperature=1.0, stop_ids=[], seed=0, step=number, first_sequence=rank * rows)
         sampled = sampler.generate(prompts, args.samples, args.new, **how)
         rollout_s = common.clock() - began
         update_s = update(sampled)

@@ -157,11 +157,11 @@ def test_temperature_0_is_greedy(m):
 def test_a_sample_depends_on_its_number_alone(m, r):
     """Not on the batch, the group size or max_new_tokens; but on the seed and the step."""
     rows = r.answers()
-    part = generate(m, PROMPTS[5:6], first=20)
+    part = generate(m, PROMPTS[5:6], first_sequence=20)
     assert part.answers() == rows[20:24] and part.tokens.shape[1] == 8 + part.lengths.max() < 28
-    assert generate(m, PROMPTS[2:4], G=2, first=8).answers()[:2] == rows[8:10]
+    assert generate(m, PROMPTS[2:4], G=2, first_sequence=8).answers()[:2] == rows[8:10]
     assert generate(m, new=7).answers() == [row[:7] for row in rows]
-    for change in ({"seed": 6}, {"step": 3}, {"first": 64}):
+    for change in ({"seed": 6}, {"step": 3}, {"first_sequence": 64}):
         assert generate(m, **change).answers() != rows
 
 
@@ -263,13 +263,17 @@ def gpu_attention(monkeypatch):
 @pytest.fixture
 def reads(m, monkeypatch):
     """→ a list that grows by the tokens of each forward pass."""
-    calls, forward = [], m.forward
+    calls = []
 
-    def read(ids, *rest):
-        calls.append(ids.clone())
-        return forward(ids, *rest)
+    def spy(real):
+        def read(ids, *rest):
+            calls.append(ids.clone())
+            return real(ids, *rest)
 
-    monkeypatch.setattr(m, "forward", read)
+        return read
+
+    for name in ("prefill", "decode"):
+        monkeypatch.setattr(m, name, spy(getattr(m, name)))
     return calls
 
 
@@ -296,8 +300,8 @@ def test_slots_change_nothing(m, r, gpu_attention, reads, monkeypatch, slots):
             running, waiting, starts = running + waiting[:free], waiting[free:], starts + 1
         batches.append(len(running))
         running = [(row, n - 1) for row, n in running if n > 1]
-    assert [len(ids) for ids in reads if ids.shape[1] == 1] == batches
-    prefilled = [row for ids in reads if ids.shape[1] > 1 for row in ids.tolist()]
+    assert [len(ids) for ids in reads if ids.dim() == 1] == batches
+    prefilled = [row for ids in reads if ids.dim() == 2 for row in ids.tolist()]
     assert sorted([t for t in row if t] for row in prefilled) == sorted(prompts)
     # the clock counts its readings: two for each start of rows, two for each step
     steps = len(batches)
@@ -319,7 +323,7 @@ def test_prefill_in_pieces_changes_nothing(m, r, reads, monkeypatch):
     monkeypatch.setattr(rollout, "PREFILL_TOKENS", 15)
     sampler = Sampler(m)
     check_same(sampler.generate(*DRAW), r)
-    shapes = [tuple(ids.shape) for ids in reads if ids.shape[1] > 1]
+    shapes = [tuple(ids.shape) for ids in reads if ids.dim() == 2]
     assert shapes == [(1, 16), (1, 10), (2, 7), (3, 4)] and sampler.stats["prefill"] == 17
 
 
@@ -374,7 +378,7 @@ def test_a_smaller_graph_is_captured_when_it_is_wanted_twice():
         ((16, 2), (16, 2)),
         ((16, 1), (16, 2)),
     ):
-        assert rollout._Batch.choose(batch, *wanted) == chosen
+        assert rollout._Batch.pick_graph(batch, *wanted) == chosen
         batch.graphs[chosen] = None
 
 
@@ -385,10 +389,10 @@ def test_out_of_memory_halves_the_slots_and_loses_nothing(m, r, gpu_attention, m
     append, batches = rollout.append, []
 
     def short(*arguments):
-        _, _, rows, positions, *_, rolled = arguments
-        batches.append(len(rows))
+        _, _, rows, _, rolled = arguments
+        batches.append(len(rows.row))
         if len(batches) in (6, 11):  # spoil the running rows: the restart must clear them
-            going = rows[positions >= 0]
+            going = rows.row[rows.position >= 0]
             rolled.tokens[going, 17:] = 99
             rolled.logprobs[going] = 99.0
             raise torch.OutOfMemoryError("CUDA out of memory")

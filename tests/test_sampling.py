@@ -1,5 +1,7 @@
 """Philox against its authors' vectors, samples against the softmax, kernels against plain torch."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import compile_with_a_wait, each_generation
@@ -162,20 +164,17 @@ def check_append(append, device):
         torch.ones(6).long(),
     )
     rollout = Rollout(*(field.to(device) for field in fields))
-    token, rows = (
-        torch.tensor([77, 9, 8, 7], device=device),
-        torch.tensor([5, 0, 2, 3], device=device),
-    )
-    positions, last = (
-        torch.tensor([4, -1, 7, 8], device=device),
-        torch.full((4,), 50, device=device),
-    )
+    token = torch.tensor([77, 9, 8, 7], device=device)
     logprob = torch.tensor([-1.0, -2, -3, -4], device=device)
+    rows = SimpleNamespace(
+        row=torch.tensor([5, 0, 2, 3], device=device),
+        position=torch.tensor([4, -1, 7, 8], device=device),
+        last_token=torch.full((4,), 50, device=device),
+    )
+    draw = SimpleNamespace(stops=torch.tensor([77, 2], device=device), max_new_tokens=5)
     with torch.no_grad():
-        append(
-            token, logprob, rows, positions, torch.tensor([77, 2], device=device), 5, last, rollout
-        )
-    assert positions.tolist() == [-1, -1, 8, -1] and last.tolist() == [77, 50, 8, 7]
+        append(token, logprob, rows, draw, rollout)
+    assert rows.position.tolist() == [-1, -1, 8, -1] and rows.last_token.tolist() == [77, 50, 8, 7]
     assert rollout.lengths.tolist() == [0, 3, 4, 5, 0, 3]
     assert rollout.finished.tolist() == [False] * 5 + [True]
     for field, values in ((rollout.tokens, [8, 7, 77]), (rollout.logprobs, [-3, -4, -1])):

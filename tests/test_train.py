@@ -354,7 +354,8 @@ def test_resampling_replaces_groups_without_signal(tiny_chat, monkeypatch, resam
     assert rewards == [float(i % 3 == 0 and b % G == 1) for b, i in enumerate(asked)]
     assert stats["signal"] == len(live) / 4 and stats["resampled"] == 4 * (attempts - 1)
     # each draw has numbers, so random bits, of its own
-    assert [call["first"] for call in calls] == [4 * G * attempt for attempt in range(attempts)]
+    first = [call["first_sequence"] for call in calls]
+    assert first == [4 * G * attempt for attempt in range(attempts)]
     tokens = sum(int(call["return"].lengths.sum()) for call in calls)
     assert stats["rollout_tok_s"] * stats["rollout_s"] == pytest.approx(tokens)
 
@@ -379,7 +380,10 @@ def test_a_rank_has_its_own_problems_and_numbers(tiny_chat, monkeypatch):
     calls = watch(monkeypatch, Sampler, "generate")
     monkeypatch.setattr(train, "rank_and_count", lambda: (1, 2))
     asked, *_ = collected(tiny_chat, lambda i, g: 0.0, resample=1)
-    assert [(len(call["prompts"]), call["first"]) for call in calls] == [(2, 2 * G), (2, 6 * G)]
+    assert [(len(call["prompts"]), call["first_sequence"]) for call in calls] == [
+        (2, 2 * G),
+        (2, 6 * G),
+    ]
     assert asked[::G] == drawn(resample=1)[2:]
 
 
@@ -407,7 +411,16 @@ class Script:
         self.model, self.tokenizer, self.answer = model, tokenizer, answer
 
     def generate(
-        self, prompts, group_size, max_new_tokens, temperature, stop_ids, seed, step, first, **more
+        self,
+        prompts,
+        group_size,
+        max_new_tokens,
+        temperature,
+        stop_ids,
+        seed,
+        step,
+        first_sequence,
+        **more,
     ):
         rows = []
         for prompt in prompts:
@@ -451,7 +464,7 @@ def test_evaluate_counts_strict_loose_and_sampled(tiny_chat, monkeypatch):
     shares = [got[name] for name in ("eval_greedy", "eval_greedy_loose", "eval_sampled")]
     assert shares == pytest.approx([0.25, 0.5, 0.75])
     drawn = [
-        [call[name] for name in ("group_size", "temperature", "seed", "step", "first")]
+        [call[name] for name in ("group_size", "temperature", "seed", "step", "first_sequence")]
         for call in calls
     ]
     assert drawn == [[1, 0.0, 7, -1, 0], [3, 0.7, 7, -1, 0]]
