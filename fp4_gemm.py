@@ -863,10 +863,6 @@ def _linear_kernel(
             x_tile = _load_x(x, first_m, first_k, M, K, TILE_M)
             halves = tl.join(_decode(w, s, scale_exponent, 0), _decode(w, s, scale_exponent, 1))
             w_tile = halves.permute(0, 2, 1).reshape(TILE_N, STEP)
-            # BEGIN order of k. Delete to END, and _interleave_k, to keep the plain order of k.
-            w_tile = _interleave_k(w_tile)
-            x_tile = _interleave_k(x_tile)
-            # END order of k
             acc = _multiply(acc, w_tile, x_tile)
         else:  # decode half a step at a time: that takes half the registers
             x_first = _load_x(x, first_m, first_k, M, K, TILE_M)
@@ -898,20 +894,6 @@ def _linear_kernel(
                 first_n = last_n
         y_ptr = y + offs_m[None, :] * N + offs_n[:, None]
         tl.store(y_ptr, acc.to(y.dtype.element_ty), mask=in_m & in_n[:, None])
-
-
-@jit
-def _interleave_k(tile):
-    """Reorder the columns of a tile (R, 128) for mma.sync.
-
-    Column 32a + 8b + 4c + 2d + e moves to 32a + 16d + 4b + 2c + e; a and b are 0 to 3, and c, d and
-    e are 0 or 1. A product may take k in any order that w and x share. In this order the 8 columns
-    that a thread needs of x in a sub-tile are neighbors, and one instruction loads them from shared
-    memory. On Hopper Triton 3.6 multiplies tiles of 8 rows by mma.sync. Triton 3.9 uses wgmma, and
-    this order of k saves instructions there too.
-    """
-    R: constexpr = tile.shape[0]
-    return tile.reshape(R, 4, 4, 2, 2, 2).permute(0, 1, 4, 2, 3, 5).reshape(R, STEP)
 
 
 @jit
