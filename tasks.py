@@ -1,6 +1,6 @@
 r"""Tasks: problems, a prompt for each, and a reward that a program can verify: 1 if right, else 0.
 
-    task = TASKS["multiplication"]()       # addition; with data: gsm8k, math; own("FILE.py")
+    task = TASKS["multiplication"]()       # addition; with data: gsm8k, math
     task.train, task.held_out              # lists of problems, each a dict
     task.prompt(problem)                   # "What is 7 * 8?", the user's message, no chat template
     task.reward(problem, text, finished)   # 1.0 or 0.0
@@ -29,24 +29,19 @@ data is a JSONL file, or a dataset of the hub as owner/name[/config][:split], wh
     math     problem, question or prompt, which may be a chat; and HuggingFaceH4/MATH-500:test
              answer, reward_model.ground_truth, solution          open-r1/DAPO-Math-17k-Processed/en
 
-Left out: partial credit; 1.000,00 and 1 000. Needs: nothing; math-verify for math; datasets for the
-hub.
+Left out: partial credit; 1.000,00 and 1 000. Needs: nothing; for math, tools/judge.py (in tools/ or
+beside this file) and math-verify; for the hub, datasets.
 """
 
 import hashlib
-import inspect
 import json
 import operator
 import os
 import random
 import re
-import runpy
-import subprocess
-import sys
-import traceback
 from collections.abc import Callable
 from fractions import Fraction
-from functools import cache, lru_cache, partial
+from functools import partial
 from itertools import accumulate, combinations
 from typing import NamedTuple
 
@@ -99,29 +94,13 @@ HEAVY = re.compile(
     r"|(?:!|[0-9]{6})(?:\\right|[)} ])*!|(?:\^|binom)[{( -]*[0-9]{6}"
     r"|\w *[-+][^()]*\) *\^[{ ]*[0-9]{3}"
 )
-# A fork judges each pair, so that sympy is loaded once. SIGPROF ends the fork even inside a
-# multiplication
-WORKER = r"""import json, os, resource, signal, sys
-from math_verify import parse, verify
-def equal(*pair):
-    gold, answer = (parse(f"\\boxed{{{latex}}}", parsing_timeout=None) for latex in pair)
-    return verify(gold, answer, timeout_seconds=None)
-for latex in (r"\sqrt{3} - x^2", r"(\frac12, 3]", r"\{1, 2\}", r"x = 5\text{ m}", r"50\%", "1,000"):
-    equal(latex, "(x + 1)(x - 1)")
-for line in sys.stdin:
-    if child := os.fork():
-        print(os.waitpid(child, 0)[1] == 0, flush=True)
-    else:
-        resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
-        signal.setitimer(signal.ITIMER_PROF, 1)
-        os._exit(not equal(*json.loads(line)))"""
 
 
 class Task(NamedTuple):
     train: list[dict]
     held_out: list[dict]  # never trained on
     prompt: Callable[[dict], str | list]  # problem → the user's message, or a chat
-    # problem, text, ended? → 1.0 or 0.0; own: any number
+    # problem, text, ended? → 1.0 or 0.0
     reward: Callable[[dict, str, bool], float]
 
 
@@ -169,7 +148,7 @@ def gsm8k(data=None, operands=None, held_out=256):
     """Word problems. ValueError: no data, or a line that cannot be read; under 4 problems; operands
     given.
     """
-    return _split(
+    return split_problems(
         read(data, _word_problem), held_out, data, operands, gsm8k_reward, GSM8K.format_map
     )
 
@@ -196,7 +175,7 @@ def math(data=None, operands=None, held_out=256):
     math-verify.
     """
     equal("1", "1")
-    return _split(
+    return split_problems(
         read(data, _latex_problem), held_out, data, operands, math_reward, MATH.format_map
     )
 
@@ -227,99 +206,21 @@ def math_reward(problem, text, finished):
     return float(equal(gold, answer))
 
 
-@lru_cache(4096)  # a group often repeats an answer
 def equal(gold, answer):
-    """math-verify's verdict on two texts in LaTeX; False if it needs over 1 s of processor time or
-    4 GB.
-    """
+    """→ math-verify's verdict on two texts in LaTeX. ValueError: no judge.py, or no math-verify."""
     try:
-        print(json.dumps([gold, answer]), file=_worker().stdin, flush=True)
-        return {"True\n": True, "False\n": False}[_worker().stdout.readline()]
-    except (BrokenPipeError, KeyError):
-        _worker.cache_clear()
-        raise ValueError(
-            "task math needs math-verify, which does not run: pip install math-verify"
-        ) from None
-
-
-@cache
-def _worker():
-    return subprocess.Popen(
-        [sys.executable, "-c", WORKER],
-        start_new_session=True,
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-
-
-def own(path, held_out=32):
-    """The task of a Python file, which may import from its own folder. problems() returns a list of
-    dicts. reward(problem, text), from -1e6 to 1e6, judges finished answers, and with a third
-    parameter, finished, all answers; text keeps special tokens. prompt(problem) returns the user's
-    message, or a chat: a list of {"role", "content"}. Without it, problem["prompt"] is one of them.
-    ValueError: file, line and reason.
-    """
-    path = os.path.abspath(path)
-    sys.path.insert(1, folder := os.path.dirname(path))  # behind ours; for reward(), too
-
-    def attempt(name, function, *given):
+        from tools import judge
+    except ImportError:
         try:
-            return function(*given)
-        except (Exception, SystemExit) as error:
-            if getattr(error, "code", None) in (129, 143):  # tools/launch.py's SIGHUP or SIGTERM
-                raise
-            lines = [
-                f"{f.filename}, line {f.lineno}"
-                for f in traceback.extract_tb(error.__traceback__)
-                if os.path.dirname(f.filename) == folder and f.filename != __file__
-            ]
-            what = " ".join(f"{type(error).__name__}: {error} in {name}{given!r:.2000}".split())
-            raise ValueError(f"{[path, *lines][-1]}: {what}") from error
-
-    def prompt(problem):
-        value = attempt(
-            "prompt", module.get("prompt", lambda problem: problem.get("prompt")), problem
-        )
-        chat = value if isinstance(value, list) else [{"role": "user", "content": value}]
-        texts = [
-            m.get(key) if isinstance(m, dict) else None for m in chat for key in ("role", "content")
-        ]
-        if {type(text) for text in texts} != {str}:
+            import judge  # this file was copied, and the judge with it
+        except ImportError:
             raise ValueError(
-                f"{path}: the prompt of {problem!r:.99} is {value!r:.999}, no text and no list "
-                "of {'role', 'content'}: define prompt(problem), or give problems a 'prompt'"
-            )
-        return value
-
-    def reward(problem, text, finished):
-        given = (problem, text, finished)[: 2 + always]
-        value = (
-            attempt("reward", lambda *given: float(judge(*given)), *given)
-            if finished or always
-            else 0.0
-        )
-        if not abs(value) <= 1e6:
-            raise ValueError(
-                f"{path}: {value} is not between -1e6 and 1e6, the reward of {text!r:.999}"
-            )
-        return value
-
-    module = attempt("import", lambda: runpy.run_path(path))
-    if missing := {"problems", "reward"} - module.keys():
-        raise ValueError(
-            f"{path} defines no {max(missing)}(), and a task needs problems() and reward()"
-        )
-    takes = attempt("reward", inspect.signature, judge := module["reward"]).parameters.values()
-    always = (
-        len([p for p in takes if p.kind < 3 and (p.default is p.empty or p.name == "finished")]) > 2
-    )
-    problems = attempt("problems", lambda: list(module["problems"]()))
-    return _split(problems, held_out, path, None, reward, prompt)
+                "task math needs the file tools/judge.py: copy it beside tasks.py"
+            ) from None
+    return judge.equal(gold, answer)
 
 
-def tested(name, test, data=None, operands=None, trains=True):
+def with_test_set(name, test, data=None, operands=None, trains=True):
     """The task called name, which holds out all problems of test and trains on all others of data.
     trains=False without data reads only test. ValueError: what the task raises; test holds all of
     data.
@@ -327,18 +228,18 @@ def tested(name, test, data=None, operands=None, trains=True):
     given = TASKS[name](data, operands) if trains or data else None
     task = TASKS[name](test, operands, held_out=0)
     asked = set(map(task.prompt, task.train))
-    train = (
-        [p for p in given.train + given.held_out if task.prompt(p) not in asked] if given else []
-    )
-    if given and not train:
-        raise ValueError(
-            f"every problem of --data {data} is in --test {test}: none is left to train on"
-        )
+    train = []
+    if given:
+        train = [p for p in given.train + given.held_out if task.prompt(p) not in asked]
+        if not train:
+            raise ValueError(
+                f"every problem of --data {data} is in --test {test}: none is left to train on"
+            )
     return task._replace(train=train, held_out=task.train)
 
 
-def _split(problems, held_out, source, operands, reward, prompt):
-    """The Task. Problems with the same message are one. held_out problems, at most a quarter, are
+def split_problems(problems, held_out, source, operands, reward, prompt):
+    """→ the Task. Problems with the same message are one. held_out problems, at most a quarter, are
     set aside: those with the smallest hashes, so that a line edited or deleted moves at most one
     other problem.
     """

@@ -2,8 +2,8 @@
 
 import pytest
 
-import tasks
 from experiments import countdown
+from tools.own_task import load_task_file
 
 FORMULAS = [  # text, reward: make 9 from 1, 2, 3
     ("<answer>(1 + 2) * 3</answer>", 1),
@@ -42,6 +42,6 @@ def test_the_value_is_exact_and_a_number_counts_as_often_as_it_is_given():
 
 
 def test_no_problem_is_held_out_in_another_order():
-    task = tasks.own(countdown.__file__)
+    task = load_task_file(countdown.__file__)
     made = [(p["target"], *sorted(p["nums"])) for p in task.train + task.held_out]
     assert len(task.train) > 4000 and len(task.held_out) == 32 and len(made) == len(set(made))

@@ -16,6 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tasks
+from tools import judge
+from tools.own_task import load_task_file
 
 LAST = {  # text → its last number
     "56": "56",
@@ -363,11 +365,11 @@ def test_all_of_a_test_file_is_held_out_and_none_of_it_trained_on(tmp_path):
     data = word_problems(tmp_path / "data.jsonl", range(10))
     test = word_problems(tmp_path / "test.jsonl", range(8, 18))
     for trains in (True, False):
-        task = tasks.tested("gsm8k", test, data, trains=trains)
+        task = tasks.with_test_set("gsm8k", test, data, trains=trains)
         assert numbers(task.held_out) == [*range(8, 18)] and numbers(task.train) == [*range(8)]
     for few in ([2, 1, 3], [7]):
         word_problems(tmp_path / "few.jsonl", few)
-        alone = tasks.tested("gsm8k", tmp_path / "few.jsonl", trains=False)
+        alone = tasks.with_test_set("gsm8k", tmp_path / "few.jsonl", trains=False)
         assert not alone.train and [int(p["answer"][5:]) for p in alone.held_out] == few
 
 
@@ -398,7 +400,7 @@ def test_a_test_file_that_does_not_fit_is_named(
     word_problems(Path("again.jsonl"), range(17, 7, -1))
     word_problems(Path("none.jsonl"), [])
     with pytest.raises(ValueError, match=names):
-        tasks.tested(name, test, data, operands, trains)
+        tasks.with_test_set(name, test, data, operands, trains)
 
 
 # --- files and data sets
@@ -502,22 +504,22 @@ def test_a_judge_that_does_not_run_or_dies_is_an_error_and_no_reward_of_0(tmp_pa
     stub = tmp_path / "math_verify.py"
     data = jsonl(tmp_path / "some.jsonl", [{"problem": str(n), "answer": n} for n in range(4)])
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(tasks, "_worker", functools.cache(tasks._worker.__wrapped__))
-    monkeypatch.setattr(tasks, "equal", functools.cache(tasks.equal.__wrapped__))
+    monkeypatch.setattr(judge, "_child", functools.cache(judge._child.__wrapped__))
+    monkeypatch.setattr(judge, "equal", functools.cache(judge.equal.__wrapped__))
     stub.write_text("raise ModuleNotFoundError('math_verify')")
     for _ in range(2):
         with pytest.raises(ValueError, match="pip install math-verify"):
             tasks.TASKS["math"](data)
     stub.write_text(STUB)
     assert len(tasks.TASKS["math"](data).train) == 3, "it was installed meanwhile"
-    judge = tasks._worker()
+    child = judge._child()
     verdicts = [tasks.equal("7", answer) for answer in ("7", "8", "endless", "huge", "7 ")]
-    assert verdicts == [True, False, False, False, True] and tasks._worker() is judge
-    judge.kill()  # as the kernel does when memory runs out
+    assert verdicts == [True, False, False, False, True] and judge._child() is child
+    child.kill()  # as the kernel does when memory runs out
     with pytest.raises(ValueError, match="math-verify, which does not run"):
         tasks.equal("7", " 7")
     assert tasks.equal("7", " 7") is True
-    tasks._worker().communicate()  # closes its input, which ends it
+    judge._child().communicate()  # closes its input, which ends it
 
 
 EQUAL = [  # gold, boxed
@@ -707,11 +709,11 @@ def test_the_guard_passes_what_is_within_its_limits(answer, monkeypatch):
 
 @pytest.mark.parametrize("answers", [PASS, pytest.param(LONG, marks=pytest.mark.slow)])
 def test_hostile_answers_end_and_the_honest_beside_them_keep_their_reward(answers):
-    judge = tasks._worker()
+    child = judge._child()
     for n, hostile in enumerate(answers):
         assert tasks.math_reward({"answer": "42"}, f"\\boxed{{{hostile}}}", True) == 0
         assert tasks.math_reward({"answer": f"\\frac{{{n}}}{{2}}"}, f"\\boxed{{{n}/2}}", True) == 1
-    assert tasks._worker() is judge and judge.poll() is None
+    assert judge._child() is child and child.poll() is None
 
 
 # --- a task of one's own
@@ -731,7 +733,7 @@ def own(tmp_path):
 
     def make(text):
         (tmp_path / "mine.py").write_text(text)
-        return tasks.own(str(tmp_path / "mine.py"))
+        return load_task_file(str(tmp_path / "mine.py"))
 
     return make
 
@@ -804,7 +806,7 @@ def test_a_file_that_is_no_task_is_named_with_its_line_and_the_reason(own, tmp_p
 
 def test_a_file_that_is_absent_is_named(tmp_path):
     with pytest.raises(ValueError, match=f"^{tmp_path}/absent.py: FileNotFoundError"):
-        tasks.own(f"{tmp_path}/absent.py")
+        load_task_file(f"{tmp_path}/absent.py")
 
 
 @pytest.mark.parametrize(

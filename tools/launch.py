@@ -14,11 +14,12 @@ import torch
 
 from model import load
 from rollout import Sampler
-from tasks import TASKS, Task, own, tested
+from tasks import TASKS, Task, with_test_set
 from tools import weights
 from tools.adapter import load_adapter
 from tools.diagnostics import preflight
 from tools.flags import parse
+from tools.own_task import load_task_file
 from tools.ranks import join_ranks, leave_ranks, rank_and_count
 from tools.run import Run
 
@@ -119,9 +120,9 @@ def load_task(config):
     trains = bool(config.steps or config.preflight)
     if config.test:
         given = (config.data, config.operands) if trains else ()
-        return tested(config.task, config.test, *given, trains=trains)
+        return with_test_set(config.task, config.test, *given, trains=trains)
     if config.task.endswith(".py"):
-        return own(config.task)
+        return load_task_file(config.task)
     return TASKS[config.task](config.data, config.operands)
 
 
