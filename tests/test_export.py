@@ -318,7 +318,7 @@ def test_an_export_that_is_interrupted_or_wrong_is_not_there(exported, tmp_path,
 def test_a_gguf_models_tokenizer_and_ends_travel(smollm2, tmp_path):
     """The default model's exported folder gives the same prompt and stop tokens as its GGUF."""
     source, tokenizer = smollm2
-    export._copy_tokenizer(source, tmp_path)
+    export.copy_tokenizer(source, tmp_path)
     source.config.save_pretrained(tmp_path)
     save_file({}, tmp_path / "model.safetensors")
     found = weights.open(str(tmp_path))

@@ -20,6 +20,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import huggingface_hub
 import torch
@@ -32,8 +33,23 @@ from tools import weights
 from tools.adapter import load_adapter
 from tools.weights import CT, MODELOPT
 
+LAYOUTS = {"nvfp4": CT, "modelopt": MODELOPT}  # of 4-bit weights, by --format
 # the ends of the names of a projection's codes, block scales and global scale
 ENDS = {CT: ("_packed", "_scale", "_global_scale"), MODELOPT: ("", "_scale", "_scale_2")}
+TOKENIZER_FILES = "(tokenizer|vocab|merges|special_t|added_t|chat_template|generation_c)"
+# How far the logits of what was written may be off. bf16 rounds each weight; NVFP4 is exact, but a
+# foreign global scale is inverted, which rounds.
+LIMITS = {"bf16": 2**-5, "adapter": 1e-5, "nvfp4": 1e-5, "modelopt": 1e-5}
+
+
+class Policy(NamedTuple):
+    """What is exported: a base model, how it is quantised, and an adapter on it."""
+
+    base: str  # as weights.open takes it
+    quant: str  # as model.load takes it
+    adapter: str  # folder of PEFT's files, "" for none
+    rank: int
+    alpha: float
 
 
 @torch.no_grad()
@@ -41,162 +57,183 @@ def export(source, destination, format, adapter="", quant=""):
     """Write the folder `destination`, read it again → how far its logits are off, as a share of
     their size.
 
-    source: a run's folder, or what weights.open takes. adapter, quant: override the run's own.
-    ValueError: destination is not empty, nothing to write, or the folder read back gives other
-    logits.
+    source: a run's folder, or what weights.open takes. format: "adapter", "bf16", "nvfp4" or
+    "modelopt". adapter, quant: override the run's own. ValueError: destination is not empty,
+    nothing to write, or the folder read back gives other logits.
     """
-    place, run, layout = (
-        Path(destination),
-        Path(source),
-        {"nvfp4": CT, "modelopt": MODELOPT}.get(format),
-    )
+    place = Path(destination)
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise ValueError(f"{place} exists and is not an empty folder: name a new one")
-    if (run / "config.json").is_file() and "quant" in (flags := _json(run / "config.json")):
-        if not adapter and not (run / "adapter").is_dir():
-            raise ValueError(f"{run} has no adapter: train on with python train.py --resume {run}")
-        source, adapter, quant = flags["model"], adapter or run / "adapter", quant or flags["quant"]
-    if not adapter and format == "adapter":
-        raise ValueError(
-            f"{source} has no adapter: name a run's folder, or an adapter's with --adapter"
-        )
-    if layout and quant == "bf16":
-        raise ValueError(
-            "a run of --quant bf16 has no 4 bits to write: take --format bf16, or --quant nvfp4"
-        )
-    shape = _json(Path(adapter) / "adapter_config.json") if adapter else {}
-    rank = r if type(r := shape.get("r")) is int else 1  # load_adapter refuses what is no int
-    # as it does for no number
-    alpha = a if type(a := shape.get("lora_alpha")) in (int, float) else 1
-    base_name = place if layout else source
-    source, quant = weights.open(source), quant or "nvfp4"
-    ours = model.load(source, quant, rank, alpha)
-    if adapter:
-        load_adapter(ours, adapter)
-    ids, positions = (
-        torch.arange(1, 33)[None] * 7919 % source.config.vocab_size,
-        torch.arange(32)[None],
-    )
-    want = ours.logits(ours(ids, positions))
-    if format == "bf16":
-        _merge(ours)
+    policy = policy_of(source, adapter, quant, format)
+    base = weights.open(policy.base)
+    decoder = load(policy, base, policy.quant, policy.adapter)
+    want = probe(decoder)
     place.parent.mkdir(parents=True, exist_ok=True)
     # Write into a scratch folder beside the place, so that an accident leaves nothing at the place.
     with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent) as scratch:
-        new, wrong = Path(scratch) / "new", place.with_name(f"{place.name}.wrong")
-        beside = adapter and {"adapter": new, "bf16": None}.get(format, new / "adapter")
+        new = Path(scratch) / "new"
         new.mkdir()
-        # on a full disk safetensors names no file
-        with weights.readable(place, "cannot be written"):
-            _copy_tokenizer(source, new)
-            if beside:
-                lora.save_adapter(ours, beside, base_name)
-            if format != "adapter":
-                _write(ours, source, new, layout)
-        del ours  # one model in memory at a time
-        again = model.load(
-            source if format == "adapter" else str(new),
-            "bf16" if format == "bf16" else quant,
-            rank,
-            alpha,
+        base_name = ""  # of the adapter: the 4-bit weights beside it, else the model as it was
+        if policy.adapter:
+            base_name = str(place if format in LAYOUTS else policy.base)
+        with weights.readable(place, "cannot be written"):  # on a full disk safetensors names none
+            adapter = write(decoder, base, new, format, base_name)
+        del decoder  # one model in memory at a time
+        again = load(
+            policy,
+            base if format == "adapter" else str(new),
+            "bf16" if format == "bf16" else policy.quant,
+            adapter,
         )
-        if beside:
-            load_adapter(again, beside)
-        off = ((again.logits(again(ids, positions)) - want).norm() / want.norm()).item()
-        # bf16 rounds each weight; NVFP4 is exact, but a foreign global scale is inverted, which
-        # rounds
-        limit = 2**-5 if format == "bf16" else 1e-5
-        if not off <= limit:
+        off = ((probe(again) - want).norm() / want.norm()).item()
+        right = off <= LIMITS[format]  # False if it is NaN
+        wrong = place.with_name(f"{place.name}.wrong")
+        if not right:
             shutil.rmtree(wrong, ignore_errors=True)  # of an earlier try
-        os.replace(new, place if off <= limit else wrong)
-    if not off <= limit:
+        os.replace(new, place if right else wrong)
+    if not right:
         raise ValueError(
             f"{place} was not made: the logits of what was written, now in {wrong}, are off by "
-            f"{off:.1e} of their size, more than {limit:.1e}"
+            f"{off:.1e} of their size, more than {LIMITS[format]:.1e}"
         )
     return off
 
 
-def _json(path):
+def policy_of(source, adapter, quant, format):
+    """→ the Policy that the command names. ValueError: there is nothing to write in this format."""
+    run = Path(source)
+    if (run / "config.json").is_file():
+        flags = read_json(run / "config.json")
+        if "quant" in flags:  # a run's, not a model's
+            if not adapter and not (run / "adapter").is_dir():
+                raise ValueError(
+                    f"{run} has no adapter: train on with python train.py --resume {run}"
+                )
+            source = flags["model"]
+            adapter = adapter or run / "adapter"
+            quant = quant or flags["quant"]
+    if not adapter and format == "adapter":
+        raise ValueError(
+            f"{source} has no adapter: name a run's folder, or an adapter's with --adapter"
+        )
+    if format in LAYOUTS and quant == "bf16":
+        raise ValueError(
+            "a run of --quant bf16 has no 4 bits to write: take --format bf16, or --quant nvfp4"
+        )
+    settings = read_json(Path(adapter) / "adapter_config.json") if adapter else {}
+    rank, alpha = settings.get("r"), settings.get("lora_alpha")
+    # load_adapter refuses what is no int, and no number
+    rank = rank if type(rank) is int else 1
+    alpha = alpha if type(alpha) in (int, float) else 1
+    return Policy(source, quant or "nvfp4", adapter, rank, alpha)
+
+
+def load(policy, base, quant, adapter):
+    """→ the Decoder of a base, as model.load takes it, with an adapter's folder if there is one."""
+    decoder = model.load(base, quant, policy.rank, policy.alpha)
+    if adapter:
+        load_adapter(decoder, adapter)
+    return decoder
+
+
+def probe(decoder):
+    """→ the decoder's logits (1, 32, V) f32 after each of 32 fixed tokens."""
+    ids = torch.arange(1, 33)[None] * 7919 % decoder.config.vocab_size
+    return decoder.logits(decoder(ids, torch.arange(32)[None]))
+
+
+def read_json(path):
+    """→ the object in a JSON file. ValueError: there is none."""
     with weights.readable(path):
         return {**json.loads(path.read_text())}
 
 
-def _merge(decoder):
+def write(decoder, source, folder, format, base_name):
+    """Write tokenizer, adapter and weights, as far as the format has them → the folder of the
+    adapter, None without one. Takes the decoder apart. base_name: of the adapter; "" for none.
+    """
+    copy_tokenizer(source, folder)
+    if format == "bf16":
+        merge(decoder)
+        write_weights(decoder, source, folder, None)
+        return None
+    adapter = folder if format == "adapter" else folder / "adapter"
+    if base_name:
+        lora.save_adapter(decoder, adapter, base_name)
+    if format in LAYOUTS:
+        write_weights(decoder, source, folder, LAYOUTS[format])
+    return adapter if base_name else None
+
+
+def merge(decoder):
     """W + (alpha/rank) B A becomes W, in bf16."""
     for layer in lora.lora_layers(decoder).values():
-        parts = zip(
-            layer.lora_A.data.split(layer.rank), layer.lora_B.data.split(layer.splits), strict=True
-        )
-        added = torch.cat([layer.scale * b @ a for a, b in parts])
-        layer.base.W = fp4_gemm.Dense(
-            (fp4_gemm.dequantize(layer.base.W, torch.float32) + added).bfloat16()
-        )
+        A, B = layer.lora_A.data.split(layer.rank), layer.lora_B.data.split(layer.splits)
+        added = torch.cat([layer.scale * b @ a for a, b in zip(A, B, strict=True)])
+        W = fp4_gemm.dequantize(layer.base.W, torch.float32) + added
+        layer.base.W = fp4_gemm.Dense(W.bfloat16())
 
 
-def _copy_tokenizer(source, folder):
+def copy_tokenizer(source, folder):
     """Put the tokenizer with its chat template and the generation config into `folder`."""
     if isinstance(source, weights.GGUF):
         source.tokenizer().save_pretrained(folder)
         GenerationConfig.from_model_config(source.config).save_pretrained(folder)
         return
     for file in source.folder.iterdir():
-        if re.match(
-            "(tokenizer|vocab|merges|special_t|added_t|chat_template|generation_c)", file.name
-        ):
+        if re.match(TOKENIZER_FILES, file.name):
             shutil.copyfile(file, folder / file.name)
 
 
-def _write(decoder, source, folder, layout):
-    """config.json and the weights, in `layout` or in bf16. Drops each layer's base once it is
-    converted.
+def write_weights(decoder, source, folder, layout):
+    """config.json and the weights, in `layout` or, if it is None, in bf16. Drops each layer's base
+    once it is converted.
     """
     config, tensors = source.config, {}
     config.dtype = torch.bfloat16
     config.__dict__.pop("quantization_config", None)
     if layout:
-        kind = layout[1]
-        algo = (
-            dict(format=kind, quantization_status="compressed")
-            if layout == CT
-            else dict(quant_algo=kind)
-        )
-        format_of_weights = dict(
-            num_bits=4, type="float", strategy="tensor_group", group_size=16, dynamic=False
-        )
-        config.quantization_config = dict(
-            quant_method=layout[0],
-            ignore=["lm_head"],
-            **algo,
-            config_groups={"group_0": dict(targets=["Linear"], weights=format_of_weights)},
-        )
-    if layout == MODELOPT:
-        (folder / "hf_quant_config.json").write_text(
-            json.dumps(
-                dict(
-                    producer=dict(
-                        name="modelopt", version="0.44.0"
-                    ),  # readers check whose layout it is
-                    quantization=dict(
-                        algo, kv_cache_quant_algo=None, group_size=16, exclude_modules=["lm_head"]
-                    ),
-                )
-            )
-        )
+        config.quantization_config = quantization(layout, folder)
     config.save_pretrained(folder)
     for name in weights.tensor_names(config):
         if name in source.names and not name.endswith("_proj.weight"):
-            tensors[name] = source.read(name) if layout else source.read(name).bfloat16()
+            tensor = source.read(name)
+            tensors[name] = tensor if layout else tensor.bfloat16()
     for name, layer in lora.lora_layers(decoder).items():
         parent, _, own = name.rpartition(".")
         W, layer.base = layer.base.W, None
         parts = fp4_gemm.unpack(W) if layout else zip(W.weight.split(layer.splits))
-        for proj, part in zip(lora.FUSED.get(own, (own,)), parts, strict=True):
-            if layout == CT:  # the format stores the inverse
-                part = *part[:2], 1 / part[2].view(1)
+        for projection, part in zip(lora.FUSED.get(own, (own,)), parts, strict=True):
+            if layout == CT:
+                codes, block_scale, global_scale = part
+                part = codes, block_scale, 1 / global_scale.view(1)  # the format's divides
             for end, tensor in zip(ENDS.get(layout, [""]), part, strict=True):
-                tensors[f"model.{parent}.{proj}.weight{end}"] = tensor.clone()
+                tensors[f"model.{parent}.{projection}.weight{end}"] = tensor.clone()
     huggingface_hub.save_torch_state_dict(tensors, folder)
+
+
+def quantization(layout, folder):
+    """→ the quantization_config of a layout. ModelOpt's goes into a file of its own, too, by which
+    readers know whose layout it is.
+    """
+    method, kind = layout
+    if layout == CT:
+        algorithm = dict(format=kind, quantization_status="compressed")
+    else:
+        algorithm = dict(quant_algo=kind)
+        more = dict(kv_cache_quant_algo=None, group_size=16, exclude_modules=["lm_head"])
+        producer = dict(name="modelopt", version="0.44.0")
+        text = json.dumps(dict(producer=producer, quantization=algorithm | more))
+        (folder / "hf_quant_config.json").write_text(text)
+    of_weights = dict(
+        num_bits=4, type="float", strategy="tensor_group", group_size=16, dynamic=False
+    )
+    return dict(
+        quant_method=method,
+        ignore=["lm_head"],
+        **algorithm,
+        config_groups={"group_0": dict(targets=["Linear"], weights=of_weights)},
+    )
 
 
 if __name__ == "__main__":
