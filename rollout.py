@@ -210,8 +210,7 @@ class Sampler:
             while waiting:
                 running = []
                 try:
-                    batch = _Batch(self, slots, rollout, draw)
-                    batch.run(waiting, running, bar)
+                    _Batch(self, slots, rollout, draw).run(waiting, running, bar)
                 except torch.OutOfMemoryError:
                     if slots == 1:
                         raise
@@ -221,8 +220,7 @@ class Sampler:
                         f"out of memory while sampling: going on with {slots} sequences at a time"
                     )
                     _restart(running, waiting, rollout)
-                batch = None
-                # return KV memory to CUDA, or the update's tensors fragment it
+                # The batch is gone. Return its memory to CUDA, or the update's tensors fragment it.
                 torch.cuda.empty_cache()
         return rollout.rows(range(rows))
 
