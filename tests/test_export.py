@@ -171,11 +171,11 @@ def test_4_bit_checkpoints_convert_into_each_other(exported, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "layout, other, fused", [("compressed-tensors", "modelopt", False), ("modelopt", "nvfp4", True)]
+    "layout, other", [("compressed-tensors", "modelopt"), ("modelopt", "nvfp4")]
 )
-def test_a_foreign_4_bit_checkpoint_is_written_in_the_other_layout(tmp_path, layout, other, fused):
+def test_a_foreign_4_bit_checkpoint_is_written_in_the_other_layout(tmp_path, layout, other):
     """The codes are kept, and the logits (1e-4): only a global scale's inverse rounds, by 2⁻²⁴."""
-    foreign(tmp_path / "in", layout, "qwen3", fused)
+    foreign(tmp_path / "in", layout, "qwen3")
     export.export(tmp_path / "in", tmp_path / "out", other)
     before, after = (model.load(str(tmp_path / name), rank=2) for name in ("in", "out"))
     assert (logits(after) - logits(before)).abs().max() < 1e-4

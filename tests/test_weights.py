@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import GPT2Config
 
-import lora
 import model
 import nvfp4
 from tools import weights
@@ -368,7 +367,7 @@ def test_a_gguf_is_dequantised_in_pieces_to_what_gguf_gives(smollm2, monkeypatch
 # --- NVFP4 of other quantisers
 
 
-def foreign(folder, layout, family="qwen2", fused=False):
+def foreign(folder, layout, family="qwen2"):
     """Write a checkpoint as other quantisers do → the oracle, with the dequantised weights in fp32.
 
     Its global scales are no powers of two and differ between q, k, v. Layer 1's down_proj is not
@@ -380,8 +379,6 @@ def foreign(folder, layout, family="qwen2", fused=False):
     for name in [n for n in tensors if "_proj.weight" in n and "layers.1.mlp.down" not in n]:
         w = tensors.pop(name)
         amax = w.abs().max() * (1.3 if "k_proj" in name else 1)
-        if fused and re.search("[qkv]_proj|gate_proj|up_proj", name):
-            amax = 2.7
         q = nvfp4.quantize(w, global_scale=amax / (6 * 448))
         weights[name] = nvfp4.dequantize(q, torch.float32)
         tensors[f"{name}_scale"] = q.block_scale
@@ -396,12 +393,6 @@ def foreign(folder, layout, family="qwen2", fused=False):
             tensors |= {f"{name}_packed": q.packed, f"{name}_global_scale": divisor}
             tensors[f"{layer}input_global_scale"] = torch.tensor([100.0])
     oracle.load_state_dict(weights, strict=False)
-    for whole, parts in lora.FUSED.items() if fused else ():
-        for name in [n for n in tensors if f".{parts[0]}." in n]:
-            found = [tensors.pop(name.replace(parts[0], part)) for part in parts]
-            one, rows = found[0], torch.cat([bits(t) for t in found])
-            joined = rows.view(one.dtype).view(-1, *one.shape[1:])
-            tensors[name.replace(parts[0], whole)] = one if one.numel() == 1 else joined
     save_file(tensors, file)
     if modelopt:
         said = dict(quant_algo="NVFP4", kv_cache_quant_algo="FP8", group_size=16)
@@ -419,14 +410,13 @@ def foreign(folder, layout, family="qwen2", fused=False):
 
 
 @pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_foreign_4_bit_checkpoint_loads_as_it_is(tmp_path, layout, fused):
+def test_a_foreign_4_bit_checkpoint_loads_as_it_is(tmp_path, layout):
     """Its logits equal the oracle's (fp32, 1e-4), in 4 bits and dequantised.
 
     Unless quant="bf16", a projection that it has in 16 bits is quantised. Its scales of activations
     and of the kv-cache are no surplus.
     """
-    oracle = foreign(tmp_path, layout, fused=fused)
+    oracle = foreign(tmp_path, layout)
     down = oracle.model.layers[1].mlp.down_proj.weight
     stored = down.data
     for quant in ("bf16", "rtn", "nvfp4"):
