@@ -13,7 +13,9 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-LABELS = ("right and ended", "right, ended or not"), ("mean reward", "mean reward, ended or not")
+# what an evaluation's two greedy numbers are: of our tasks, of a user's own with any rewards
+LABELS = "right and ended", "right, ended or not"
+OWN_LABELS = "mean reward", "mean reward, ended or not"
 LINES = dict(
     eval="eval after {step:4d} steps | greedy {eval_greedy:.2f} {0}, {eval_greedy_loose:.2f} {1} | "
     "sampled {eval_sampled:.2f} | {rollout_s:.1f}s",
@@ -65,12 +67,12 @@ def diagnose(records, needed=5, seen="five steps"):
 
 def logged(folder):
     """All records of a run in the order of writing, without lines cut off or written by hand."""
-    return [
-        r
-        for r in jsonl(Path(folder) / "metrics.jsonl")
-        if type(r) is dict
-        and [type(r.get(k)) for k in ("kind", "step", "segment")] == [str, int, int]
-    ]
+    keys = "kind", "step", "segment"
+    found = []
+    for record in jsonl(Path(folder) / "metrics.jsonl"):
+        if type(record) is dict and [type(record.get(key)) for key in keys] == [str, int, int]:
+            found.append(record)
+    return found
 
 
 def read(folder):
@@ -79,14 +81,15 @@ def read(folder):
     return dict(sorted(last.items(), key=lambda item: (item[0][1], item[0][0])))
 
 
-def line(record, own=False):
-    """A record as one line of text. –: not measured in this step. own: a task of one's own, of any
-    reward.
+def line(record, own_task=False):
+    """A record as one line of text. –: not measured in this step. own_task: of a user's file, whose
+    rewards may be any numbers.
     """
-    text = LINES[record["kind"]] + " | skipped" * ("skipped" in record)
-    text = text.format(
-        *LABELS[own], **{k: float("nan") if v is None else v for k, v in record.items()}
-    )
+    text = LINES[record["kind"]]
+    if "skipped" in record:
+        text += " | skipped"
+    values = {name: float("nan") if x is None else x for name, x in record.items()}
+    text = text.format(*(OWN_LABELS if own_task else LABELS), **values)
     return text.replace("nan%", "–").replace("nan", "–")
 
 
@@ -135,9 +138,10 @@ def plot(folders, path=None):
 
 def show(folders):
     """→ the best and worst samples of each run as text, the last record of each."""
-    last = {
-        (f, s["step"], s["which"]): s for f in folders for s in jsonl(Path(f) / "samples.jsonl")
-    }
+    last = {}
+    for folder in folders:
+        for sample in jsonl(Path(folder) / "samples.jsonl"):
+            last[folder, sample["step"], sample["which"]] = sample
     return "\n".join(
         "step {step:4d} {which:5} | reward {reward:+.2f} | advantage {advantage:+.2f} | "
         "{prompt!r} → {answer!r}".format(**s)
@@ -149,12 +153,16 @@ def table(folders):
     """→ a line of text for each run in the folders. minutes: of its steps and evaluations."""
     rows = [("run", "task", "model", "steps", "first", "best", "last", "minutes")]
     for log in sorted(path for folder in folders for path in Path(folder).rglob("metrics.jsonl")):
-        flags, records = dict(task="–", model="–", steps="–"), read(log.parent).values()
+        flags = dict(task="–", model="–", steps="–")
+        records = read(log.parent).values()
         with suppress(OSError, TypeError, ValueError):  # without a config, or a damaged one
             flags |= json.loads((log.parent / "config.json").read_text())
+        # until November 2026 each update of a rollout was a step, and config.json had their number
         made = sum(r["kind"] == "step" for r in records) * flags.get("updates_per_rollout", 1)
         greedy = [r["eval_greedy"] for r in records if r.get("eval_greedy") is not None]
-        scores = [f"{x:.2f}" for x in (greedy[0], max(greedy), greedy[-1])] if greedy else "–––"
+        scores = ["–"] * 3  # first, best and last
+        if greedy:
+            scores = [f"{x:.2f}" for x in (greedy[0], max(greedy), greedy[-1])]
         seconds = sum(r["rollout_s"] + r.get("update_s", 0) for r in records)
         rows.append(
             (

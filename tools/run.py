@@ -38,8 +38,12 @@ PROBE = 32  # prompts that a preflight samples
 
 
 class Run:
-    """One segment of a run: from its start or a resume to its end or an accident. done: steps
-    that the model has made; whole: False while a step is changing the model.
+    """One segment of a run: from its start or a resume to its end or an accident.
+
+    done: steps that the model has made. whole: False from the first change of the parameters in a
+    step until that step is counted; such a model is never saved. damaged: the newest checkpoint
+    cannot be read, so the next save must not keep it as the previous one. best: the highest
+    eval_greedy so far.
     """
 
     def __init__(self, config, quiet=False):
@@ -49,10 +53,18 @@ class Run:
         named = f"runs/{Path(config.task).stem}-{time.strftime('%m%d-%H%M%S')}"
         self.folder = Path(config.resume or config.out or named)
         self.go_on = f"go on with: python train.py --resume {self.folder}"
-        self.config, self.quiet, self.history, self.warned = config, quiet, [], set()
-        self.done, self.whole, self.damaged, self.best = 0, True, False, -math.inf
+        self.config, self.quiet = config, quiet
+        self.history, self.warned = [], set()  # records of this segment's steps, names of warnings
+        self.done, self.best = 0, -math.inf
+        self.whole, self.damaged = True, False
         if quiet or config.preflight:
             return
+        self._lock_folder()
+        self._read_log()
+        self.say(f"run folder: {self.folder}")
+
+    def _lock_folder(self):
+        """Make the folder, and lock its log against another process until this one ends."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = open(self.folder / "metrics.jsonl", "ab")
         try:
@@ -61,21 +73,24 @@ class Run:
             raise ValueError(
                 f"another process is writing to {self.folder}: take another --out"
             ) from None
-        if not config.resume and (self.lock.tell() or self.saved()):
+        if not self.config.resume and (self.lock.tell() or self.saved()):
             raise ValueError(
                 f"{self.folder} holds a run already: go on with --resume, or take another --out"
             )
-        every = logged(self.folder)  # also those of replayed steps
-        self.segment = 1 + max((r["segment"] for r in every), default=-1)
-        scores = (r["eval_greedy"] for r in every if r["step"] and r.get("eval_greedy") is not None)
-        self.best = max(scores, default=-math.inf)
-        made = len({r["step"] for r in every if r["kind"] == "step"})
-        if config.steps < made:
+
+    def _read_log(self):
+        """Number this segment, find the best evaluation so far, refuse too few --steps."""
+        records = logged(self.folder)  # also those of replayed steps
+        self.segment = 1 + max((r["segment"] for r in records), default=-1)
+        for record in records:
+            if record["step"] and record.get("eval_greedy") is not None:
+                self.best = max(self.best, record["eval_greedy"])
+        made = len({r["step"] for r in records if r["kind"] == "step"})
+        if self.config.steps < made:
             raise ValueError(
-                f"--steps {config.steps}: {self.folder} has made {made} steps; take at least as "
-                f"many, or evaluate with --steps 0 --adapter {self.folder}"
+                f"--steps {self.config.steps}: {self.folder} has made {made} steps; take at least "
+                f"as many, or evaluate with --steps 0 --adapter {self.folder}"
             )
-        self.say(f"run folder: {self.folder}")
 
     @contextmanager
     def guarded(self, model, optimizer):
@@ -92,13 +107,13 @@ class Run:
                 yield self.first
             except (KeyboardInterrupt, SystemExit, ValueError, RuntimeError) as stop:
                 if self.done > self.first:
-                    # a second Ctrl-C waits
+                    # a second Ctrl-C waits until the save is complete, and is then dropped
                     with suppress(KeyboardInterrupt, SystemExit), self.signals_deferred():
                         self.save(model, optimizer)
                 why = stop.args[0] if isinstance(stop, KeyboardInterrupt) and stop.args else ""
                 self.say(f"\nstopped after {self.done} steps{why}; {self.go_on}", sys.stderr)
                 raise
-        # a full disk: no save, and the log lacks this step
+        # a full disk, for example: do not save, because the log may lack the last step
         except (OSError, SafetensorError) as error:
             holds = f"; the last checkpoint holds: {self.go_on}" if self.saved() else ""
             raise OSError(f"{self.folder}: {error}{holds}") from error
@@ -106,15 +121,17 @@ class Run:
 
     @contextmanager
     def signals_deferred(self):
-        """Encloses an update, its log and its save. Signals wait for the end, so no part is left
-        out.
+        """Encloses an update, its log and its save. A signal in between takes effect at the end, so
+        that no part is left out.
         """
-        pending, ends = [], (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        old = {s: signal.signal(s, lambda n, _: pending.append(n)) for s in ends}
+        pending = []
+        handlers = {}
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            handlers[number] = signal.signal(number, lambda number, _: pending.append(number))
         try:
             yield
         finally:
-            for number, handler in old.items():
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
         for number in pending:
             signal.raise_signal(number)
@@ -125,7 +142,8 @@ class Run:
         """
         stats["memory_gb"] = peak_memory_gb()
         self.history.append(stats)
-        self.done, self.whole = step + 1, True
+        self.done = step + 1
+        self.whole = True
         self.log("step", step, stats)
         for name, advice in diagnose(self.history):
             if name not in self.warned:
@@ -144,7 +162,7 @@ class Run:
                 self.best = record["eval_greedy"]  # adapter first: a resume reads best from the log
                 lora.save_adapter(self.model, self.folder / "adapter-best", self.config.model)
             append(self.folder / "metrics.jsonl", record | {"segment": self.segment})
-        text = line(record, own=self.config.task.endswith(".py"))
+        text = line(record, own_task=self.config.task.endswith(".py"))
         if kind == "step":
             minutes = (time.perf_counter() - self.began) / 60  # since the start or the resume
             left = minutes * (self.config.steps - self.done) / (self.done - self.first)
@@ -155,21 +173,15 @@ class Run:
         """Keep and print the worst and the best answer of a step. texts: (prompt, answer) of each
         row.
         """
+        if self.quiet:
+            return
         order = sorted(range(len(rewards)), key=rewards.__getitem__)
-        for which, b in () if self.quiet else (("worst", order[0]), ("best", order[-1])):
-            append(
-                self.folder / "samples.jsonl",
-                dict(
-                    step=step,
-                    which=which,
-                    prompt=texts[b][0],
-                    answer=texts[b][1],
-                    reward=rewards[b],
-                    advantage=advantages[b],
-                    segment=self.segment,
-                ),
-            )
-            self.say(f"    {which:5} {rewards[b]:+.2f}  {texts[b][0]!r} → {texts[b][1]!r}")
+        for which, row in (("worst", order[0]), ("best", order[-1])):
+            prompt, answer = texts[row]
+            record = dict(step=step, which=which, prompt=prompt, answer=answer)
+            record |= dict(reward=rewards[row], advantage=advantages[row], segment=self.segment)
+            append(self.folder / "samples.jsonl", record)
+            self.say(f"    {which:5} {rewards[row]:+.2f}  {prompt!r} → {answer!r}")
 
     def save(self, model, optimizer):
         """Write adapter and optimizer after `done` steps, each file atomically. In the middle of an
@@ -206,18 +218,7 @@ class Run:
                     sys.stderr,
                 )
                 continue
-            for name, p in model.named_parameters():
-                if name not in tensors or tensors[name].shape != p.shape:
-                    raise ValueError(
-                        f"{path} has no {name} of {tuple(p.shape)}: another --model or --rank?"
-                    )
-                p.data.copy_(tensors[name])
-                if f"{name}/step" in tensors:
-                    optimizer.state[p] = {
-                        k: tensors[f"{name}/{k}"].to(p.device)
-                        for k in ("step", "exp_avg", "exp_avg_sq")
-                    }
-            lora.refresh(model)
+            restore(path, tensors, model, optimizer)
             self.say(f"resumed at {self.done / self.config.steps:.0%} of the schedules of lr and σ")
             break
         else:
@@ -227,11 +228,9 @@ class Run:
                     f"--adapter {self.folder}/adapter, or delete them to begin this one again"
                 )
         if not self.quiet:  # only now: a refused resume must not change the flags
-            flags = (
-                json.dumps(vars(self.config) | {"resume": "", "out": str(self.folder)}, indent=2)
-                + "\n"
-            )
-            _replace(self.folder / "config.json", lambda p: p.write_text(flags))
+            flags = vars(self.config) | {"resume": "", "out": str(self.folder)}
+            text = json.dumps(flags, indent=2) + "\n"
+            _replace(self.folder / "config.json", lambda path: path.write_text(text))
         return self.done
 
     def saved(self):
@@ -296,6 +295,23 @@ class Run:
         self.say(results)
 
 
+def restore(path, tensors, model, optimizer):
+    """Copy the tensors of the checkpoint at path into the model and the optimizer's state.
+    ValueError: they belong to another model.
+    """
+    for name, p in model.named_parameters():
+        if name not in tensors or tensors[name].shape != p.shape:
+            raise ValueError(
+                f"{path} has no {name} of {tuple(p.shape)}: another --model or --rank?"
+            )
+        p.data.copy_(tensors[name])
+        if f"{name}/step" in tensors:
+            optimizer.state[p] = {}
+            for key in ("step", "exp_avg", "exp_avg_sq"):
+                optimizer.state[p][key] = tensors[f"{name}/{key}"].to(p.device)
+    lora.refresh(model)
+
+
 def peak_memory_gb():
     """Peak memory since the start, in 1e9 bytes: of the GPU if this process uses one, else of the
     process.
@@ -335,7 +351,8 @@ def _replace(path, write, keep=False):
 def _read(path):
     """→ tensors, step of a checkpoint. A file that has changed since it was written raises."""
     with safe_open(path, "pt") as file:
-        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+        metadata = file.metadata()
     if metadata["sha256"] != _digest(tensors, metadata["step"]):
         raise ValueError("its checksum is another")
     return tensors, int(metadata["step"])
@@ -354,4 +371,6 @@ def rounded(x, digits=6):
     """Round a float to so many significant digits; NaN and infinity, which JSON cannot hold, become
     None.
     """
-    return x if not isinstance(x, float) else float(f"{x:.{digits}g}") if math.isfinite(x) else None
+    if not isinstance(x, float):
+        return x
+    return float(f"{x:.{digits}g}") if math.isfinite(x) else None
