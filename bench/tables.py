@@ -460,8 +460,8 @@ def hardware():
 
 def fitting(c, gb):
     """What `tools.memory --rank 16` says of a model and a card."""
-    _, _, slots, _, longest, *_ = memory.row(c, "nvfp4", 16, 256, 1024, gb)
-    return f"{slots} × {longest - 256:,}" if slots else "–"
+    row = memory.row_of(c, "nvfp4", 16, 256, 1024, gb)
+    return f"{row.answers} × {row.longest - 256:,}" if row.answers else "–"
 
 
 TABLES = {

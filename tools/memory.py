@@ -27,6 +27,7 @@ families.
 
 import argparse
 import bisect
+import math
 import sys
 from typing import NamedTuple
 
@@ -85,13 +86,32 @@ class Plan(NamedTuple):
         return self.weights + self.adapter + max(self.rollout, self.update)
 
 
+class Linear(NamedTuple):
+    """A GEMM of a layer: a weight (N, K) that joins parts with the same input, as q, k and v."""
+
+    parts: tuple  # N of each part
+    K: int
+
+    @property
+    def N(self):
+        return sum(self.parts)
+
+    @property
+    def stored(self):
+        """Weights with the padding to whole tiles, in which NVFP4 is stored."""
+        return math.ceil(self.N / ROWS) * ROWS * math.ceil(self.K / COLS) * COLS
+
+
 def linears(c):
-    """name → (N of each part), K: the GEMMs of a layer; parts share their input. c: a transformers
-    config.
-    """
+    """→ {name: Linear}. c: a transformers config."""
     D, F, Dh = c.hidden_size, c.intermediate_size, head_dim(c)
     q, kv = c.num_attention_heads * Dh, c.num_key_value_heads * Dh
-    return {"qkv": ((q, kv, kv), D), "o": ((D,), q), "gate_up": ((F, F), D), "down": ((D,), F)}
+    return {
+        "qkv": Linear((q, kv, kv), D),
+        "o": Linear((D,), q),
+        "gate_up": Linear((F, F), D),
+        "down": Linear((D,), F),
+    }
 
 
 def plan(
@@ -107,29 +127,40 @@ def plan(
     """→ Plan. c: a transformers config; slots: answers sampled at once; length: tokens of prompt
     and answer; prefill: prompt tokens in one forward pass.
     """
-    D, F, V, L = c.hidden_size, c.intermediate_size, c.vocab_size, c.num_hidden_layers
-    products = [(len(parts), sum(parts), K) for parts, K in linears(c).values()]
-    qkv, q, (*_, head_norm) = sum(linears(c)["qkv"][0]), linears(c)["o"][1], family(c)
-    padded = sum(-(-N // ROWS) * ROWS * (-(-K // COLS) * COLS) for _, N, K in products)
-    layer = 2 * sum(N * K for _, N, K in products) if quant == "bf16" else 0.5625 * padded
-    weights = L * layer + 2 * V * D
-    learned = L * rank * sum(S * K + N for S, N, K in products)
-    adapter = 14 * learned + 2 * L * rank * sum(S * N for S, N, _ in products) * (quant == "bf16")
-    scratch = 0 if quant == "bf16" else 2 * max(N * K for _, N, K in products)
-    # bytes that autograd saves per token and layer: two residual sums (fp32) and their norms, qkv
-    # before and after RoPE, attention's output, gate, up, SwiGLU's output, x @ A.T; Qwen3's head
-    # norms save fp32 q and k
-    kept = 14 * D + 4 * qkv + 6 * F + 14 * rank + 2 * (q + qkv) * head_norm
-    # the most that backward adds: gate's and up's gradients (4 F); or, once gate, up and their
-    # product (6 F) are freed, these gradients beside the decoded weight
-    widest = max(micro_tokens * (8 * D + 4 * F), micro_tokens * (8 * D - 2 * F) + scratch)
-    inside, stays = (kept, 4 * D * L) if checkpointing else (0, kept * L)
-    update = (
-        4 * learned
-        + micro_tokens * (stays + 12 * D)
-        + max(6 * LOGITS_AT_ONCE, micro_tokens * inside + widest)
-    )
-    rollout = slots * (length * cached_bytes(c) + 8 * V) + scratch + prefill_bytes(c, prefill)
+    D, F, V, layers = c.hidden_size, c.intermediate_size, c.vocab_size, c.num_hidden_layers
+    gemms = linears(c).values()
+    numbers = sum(gemm.N * gemm.K for gemm in gemms)  # of a layer's weights
+    largest = max(gemm.N * gemm.K for gemm in gemms)
+    layer = 2 * numbers if quant == "bf16" else 0.5625 * sum(gemm.stored for gemm in gemms)
+    weights = layers * layer + 2 * V * D
+
+    # lora_A has rank rows for each part, lora_B rank columns
+    learned = layers * rank * sum(len(gemm.parts) * gemm.K + gemm.N for gemm in gemms)
+    adapter = 14 * learned
+    if quant == "bf16":
+        adapter += 2 * layers * rank * sum(len(gemm.parts) * gemm.N for gemm in gemms)
+    decoded = 0 if quant == "bf16" else 2 * largest  # a weight in bf16, for cuBLAS
+
+    keys_and_values = slots * length * cached_bytes(c)
+    rollout = keys_and_values + slots * 8 * V + decoded + prefill_bytes(c, prefill)
+
+    # What autograd saves per token and layer, in bytes: two residual sums (fp32) and their norms,
+    # qkv before and after RoPE, attention's output, gate, up, SwiGLU's output, x @ A.T. Qwen3's
+    # head norms save fp32 q and k.
+    qkv, q = linears(c)["qkv"].N, linears(c)["o"].K
+    saved = 14 * D + 4 * qkv + 6 * F + 14 * rank
+    *_, head_norm = family(c)
+    if head_norm:
+        saved += 2 * (q + qkv)
+    # The most that one layer's backward adds: gate's and up's gradients (4 F); or, once gate, up
+    # and their product (6 F) are freed, these gradients beside the decoded weight.
+    added = max(micro_tokens * (8 * D + 4 * F), micro_tokens * (8 * D - 2 * F) + decoded)
+    if checkpointing:  # all layers keep their input; one layer at a time is recomputed
+        kept, recomputed = 4 * D * layers, saved
+    else:
+        kept, recomputed = saved * layers, 0
+    on_top = max(6 * LOGITS_AT_ONCE, micro_tokens * recomputed + added)
+    update = 4 * learned + micro_tokens * (kept + 12 * D) + on_top
     return Plan(weights, adapter, rollout, update)
 
 
@@ -149,26 +180,41 @@ def plan_of(config, c, slots, length, prefill=PREFILL_TOKENS, longest=0):
     )
 
 
-def row(c, quant, rank, prompt, new, gb):
-    """→ the numbers of a line of the table. c: a transformers config; prompt, new: tokens."""
-    room, length, context = gb * 2**30 - BESIDE, prompt + new, c.max_position_embeddings
+class Row(NamedTuple):
+    """A line of the table: what fits on a card."""
 
-    def planned(slots, micro_tokens, length=length):
+    card: float  # 2³⁰ bytes
+    needs: float  # 2³⁰ bytes, to sample and train one answer at a time
+    answers: int  # most sampled at a time
+    micro_tokens: int  # most
+    longest: int  # tokens of prompt and answer, 8 at a time
+    plan: Plan  # of one answer at a time
+
+
+def row_of(c, quant, rank, prompt, new, gb):
+    """→ Row. c: a transformers config; prompt, new: tokens; gb: of the card."""
+    room, length = gb * 2**30 - BESIDE, prompt + new
+
+    def peak(slots, micro_tokens, length=length):
         prefill = max(prompt, min(PREFILL_TOKENS, slots * prompt))
-        return plan(c, quant, rank, slots, length, micro_tokens, prefill=prefill)
+        return plan(c, quant, rank, slots, length, micro_tokens, prefill=prefill).peak
 
-    one = planned(1, length)
-    return (
-        gb,
-        (one.peak + BESIDE) / 2**30,
-        bisect.bisect(range(1, SLOTS + 1), room, key=lambda n: planned(n, length).peak),
-        bisect.bisect(range(1, 129), room, key=lambda n: planned(1, n * length).peak) * length,
-        bisect.bisect(range(1, context + 1), room, key=lambda n: planned(8, n, n).peak),
-        *(part / 1e9 for part in one),
+    def most(limit, peak_of):
+        """→ the largest number up to limit whose peak fits; 0 if none does."""
+        return bisect.bisect(range(1, limit + 1), room, key=peak_of)
+
+    return Row(
+        card=gb,
+        needs=(peak(1, length) + BESIDE) / 2**30,
+        answers=most(SLOTS, lambda n: peak(n, length)),
+        micro_tokens=most(128, lambda n: peak(1, n * length)) * length,
+        longest=most(c.max_position_embeddings, lambda n: peak(8, n, n)),
+        plan=plan(c, quant, rank, 1, length, length, prefill=prompt),
     )
 
 
 def main(arguments):
+    """Print the table. ValueError: an unsupported model, or a number that makes no sense."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--model", nargs="+", default=MODELS, help="as for train.py; default: each of MODELS"
@@ -195,10 +241,12 @@ def main(arguments):
                 f"{min(cards)}: give 1 or more, within the context of {context} tokens"
             )
         for gb in cards:
+            line = row_of(c, args.quant, rank, prompt, new, gb)
+            parts = line.plan
             print(
-                "{:6g}{:7.1f}{:9}{:16}{:9}{:9.2f}{:9.2f}{:9.2f}{:8.2f}  {}".format(
-                    *row(c, args.quant, rank, prompt, new, gb), name
-                )
+                f"{line.card:6g}{line.needs:7.1f}{line.answers:9}{line.micro_tokens:16}"
+                f"{line.longest:9}{parts.weights / 1e9:9.2f}{parts.adapter / 1e9:9.2f}"
+                f"{parts.rollout / 1e9:9.2f}{parts.update / 1e9:8.2f}  {name}"
             )
 
 
