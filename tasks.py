@@ -29,6 +29,8 @@ data is a JSONL file, or a dataset of the hub as owner/name[/config][:split], wh
     math     problem, question or prompt, which may be a chat; and HuggingFaceH4/MATH-500:test
              answer, reward_model.ground_truth, solution          open-r1/DAPO-Math-17k-Processed/en
 
+tools/own_task.py makes a Task of a Python file of the user's.
+
 Left out: partial credit; 1.000,00 and 1 000. Needs: nothing; for math, tools/judge.py (in tools/ or
 beside this file) and math-verify; for the hub, datasets.
 """
@@ -48,47 +50,59 @@ from typing import NamedTuple
 GSM8K = "{question}\nThink step by step, and end with a line of the form #### <number>."
 MATH = "{problem}\nThink step by step, and put the final answer into \\boxed{{}}."
 
-MAX_PAIRS = 1_000_000  # of operands from 0-999, all of which are held in memory
-READ, MAX_DIGITS = 2000, 40  # characters of a text, digits of a number
-GOLD, DEEP = 500, 8  # at most: characters of a formula, levels of nested brackets
+MAX_PAIRS = 1_000_000  # of operands: all pairs of 0-999 are held in memory
+MAX_TEXT = 2000  # characters at the end of an answer, which alone are read
+MAX_DIGITS = 40  # of a number, and its largest exponent
+MAX_FORMULA = 500  # characters of a formula in LaTeX
+MAX_DEPTH = 8  # levels of nested brackets in a formula
 
+# One number: a sign, a currency, then a fraction (3/4, or 1 1/2 with a whole part) or a decimal
+# (1,000.5, or .5 unless a word or a point precedes) with an exponent (5e3).
 NUMBER = re.compile(
     r"""
     (?P<sign>[-\u2212])? (?:\\?[$€£])?
-    (?: (?:(?P<whole>[0-9]+)[ ])? (?P<over>[0-9]+) / (?P<under>[0-9]+) (?![.]?[0-9])
+    (?: (?:(?P<whole>[0-9]+)[ ])? (?P<numerator>[0-9]+) / (?P<denominator>[0-9]+) (?![.]?[0-9])
       | (?P<decimal> (?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]) | [0-9]+) (?:[.][0-9]+)?
                    | (?<![\w.])[.][0-9]+ )
-        (?:[eE](?P<exp>[+-]?[0-9]+))? )
+        (?:[eE](?P<exponent>[+-]?[0-9]+))? )
     """,
     re.VERBOSE,
 )
-FRAC = re.compile(r"(?:([0-9]) ?)?\\[dt]?frac\{ ?(-?[0-9]+) ?\}\{ ?([0-9]+) ?\}")
-# "####"; if an equation follows, as in "#### 6 * 3 = 18", also all of it up to the result
+# A fraction in LaTeX, \frac{3}{4}, which a whole part of one digit may precede.
+FRACTION = re.compile(r"(?:([0-9]) ?)?\\[dt]?frac\{ ?(-?[0-9]+) ?\}\{ ?([0-9]+) ?\}")
+# The mark "####". If an equation follows, as in "#### 6 * 3 = 18", the match includes all of it up
+# to the result.
 MARK = re.compile(
     r"####[ \t=:*_`(<\\$]*(?:[-−]?[0-9][0-9.,/]*[ )]*(?:[-+*−×÷x]|/ |\\(?:times|cdot|div))"
     r"(?:[-+*/−×÷x0-9.,$() ]|\\[a-z]+)*=[ $]*)*"
 )
-HEADING = re.compile(r"[0-9]{1,2}[.)] +[*_]*[^\W\d_]")  # "1. First step" after ####
-# a number and its unit, whose exponent is dropped: 540 m^2, 540\text{ m}^2, 9.8 m/s^2, 540 cm2
-SQUARE = re.compile(
+# "1. First step" after the mark: a heading, which answers nothing.
+HEADING = re.compile(r"[0-9]{1,2}[.)] +[*_]*[^\W\d_]")
+# A number and its unit with an exponent, which is no power of the number and is removed:
+# 540 m^2, 540\text{ m}^2, 9.8 m/s^2, 540 cm2.
+UNIT_EXPONENT = re.compile(
     r"([0-9](?:[ ~$]|\\[,; ])*(?:\\(?:text|mathrm|mbox)\{[ ~]*)?(?:[a-zA-Z]{1,20}/)?"
     r"(?:[ms]|[a-zA-Z]{2,20}))(?:([.}$]*)\^(?:\{[23]\}|[23])|[23])(?![0-9])"
 )
-# braces 5 deep
+# \boxed{…} with braces up to 5 deep, those of the box included.
 BOXED = re.compile(r"\\boxed *\{(" + r"(?:[^{}]|\{" * 4 + "[^{}]*" + r"\})*" * 4 + r")\}")
-# \boxed 2 without braces, as in some solutions of MATH: it ends where its formula ends
-BARE = re.compile(r"\\boxed +((?:\\\$|[^ ${])(?:\\\$|[^$])*?) *(?=\$|\\[])]|\\end)")
-# a minus after this subtracts
-BINARY = re.compile(r"(?:[^\W_]|[)\]}%]|[0-9]\$|[0-9%][ \t]{1,8})\Z")
-POWER = re.compile(r"(?:[0-9)]\*\*|[0-9)] \*\* |\^ ?[({]?)\Z")  # a number after this is a power
-RAISED = re.compile(r"\^(?!\{?\\circ)|\*\*[0-9(]| \*\* [0-9(]")  # a power; 90^\circ is none
+# \boxed 2 without braces, as in some solutions of MATH: the box ends where its formula ends.
+BARE_BOX = re.compile(r"\\boxed +((?:\\\$|[^ ${])(?:\\\$|[^$])*?) *(?=\$|\\[])]|\\end)")
+# The end of a text after which a minus subtracts: a word, a closing bracket, a number.
+MINUEND = re.compile(r"(?:[^\W_]|[)\]}%]|[0-9]\$|[0-9%][ \t]{1,8})\Z")
+# The end of a text after which a number is an exponent: 2**, 2 ** or x^.
+BASE = re.compile(r"(?:[0-9)]\*\*|[0-9)] \*\* |\^ ?[({]?)\Z")
+# What makes the number before it the base of a power. 90^\circ is 90 degrees.
+RAISED = re.compile(r"\^(?!\{?\\circ)|\*\*[0-9(]| \*\* [0-9(]")
+# owner/name[/config][:split], a dataset of the hub. What ends with .json or .jsonl is a file.
 HUB = re.compile(r"(?!.*\.jsonl?\Z)([\w-][\w.-]*/[\w.-]+)(?:/([\w.-]+))?(?::([\w.%:[\]-]+))?")
-# instructions around each problem of DAPO: removed, because they ask for another form of answer
+# The instructions around each problem of DAPO. They ask for another form of answer than
+# the template MATH does.
 DAPO = re.compile(
     r"\ASolve the following math problem[^\n]*\n\n|\n\nRemember to put your answer[^\n]*\Z"
 )
 # LaTeX that may keep sympy busy for hours: series, integrals, towers of powers or factorials, huge
-# exponents
+# exponents.
 HEAVY = re.compile(
     r"\\(?:sum|prod|i*int|lim|Gamma)(?![a-z])|\^ *(?:\{[^}]*|\w)[\^!]"
     r"|(?:!|[0-9]{6})(?:\\right|[)} ])*!|(?:\^|binom)[{( -]*[0-9]{6}"
@@ -97,111 +111,124 @@ HEAVY = re.compile(
 
 
 class Task(NamedTuple):
+    """Problems and how to ask and judge them."""
+
     train: list[dict]
     held_out: list[dict]  # never trained on
     prompt: Callable[[dict], str | list]  # problem → the user's message, or a chat
-    # problem, text, ended? → 1.0 or 0.0
+    # (problem, text of the answer, did the model end it?) → 1.0 or 0.0
     reward: Callable[[dict, str, bool], float]
 
 
+# --- the tasks
+
+
 def _arithmetic(question, operation, default, data=None, operands=None, held_out=32):
-    """All ordered pairs of operands from LOW-HIGH. Exactly held_out pairs are set aside, 3 * 4
-    together with 4 * 3. ValueError: operands not LOW-HIGH; under 2·held_out problems, or over
-    MAX_PAIRS; data given.
+    """→ the Task of all ordered pairs of operands from LOW-HIGH.
+
+    Exactly held_out pairs are held out. ValueError: operands are not LOW-HIGH, or make under
+    2·held_out or over MAX_PAIRS problems; data is given.
     """
     if data:
         raise ValueError(
             f"{data}: the arithmetic tasks make their own problems: leave out --data and --test"
         )
     match = re.fullmatch("([0-9]{1,9})-([0-9]{1,9})", operands or default)
-    if not match or int(match[1]) > int(match[2]):
+    values = range(int(match[1]), int(match[2]) + 1) if match else ()
+    if not values:  # no match, or LOW > HIGH
         raise ValueError(
             f"--operands {operands} must be LOW-HIGH with LOW <= HIGH, for example 2-12"
         )
-    low, high = map(int, match.groups())
-    n = high - low + 1
-    if not 2 * held_out <= n * n <= MAX_PAIRS:
+    count = len(values) ** 2
+    if not 2 * held_out <= count <= MAX_PAIRS:
         raise ValueError(
-            f"--operands {low}-{high} makes {n * n} problems, not {2 * held_out} to {MAX_PAIRS}"
+            f"--operands {values[0]}-{values[-1]} makes {count} problems, "
+            f"not {2 * held_out} to {MAX_PAIRS}"
         )
-    # not --seed: every run holds out the same pairs
-    rng, values = random.Random(0), range(low, high + 1)
-    # a * a is 1 pair in n, and so of those held out; odd or even like held_out, as other pairs come
-    # in twos
-    squares = 2 * round(held_out / n / 2) + held_out % 2
-    held = [(a, a) for a in rng.sample(values, squares)]
-    for a, b in rng.sample(list(combinations(values, 2)), (held_out - squares) // 2):
-        held += [(a, b), (b, a)]
-    rng.shuffle(held)
-    kept_apart = set(held)
+    held = _draw_pairs(values, held_out)
+    held_set = set(held)
+
+    def reward(problem, text, finished):
+        result = operation(problem["a"], problem["b"])
+        return float(finished and last_number(text) == result)
+
     return Task(
-        [{"a": a, "b": b} for a in values for b in values if (a, b) not in kept_apart],
+        [{"a": a, "b": b} for a in values for b in values if (a, b) not in held_set],
         [{"a": a, "b": b} for a, b in held],
         question.format_map,
-        lambda p, text, finished: float(
-            finished and last_number(text) == operation(p["a"], p["b"])
-        ),
+        reward,
     )
+
+
+def _draw_pairs(values, count):
+    """→ a list of count random ordered pairs of values. It has (4, 3) if it has (3, 4), because a
+    model that was trained on one of them knows the other.
+    """
+    rng = random.Random(0)  # not --seed: every run holds out the same pairs
+    # Of all pairs, the share 1/len(values) are squares (a, a). Draw the same share of squares,
+    # rounded such that an even number of pairs remains, because those are drawn in twos.
+    squares = 2 * round(count / len(values) / 2) + count % 2
+    pairs = [(a, a) for a in rng.sample(values, squares)]
+    unordered = list(combinations(values, 2))
+    for a, b in rng.sample(unordered, (count - squares) // 2):
+        pairs += [(a, b), (b, a)]
+    rng.shuffle(pairs)
+    return pairs
 
 
 def gsm8k(data=None, operands=None, held_out=256):
-    """Word problems. ValueError: no data, or a line that cannot be read; under 4 problems; operands
-    given.
+    """→ the Task of word problems whose answers are numbers.
+
+    ValueError: no data, or a line that cannot be read; under 4 problems; operands are given.
     """
-    return split_problems(
-        read(data, _word_problem), held_out, data, operands, gsm8k_reward, GSM8K.format_map
-    )
+    problems = read(data, _word_problem)
+    return split_problems(problems, held_out, data, operands, gsm8k_reward, GSM8K.format_map)
 
 
 def gsm8k_reward(problem, text, finished):
-    return float(bool(finished) and final_answer(text) == final_answer(problem["answer"]))
+    """→ 1.0 if text and solution have the same final answer, and the text is finished; else 0.0."""
+    return float(finished and final_answer(text) == final_answer(problem["answer"]))
 
 
 def _word_problem(record):
+    """→ the problem of a line of the data. ValueError: it has no single number as its answer."""
     problem = {key: _text(record, key) for key in ("question", "answer")}
-    marked = _marked(_tail(problem["answer"]))
-    if not marked or _value(marked) is None:
+    number = _marked_number(_plain_end(problem["answer"]))
+    if not number or _value(number) is None:
         raise ValueError("its answer must end with '#### number'; --task math takes a plain answer")
-    rest = marked.string[marked.end() :].partition("\n")[0]
+    # After the number only a unit may follow, and a remark in parentheses. Further digits, as in
+    # "1 000", would mean that the number was read in part, and a wrong answer would be rewarded.
+    rest = number.string[number.end() :].partition("\n")[0]
     if re.search(r"\A *[!^²³]|[0-9]", re.sub(r"\(.*?\)", "", rest)):
         raise ValueError(
-            f"its answer {marked[0] + rest!r} is read as {marked[0]}: write one plain number"
+            f"its answer {number[0] + rest!r} is read as {number[0]}: write one plain number"
         )
     return problem
 
 
 def math(data=None, operands=None, held_out=256):
-    """Problems, or chats' user messages, with an answer in LaTeX. ValueError: as gsm8k; no
-    math-verify.
+    """→ the Task of problems, or chats' user messages, whose answers are formulas in LaTeX.
+
+    ValueError: as gsm8k; math-verify does not run.
     """
-    equal("1", "1")
-    return split_problems(
-        read(data, _latex_problem), held_out, data, operands, math_reward, MATH.format_map
-    )
-
-
-def _latex_problem(record):
-    if isinstance(record.get("prompt"), list):  # a chat
-        *before, last = [m if isinstance(m, dict) else {} for m in record["prompt"]] or [{}]
-        if last.get("role") != "user" or any(m.get("role") != "system" for m in before):
-            raise ValueError("a chat must be one message of the user, behind those of the system")
-        record = record | {"prompt": last.get("content")}
-    if isinstance(record.get("reward_model"), dict):
-        record = record | {"reward_model": record["reward_model"].get("ground_truth")}
-    answer = BARE.sub(r"\\boxed{\1}", _text(record, "answer", "reward_model", "solution"))
-    gold = (BOXED.findall(answer) or [answer.rpartition("####")[2]])[-1].strip()
-    if not 0 < len(gold) <= GOLD:
-        raise ValueError(
-            f"its answer must be short (1 to {GOLD} characters) or stand in \\boxed{{…}}"
-        )
-    return {"problem": DAPO.sub("", _text(record, "problem", "question", "prompt")), "answer": gold}
+    equal("1", "1")  # starts the judge: without math-verify, raise now and not in the first step
+    problems = read(data, _latex_problem)
+    return split_problems(problems, held_out, data, operands, math_reward, MATH.format_map)
 
 
 def math_reward(problem, text, finished):
-    gold, answer = problem["answer"], (BOXED.findall(text[-READ:]) or [""])[-1].rstrip(" .")
-    depths = accumulate((c in "([{") - (c in ")]}") for c in answer)
-    heavy = HEAVY.search(answer) and not HEAVY.search(gold)
-    if not finished or not 0 < len(answer) <= GOLD or max(depths) > DEEP or heavy:
+    r"""→ 1.0 if the formula in the last \boxed{…} equals the solution, and the text is finished;
+    else 0.0. A formula that could keep sympy busy for hours scores 0 without being computed, unless
+    the solution is such a formula, too.
+    """
+    gold = problem["answer"]
+    answer = _last_box(text[-MAX_TEXT:]).rstrip(" .")
+    if not finished or not 0 < len(answer) <= MAX_FORMULA:
+        return 0.0
+    steps = [(c in "([{") - (c in ")]}") for c in answer]  # 1 down, -1 up, 0 at other characters
+    if max(accumulate(steps)) > MAX_DEPTH:
+        return 0.0
+    if HEAVY.search(answer) and not HEAVY.search(gold):
         return 0.0
     return float(equal(gold, answer))
 
@@ -220,16 +247,134 @@ def equal(gold, answer):
     return judge.equal(gold, answer)
 
 
+def _latex_problem(record):
+    """→ the problem of a line of the data. The record is changed.
+
+    ValueError: a field is missing; a long answer without a box; a chat of several turns.
+    """
+    if isinstance(record.get("prompt"), list):
+        record["prompt"] = _user_message(record["prompt"])
+    if isinstance(record.get("reward_model"), dict):
+        record["reward_model"] = record["reward_model"].get("ground_truth")
+    answer = BARE_BOX.sub(r"\\boxed{\1}", _text(record, "answer", "reward_model", "solution"))
+    gold = _last_box(answer, default=answer.rpartition("####")[2]).strip()
+    if not 0 < len(gold) <= MAX_FORMULA:
+        raise ValueError(
+            f"its answer must be short (1 to {MAX_FORMULA} characters) or stand in \\boxed{{…}}"
+        )
+    question = _text(record, "problem", "question", "prompt")
+    return {"problem": DAPO.sub("", question), "answer": gold}
+
+
+def _user_message(chat):
+    """→ the content of a chat's only message of the user. Messages of the system in front of it are
+    dropped. ValueError: the chat has other messages.
+    """
+    roles = [message.get("role") if isinstance(message, dict) else None for message in chat]
+    if roles != ["system"] * (len(chat) - 1) + ["user"]:
+        raise ValueError("a chat must be one message of the user, behind those of the system")
+    return chat[-1].get("content")
+
+
+# --- problems from files
+
+# kind of error in a line → the end of its message
+REMEDIES = {
+    json.JSONDecodeError: "; write one JSON object a line",
+    TypeError: "; write one JSON object a line",
+    UnicodeDecodeError: "; save it as UTF-8",
+}
+
+
+def read(source, check):
+    """→ a list: check(record) of each line of source that is not blank.
+
+    check raises ValueError for a record that it refuses. ValueError: file, line and reason.
+    """
+    give = "FILE.jsonl, or, after pip install datasets, owner/name[/config][:split] of the hub"
+    if not source:
+        raise ValueError(f"this task needs problems: give --data {give}")
+    problems = []
+    number = 0
+    try:
+        for line in _lines(source):
+            number += 1
+            if line.strip():
+                record = {**json.loads(line)}  # TypeError for an array
+                problems.append(check(record))
+    except Exception as error:  # datasets raises a dozen kinds
+        if number:
+            remedy = REMEDIES.get(type(error), "")
+            raise ValueError(f"{source}, line {number}: {error}{remedy}") from None
+        reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
+        raise ValueError(f"{source} cannot be read ({reason}): give {give}") from None
+    return problems
+
+
+def _lines(source):
+    """→ an iterable of the lines of a file, or of the records of a dataset of the hub, as JSON."""
+    hub = HUB.fullmatch(str(source))
+    if hub and not os.path.exists(source):
+        from datasets import load_dataset
+
+        name, config, split = hub.groups()
+        rows = load_dataset(name, config, split=split or "train")
+        return (json.dumps(row, default=str) for row in rows)
+    return open(source, "rb")
+
+
+def _text(record, *keys):
+    """→ the first of these fields of the record that has text or a number, as text. ValueError:
+    none has.
+    """
+    for key in keys:
+        value = record.get(key)
+        if type(value) in (str, int, float) and value == value:  # NaN does not equal itself
+            text = str(value).strip()
+            text.encode()  # raises on half an emoji, which JSON allows, no tokenizer
+            if text:
+                return text
+    raise ValueError(f"it must be an object in which {' or '.join(map(repr, keys))} is some text")
+
+
+def split_problems(problems, held_out, source, operands, reward, prompt):
+    """→ the Task of problems from source, the name of a file or dataset in messages.
+
+    Problems with the same prompt are one. held_out problems, at most a quarter, are held out: those
+    whose prompts have the smallest hashes. So the split needs no seed, and a line that the user
+    edits or deletes moves at most one other problem between train and held_out.
+    ValueError: operands are given; under 4 problems, or with held_out=0 none.
+    """
+    if operands:
+        raise ValueError(
+            f"--operands {operands} has no meaning beside problems from {source}: leave it out"
+        )
+    by_prompt = {str(prompt(problem)): problem for problem in problems}
+    if len(by_prompt) < (4 if held_out else 1):
+        raise ValueError(
+            f"{source} has {len(by_prompt)} problems, too few: it takes 4, or 1 to test on"
+        )
+    order = sorted(by_prompt, key=lambda text: hashlib.sha256(text.encode()).digest())
+    held = set(order[: min(held_out, len(order) // 4)])
+    return Task(
+        [by_prompt[text] for text in by_prompt if text not in held],
+        [by_prompt[text] for text in by_prompt if text in held],
+        prompt,
+        reward,
+    )
+
+
 def with_test_set(name, test, data=None, operands=None, trains=True):
-    """The task called name, which holds out all problems of test and trains on all others of data.
-    trains=False without data reads only test. ValueError: what the task raises; test holds all of
-    data.
+    """→ the Task called name that holds out all problems of test, and trains on the rest of data.
+
+    trains=False without data reads only test. ValueError: what the task raises; all problems of
+    data are in test.
     """
     given = TASKS[name](data, operands) if trains or data else None
     task = TASKS[name](test, operands, held_out=0)
-    asked = set(map(task.prompt, task.train))
     train = []
     if given:
+        asked = set(map(task.prompt, task.train))
         train = [p for p in given.train + given.held_out if task.prompt(p) not in asked]
         if not train:
             raise ValueError(
@@ -238,134 +383,75 @@ def with_test_set(name, test, data=None, operands=None, trains=True):
     return task._replace(train=train, held_out=task.train)
 
 
-def split_problems(problems, held_out, source, operands, reward, prompt):
-    """→ the Task. Problems with the same message are one. held_out problems, at most a quarter, are
-    set aside: those with the smallest hashes, so that a line edited or deleted moves at most one
-    other problem.
-    """
-    if operands:
-        raise ValueError(
-            f"--operands {operands} has no meaning beside problems from {source}: leave it out"
-        )
-    found = {str(prompt(problem)): problem for problem in problems}
-    if len(found) < (4 if held_out else 1):
-        raise ValueError(
-            f"{source} has {len(found)} problems, too few: it takes 4, or 1 to test on"
-        )
-    order = sorted(found, key=lambda message: hashlib.sha256(message.encode()).digest())
-    held = set(order[: min(held_out, len(found) // 4)])
-    return Task(
-        [problem for message, problem in found.items() if message not in held],
-        [problem for message, problem in found.items() if message in held],
-        prompt,
-        reward,
-    )
-
-
-def read(source, check):
-    """check(record) of each non-blank line, a JSON object. ValueError: file, line and reason."""
-    problems, number, hub = [], 0, HUB.fullmatch(str(source))
-    give = "FILE.jsonl, or, after pip install datasets, owner/name[/config][:split] of the hub"
-    if not source:
-        raise ValueError(f"this task needs problems: give --data {give}")
-    try:
-        if hub and not os.path.exists(source):
-            from datasets import load_dataset
-
-            rows = load_dataset(hub[1], hub[2], split=hub[3] or "train")
-            lines = (json.dumps(row, default=str) for row in rows)
-        else:
-            lines = open(source, "rb")
-        for line in lines:
-            number += 1
-            if line.strip():
-                problems.append(check({**json.loads(line)}))  # TypeError for an array
-    except Exception as error:  # datasets raises a dozen kinds
-        if number:
-            mend = dict.fromkeys(
-                (json.JSONDecodeError, TypeError), "; write one JSON object a line"
-            )
-            mend[UnicodeDecodeError] = "; save it as UTF-8"
-            raise ValueError(
-                f"{source}, line {number}: {error}{mend.get(type(error), '')}"
-            ) from None
-        reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
-        raise ValueError(f"{source} cannot be read ({reason}): give {give}") from None
-    return problems
-
-
-def _text(record, *keys):
-    for value in map(record.get, keys):
-        # no NaN
-        text = str(value).strip() if type(value) in (str, int, float) and value == value else ""
-        text.encode()  # raises on half an emoji, which JSON allows, no tokenizer
-        if text:
-            return text
-    raise ValueError(f"it must be an object in which {' or '.join(map(repr, keys))} is some text")
-
-
 # --- numbers and boxes in text
+
+
 def last_number(text):
-    """The last number in the text, a Fraction; None without one, or if it is a power or too
-    long.
-    """
-    found = list(NUMBER.finditer(_tail(text)))
+    """→ the last number in the text, a Fraction. None: it has none; a power; too many digits."""
+    found = list(NUMBER.finditer(_plain_end(text)))
     return _value(found[-1]) if found else None
 
 
 def final_answer(text):
-    r"""The number after the last ####, else in the last \boxed{…}, else in the text: a Fraction or
-    None.
+    r"""→ the number after the last ####, else in the last \boxed{…}, else in the text: a Fraction
+    or None.
     """
-    tail = _tail(text)
-    if marked := _marked(tail):
+    end = _plain_end(text)
+    marked = _marked_number(end)
+    if marked:
         return _value(marked)
-    boxed = BOXED.findall(tail)
-    return last_number(boxed[-1] if boxed and NUMBER.search(boxed[-1]) else text)
+    box = _last_box(end)
+    return last_number(box if NUMBER.search(box) else text)
 
 
-def _tail(text):
-    """The end of a text; fractions and thousands in LaTeX become plain numbers, units lose their
-    exponent.
+def _plain_end(text):
+    """→ the end of a text, in which fractions and thousands in LaTeX are plain numbers and units
+    have no exponent.
     """
-    tail = text[-READ:].lstrip("0123456789.,/" if len(text) > READ else "")  # a number cut in two
-    tail = re.sub(r"(\\[dt]?frac) ?([0-9])([0-9])", r"\1{\2}{\3}", tail)
-    tail = FRAC.sub(
-        lambda m: f"{m[1] + ' ' if m[1] else ''}{m[2]}/{m[3]}", tail.replace("{,}", ",")
-    )
-    return SQUARE.sub(r"\1\2", tail)
+    end = text[-MAX_TEXT:]
+    if len(text) > MAX_TEXT:
+        end = end.lstrip("0123456789.,/")  # the rest of a number that was cut in two
+    end = re.sub(r"(\\[dt]?frac) ?([0-9])([0-9])", r"\1{\2}{\3}", end)  # \frac12
+    end = end.replace("{,}", ",")  # 1{,}000
+    end = FRACTION.sub(lambda m: f"{m[1] or ''} {m[2]}/{m[3]}".lstrip(), end)
+    return UNIT_EXPONENT.sub(r"\1\2", end)
 
 
-def _marked(text):
-    """The match of the number after the last #### that a number follows; None without one."""
-    found = [
-        NUMBER.match(text, mark.end())
-        for mark in MARK.finditer(text)
-        if not HEADING.match(text, mark.end())
-    ]
-    return next((number for number in reversed(found) if number), None)
+def _last_box(text, default=""):
+    r"""→ what is inside the last \boxed{…}; default without one."""
+    boxes = BOXED.findall(text)
+    return boxes[-1] if boxes else default
+
+
+def _marked_number(text):
+    """→ the match of the number after the last #### that a number follows; None without one."""
+    number = None
+    for mark in MARK.finditer(text):
+        if not HEADING.match(text, mark.end()):
+            number = NUMBER.match(text, mark.end()) or number
+    return number
 
 
 def _value(number):
-    """The match as a Fraction; None for a power, a division by zero, or too many digits."""
-    before = number.string[max(0, number.start() - 9) : number.start()]
-    exp = number["exp"] or "0"
-    if sum(map(str.isdigit, number[0])) > MAX_DIGITS or abs(int(exp)) > MAX_DIGITS:
+    """→ the match as a Fraction. None: a power; a division by zero; too many digits."""
+    start, end = number.span()
+    before = number.string[max(0, start - 9) : start]  # 9: all that MINUEND looks at
+    exponent = int(number["exponent"] or 0)
+    if sum(map(str.isdigit, number[0])) > MAX_DIGITS or abs(exponent) > MAX_DIGITS:
         return None
-    if (
-        POWER.search(before)
-        or RAISED.match(number.string, number.end())
-        or int(number["under"] or 1) == 0
-    ):
+    denominator = int(number["denominator"] or 1)
+    if denominator == 0 or BASE.search(before) or RAISED.match(number.string, end):
         return None
     if number["decimal"]:
-        value = Fraction(f"{number['decimal'].replace(',', '')}e{exp}")
+        mantissa = number["decimal"].replace(",", "")
+        value = Fraction(f"{mantissa}e{exponent}")
     else:
-        value = Fraction(int(number["over"]), int(number["under"]))
+        value = Fraction(int(number["numerator"]), denominator)
         if number["whole"] and value >= 1:
             return value  # "5 48/2" is two numbers, "1 1/2" is one
         value += int(number["whole"] or 0)
-    return -value if number["sign"] and not BINARY.search(before) else value
+    negative = number["sign"] and not MINUEND.search(before)
+    return -value if negative else value
 
 
 TASKS = {

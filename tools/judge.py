@@ -2,12 +2,13 @@ r"""The judge of --task math: math-verify's verdict on two formulas, from a chil
 
     equal(r"\frac{1}{2}", "0.5")    → True
 
-    equal ── a line of JSON: [gold, answer] ──► the child forks; the fork compares them, and its
-          ◄── a line: True or False ──────────  exit code is the verdict
+    equal ── a line of JSON: [gold, answer] ──────────► the child forks; the fork compares them
+          ◄── a line: the fork's exit status, 0 if equal ──
 
-math-verify compares with sympy, which may compute for hours. So the child imports both once, and
-the kernel ends a fork that takes over 1 s of processor time or 4 GB: such an answer counts as
-wrong.
+math-verify compares with sympy, which may compute for hours, and no Python code can interrupt one
+long multiplication. So the kernel does: it ends a fork that takes over 1 s of processor time, and
+gives it no more than 4 GB of memory. An answer that needs more counts as wrong. Only the child
+imports math-verify and sympy, once: a fork inherits them.
 
 Needs: math-verify, and a system with fork.
 """
@@ -19,8 +20,8 @@ import subprocess
 import sys
 from functools import cache, lru_cache
 
-CPU_SECONDS = 1
-MEMORY = 4 << 30  # bytes
+CPU_SECONDS = 1  # for one comparison
+MEMORY = 4 << 30  # bytes of address space for one comparison
 # formulas that make sympy load its parts, so that no fork has to
 WARM_UP = r"\sqrt{3} - x^2", r"(\frac12, 3]", r"\{1, 2\}", r"x = 5\text{ m}", r"50\%", "1,000"
 
@@ -33,9 +34,9 @@ def equal(gold, answer):
     try:
         child = _child()
         print(json.dumps([gold, answer]), file=child.stdin, flush=True)
-        return {"True\n": True, "False\n": False}[child.stdout.readline()]
-    except (BrokenPipeError, KeyError):  # the child is dead; the next call starts another
-        _child.cache_clear()
+        return int(child.stdout.readline()) == 0
+    except (BrokenPipeError, ValueError):  # the child is dead: it reads nothing, or wrote ""
+        _child.cache_clear()  # the next call starts another
         raise ValueError(
             "task math needs math-verify, which does not run: pip install math-verify"
         ) from None
@@ -55,14 +56,16 @@ def _child():
 
 
 def serve():
-    """The child: answer each line of the input, until it ends."""
+    """Run as the child: answer each line of the input, until the parent closes it."""
     import resource
 
     from math_verify import parse, verify
 
-    def compare(*formulas):
-        gold, answer = (parse(f"\\boxed{{{latex}}}", parsing_timeout=None) for latex in formulas)
-        return verify(gold, answer, timeout_seconds=None)
+    def compare(gold, answer):
+        # None turns off math-verify's own timeouts: Python runs their signal handler only after a
+        # long multiplication has returned.
+        parsed = [parse(f"\\boxed{{{latex}}}", parsing_timeout=None) for latex in (gold, answer)]
+        return verify(*parsed, timeout_seconds=None)
 
     for latex in WARM_UP:
         compare(latex, "(x + 1)(x - 1)")
@@ -70,11 +73,11 @@ def serve():
         fork = os.fork()
         if fork == 0:
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-            # SIGPROF ends the fork even inside one long multiplication, where Python checks nothing
+            # The timer sends SIGPROF. Nothing handles it, so that the kernel ends the fork.
             signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
             os._exit(not compare(*json.loads(line)))
         _, status = os.waitpid(fork, 0)
-        print(status == 0, flush=True)
+        print(status, flush=True)
 
 
 if __name__ == "__main__":
