@@ -35,9 +35,31 @@ def launch_options(x):
 
 @jit
 def wait_for_predecessor(PDL: constexpr):
+    """Wait until the kernel before has ended and its results are visible, then let the next kernel
+    start early in the same way. A kernel calls this before it reads what another one wrote.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+def one_cta_per_row(x):
+    """→ a grid. The rows are on the first axis, because the other two end at 65,535."""
+    return (x.numel() // x.shape[-1],)
+
+
+def whole_row_options(x):
+    """→ launch options of a kernel in which a CTA holds a whole row of x (…, D)."""
+    D = x.shape[-1]
+    return {
+        "D": D,
+        "TILE": triton.next_power_of_2(D),
+        "num_warps": 8 if D > 1024 else 2,
+        **launch_options(x),
+    }
+
+
+# --- embeddings
 
 
 def embed(ids, table):
@@ -47,29 +69,32 @@ def embed(ids, table):
     if not ids.is_cuda:
         return table[ids].float()
     out = torch.empty(*ids.shape, table.shape[1], device=ids.device)
-    _embed_kernel[_rows(out)](ids.contiguous(), table, out, **_row(out))
+    _embed_kernel[one_cta_per_row(out)](ids.contiguous(), table, out, **whole_row_options(out))
     return out
 
 
 @jit
 def _embed_kernel(ids, table, out, D: constexpr, TILE: constexpr, PDL: constexpr):
     wait_for_predecessor(PDL)
-    row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, TILE)
     x = tl.load(table + tl.load(ids + row) * D + cols, mask=cols < D, other=0.0)
     tl.store(out + row * D + cols, x.to(tl.float32), mask=cols < D)
+
+
+# --- the residual stream and its norm
 
 
 def rms_norm(x, weight, eps, dtype=None):
     """x (…, D) / rms(x) · weight (D,) f32, computed in fp32 → (…, D) in `dtype`, by default x's."""
     wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(
-        dtype or x.dtype
-    )
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight
+    return normed.to(dtype or x.dtype)
 
 
 def add_norm(x, y, weight, eps, dtype):
-    """Residual stream x (…, D) f32, a branch's y (…, D) of `dtype` or None → (x + y, its norm in
-    dtype).
+    """x (…, D) f32, the residual stream; y (…, D) in `dtype`, a branch's output, or None; weight
+    (D,) f32 → (x + y in fp32, the RMS norm of x + y in dtype).
     """
     if x.is_cuda:
         return AddNorm.apply(x, y, weight, eps, dtype)
@@ -78,8 +103,9 @@ def add_norm(x, y, weight, eps, dtype):
 
 
 class AddNorm(torch.autograd.Function):
-    """add_norm by kernels. Backward, with s = x + y, r = 1 / rms(s) and g = d_norm · weight:
-    dx = dy = d_sum + r g − s r³ mean(s g)."""
+    """add_norm by kernels. With s = x + y, r = 1 / rms(s) and g = d_norm · weight, backward is
+    dx = dy = d_s + r g − s r³ mean(s g). dx is fp32, dy has y's dtype; weight gets no gradient.
+    """
 
     @staticmethod
     def forward(ctx, x, y, weight, eps, dtype):
@@ -87,7 +113,7 @@ class AddNorm(torch.autograd.Function):
         y = None if y is None else y.contiguous()
         total = x if y is None else torch.empty_like(x)
         out = torch.empty_like(x, dtype=dtype)
-        _add_norm_kernel[_rows(x)](x, y, weight, total, out, eps, **_row(x))
+        _add_norm_kernel[one_cta_per_row(x)](x, y, weight, total, out, eps, **whole_row_options(x))
         ctx.save_for_backward(total, weight)
         ctx.eps = eps
         return total, out
@@ -98,34 +124,18 @@ class AddNorm(torch.autograd.Function):
         d_total, d_out = d_total.contiguous(), d_out.contiguous()
         dx = torch.empty_like(total)
         dy = torch.empty_like(d_out) if ctx.needs_input_grad[1] else None
-        _add_norm_backward_kernel[_rows(total)](
-            total, weight, d_total, d_out, dx, dy, ctx.eps, **_row(total)
+        _add_norm_backward_kernel[one_cta_per_row(total)](
+            total, weight, d_total, d_out, dx, dy, ctx.eps, **whole_row_options(total)
         )
         return dx, dy, None, None, None
 
 
-def _rows(x):
-    """→ a grid of one CTA per row, on the first axis because the other two end at 65 535."""
-    return (x.numel() // x.shape[-1],)
-
-
-def _row(x):
-    """→ launch options for a CTA that holds a whole row."""
-    D = x.shape[-1]
-    return {
-        "D": D,
-        "TILE": triton.next_power_of_2(D),
-        "num_warps": 8 if D > 1024 else 2,
-        **launch_options(x),
-    }
-
-
 @jit
 def _add_norm_kernel(x, y, weight, total, out, eps, D: constexpr, TILE: constexpr, PDL: constexpr):
+    """total = x + y, unless y is None; out = the norm of total. Columns past D load 0."""
     cols = tl.arange(0, TILE)
-    w = tl.load(
-        weight + cols, mask=cols < D, other=0.0
-    )  # load early: no kernel of a step writes it
+    # Load the weight before the wait: no kernel of a step writes it.
+    w = tl.load(weight + cols, mask=cols < D, other=0.0)
     wait_for_predecessor(PDL)
     at = tl.program_id(0).to(tl.int64) * D + cols
     wide = tl.load(x + at, mask=cols < D, other=0.0)
@@ -140,6 +150,7 @@ def _add_norm_kernel(x, y, weight, total, out, eps, D: constexpr, TILE: constexp
 def _add_norm_backward_kernel(
     total, weight, d_total, d_out, dx, dy, eps, D: constexpr, TILE: constexpr, PDL: constexpr
 ):
+    """The formula of AddNorm; dy may be None."""
     cols = tl.arange(0, TILE)
     w = tl.load(weight + cols, mask=cols < D, other=0.0)
     wait_for_predecessor(PDL)
@@ -147,18 +158,18 @@ def _add_norm_backward_kernel(
     s = tl.load(total + at, mask=cols < D, other=0.0)
     g = tl.load(d_out + at, mask=cols < D, other=0.0).to(tl.float32) * w
     r = tl.rsqrt(tl.sum(s * s, 0) / D + eps)
-    d = (
-        r * g
-        - s * (r * r * r * tl.sum(s * g, 0) / D)
-        + tl.load(d_total + at, mask=cols < D, other=0.0)
-    )
+    through_norm = r * g - s * (r * r * r * tl.sum(s * g, 0) / D)
+    d = through_norm + tl.load(d_total + at, mask=cols < D, other=0.0)
     tl.store(dx + at, d, mask=cols < D)
     if dy is not None:
         tl.store(dy + at, d.to(dy.dtype.element_ty), mask=cols < D)
 
 
+# --- the MLP's activation
+
+
 def swiglu(gate_up):
-    """gate_up (…, 2F), gate in the first half → silu(gate) · up (…, F)."""
+    """gate_up (…, 2F), gate in the first half → silu(gate) · up (…, F), in gate_up's dtype."""
     if gate_up.is_cuda:
         return SwiGLU.apply(gate_up)
     gate, up = gate_up.chunk(2, -1)
@@ -166,7 +177,9 @@ def swiglu(gate_up):
 
 
 class SwiGLU(torch.autograd.Function):
-    """Backward: d_up = d · silu(gate), d_gate = d · up · σ(gate) (1 + gate (1 − σ(gate)))."""
+    """swiglu by a kernel. Backward: d_up = d · silu(gate),
+    d_gate = d · up · σ(gate) (1 + gate (1 − σ(gate))).
+    """
 
     @staticmethod
     def forward(ctx, gate_up):
@@ -185,7 +198,7 @@ class SwiGLU(torch.autograd.Function):
 
 
 def _swiglu(gate_up, out, d_out):
-    (rows,) = _rows(gate_up)
+    (rows,) = one_cta_per_row(gate_up)
     F_ = gate_up.shape[-1] // 2
     tile = 512 if rows <= 16 else 1024  # cut few rows finer, to give every SM work
     _swiglu_kernel[rows, triton.cdiv(F_, tile)](
@@ -195,19 +208,29 @@ def _swiglu(gate_up, out, d_out):
 
 @jit
 def _swiglu_kernel(gate_up, out, d_out, F_, TILE: constexpr, PDL: constexpr):
-    """d_out None: out = silu(gate) · up. Else backward: out = the gradient of gate_up."""
+    """d_out None: out (…, F) = silu(gate) · up. Else backward: out (…, 2F) = the gradient of
+    gate_up. silu(gate) is rounded to out's dtype, where torch rounds it.
+    """
     wait_for_predecessor(PDL)
-    row, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * TILE + tl.arange(0, TILE)
     gate = tl.load(gate_up + row * 2 * F_ + cols, mask=cols < F_, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * F_ + F_ + cols, mask=cols < F_, other=0.0).to(tl.float32)
     sigmoid = 1 / (1 + tl.exp(-gate))
-    silu = (gate * sigmoid).to(out.dtype.element_ty).to(tl.float32)  # round where torch rounds
+    silu = (gate * sigmoid).to(out.dtype.element_ty).to(tl.float32)
     if d_out is None:
         tl.store(out + row * F_ + cols, (silu * up).to(out.dtype.element_ty), mask=cols < F_)
     else:
         d = tl.load(d_out + row * F_ + cols, mask=cols < F_, other=0.0).to(tl.float32)
         d_gate = d * up * sigmoid * (1 + gate * (1 - sigmoid))
         tl.store(out + row * 2 * F_ + cols, d_gate.to(out.dtype.element_ty), mask=cols < F_)
-        tl.store(
-            out + row * 2 * F_ + F_ + cols, (d * silu).to(out.dtype.element_ty), mask=cols < F_
-        )
+        d_up = (d * silu).to(out.dtype.element_ty)
+        tl.store(out + row * 2 * F_ + F_ + cols, d_up, mask=cols < F_)
+
+
+if __name__ == "__main__":
+    x, y, weight = torch.tensor([[3.0, 1.0]]), torch.tensor([[0.0, 3.0]]), torch.ones(2)
+    total, normed = add_norm(x, y, weight, 1e-6, torch.float32)
+    print("x + y             ", total.tolist())
+    print("its norm          ", normed.tolist(), "of mean square", normed.square().mean().item())
+    print("swiglu([-9, 9, 5, 5])", swiglu(torch.tensor([-9.0, 9.0, 5.0, 5.0])).tolist())

@@ -28,6 +28,7 @@ NUCLEUS = 4096  # most tokens of a nucleus: topk finds so many sooner than sort(
 
 
 def uses_kernels(x):
+    """Kernels are for tensors on a GPU; they have no gradient."""
     return x.is_cuda and not torch.is_grad_enabled()
 
 
@@ -39,6 +40,9 @@ def launch_options(x):
 
 @jit
 def wait_for_predecessor(PDL: constexpr):
+    """Wait until the kernel before has ended and its results are visible, then let the next kernel
+    start early in the same way. A kernel calls this before it reads what another one wrote.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -46,9 +50,10 @@ def wait_for_predecessor(PDL: constexpr):
 
 def sample(logits, temperature, seed, step, sequence, position):
     """Draw from softmax(logits / temperature) → token (B,) int64, its log-probability (B,) f32.
-    Temperature 0 takes the largest logit, with its log-probability at temperature 1. logits (B, V)
-    f32; seed, step: ints; sequence, position (B,) int64: a row's global number, the new token's
-    index in its answer.
+
+    logits (B, V) f32. Temperature 0 takes the largest logit, with its log-probability at
+    temperature 1. The random bits depend on these alone: seed and step, ints; sequence (B,) int64,
+    the global number of each row's answer; position (B,) int64, the new token's index in it.
     """
     if uses_kernels(logits):
         return _sample(logits, temperature, seed, step, sequence, position)
@@ -71,21 +76,22 @@ def nucleus(logits, temperature, top_p):
     p = (ordered - scaled.logsumexp(-1, keepdim=True)).exp()
     before = p.cumsum(-1) - p  # sum over the more probable tokens
     least = ordered.masked_fill(before >= top_p, float("inf")).amin(-1, keepdim=True)  # (B, 1)
-    # compare with a threshold, do not scatter: deterministic scatter cannot be captured into a CUDA
-    # graph
+    # Compare with a threshold, do not scatter: a deterministic scatter cannot be captured into a
+    # CUDA graph.
     return logits.masked_fill(scaled < least, float("-inf"))
 
 
 def _sample(logits, temperature, seed, step, sequence, position):
-    """A kernel finds each tile's maximum, sum of exponentials and winner; another merges a row's
-    tiles.
+    """sample by two kernels: one finds four numbers and the winner of each tile of 2,048 logits,
+    the other merges a row's tiles.
     """
     B, V = logits.shape
     logits = logits.contiguous()
     tiles = triton.cdiv(V, VOCAB_TILE)
-    # max z, Σ exp(z − max), max noisy z, its z
+    # With z = logits / temperature, of each tile: max z; Σ exp(z − max z); the largest noisy z; the
+    # z of the token that has it. A row's four lines of `tiles` numbers lie one behind the other.
     found = logits.new_empty(B, 4, tiles, dtype=torch.float32)
-    winner = sequence.new_empty(B, tiles)
+    winner = sequence.new_empty(B, tiles)  # that token's id
     token = torch.empty_like(sequence)
     logprob = logits.new_empty(B)
     _tile_kernel[tiles, B](
@@ -117,20 +123,25 @@ def _sample(logits, temperature, seed, step, sequence, position):
 
 @jit(do_not_specialize=["seed", "step"])
 def _tile_kernel(
+    # what is drawn
     logits,
     temperature,
     seed,
     step,
     sequence,
     position,
+    # what a tile gives
     found,
     winner,
+    # size, meta
     V,
     GREEDY: constexpr,
     TILE: constexpr,
     PDL: constexpr,
 ):
-    tile, b = tl.program_id(0), tl.program_id(1)
+    """Grid: (tiles, rows)."""
+    tile = tl.program_id(0)
+    b = tl.program_id(1)
     wait_for_predecessor(PDL)
     block = tile * (TILE // 4) + tl.arange(0, TILE // 4)
     ids = tile * TILE + tl.arange(0, TILE)
@@ -149,36 +160,45 @@ def _tile_kernel(
         bits = bits.to(tl.uint32, bitcast=True) >> 9
         uniform = (bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23, as in noise()
         noisy = z - tl.log(-tl.log(uniform))
-    # NaN (a finished row) has no argmax
+    # The argmax of NaN (a finished row) may lie outside the tile: the minimum keeps it inside V.
     best = tl.minimum(tl.argmax(noisy, 0), V - 1 - tile * TILE)
     top = tl.max(z, 0)
-    found += b * 4 * tl.num_programs(0) + tile
+    tiles = tl.num_programs(0)
+    found += b * 4 * tiles + tile
     tl.store(found, top)
-    # -1e30: a tile whose logits are all −inf must add exp(−inf) = 0, but −inf − −inf is NaN
-    tl.store(found + tl.num_programs(0), tl.sum(tl.exp(z - tl.maximum(top, -1e30)), 0))
-    tl.store(found + 2 * tl.num_programs(0), tl.max(noisy, 0))
-    tl.store(found + 3 * tl.num_programs(0), tl.sum(tl.where(ids == tile * TILE + best, z, 0.0), 0))
-    tl.store(winner + b * tl.num_programs(0) + tile, tile * TILE + best)
+    # -1e30: a tile whose logits are all −inf must add exp(−inf) = 0, but −inf − −inf is NaN.
+    tl.store(found + tiles, tl.sum(tl.exp(z - tl.maximum(top, -1e30)), 0))
+    tl.store(found + 2 * tiles, tl.max(noisy, 0))
+    tl.store(found + 3 * tiles, tl.sum(tl.where(ids == tile * TILE + best, z, 0.0), 0))
+    tl.store(winner + b * tiles + tile, tile * TILE + best)
 
 
 @jit
 def _merge_kernel(found, winner, token, logprob, tiles, TILES: constexpr, PDL: constexpr):
+    """Grid: (rows,). The token is the winner of the tile with the largest noisy z; its
+    log-probability is its z minus ln Σ exp z over the row.
+    """
     wait_for_predecessor(PDL)
-    b, i = tl.program_id(0), tl.arange(0, TILES)
+    b = tl.program_id(0)
+    i = tl.arange(0, TILES)
     found += b * 4 * tiles + i
     top = tl.load(found, mask=i < tiles, other=float("-inf"))
     total = tl.load(found + tiles, mask=i < tiles, other=0.0)
     noisy = tl.load(found + 2 * tiles, mask=i < tiles, other=float("-inf"))
     best = tl.minimum(tl.argmax(noisy, 0), tiles - 1)
     largest = tl.max(top, 0)
-    lse = largest + tl.log(tl.sum(total * tl.exp(top - largest), 0))
+    log_sum = largest + tl.log(tl.sum(total * tl.exp(top - largest), 0))
     z = tl.load(found + 3 * tiles, mask=i < tiles, other=0.0)
-    tl.store(logprob + b, tl.sum(tl.where(i == best, z, 0.0), 0) - lse)
+    tl.store(logprob + b, tl.sum(tl.where(i == best, z, 0.0), 0) - log_sum)
     tl.store(token + b, tl.load(winner + b * tiles + best))
 
 
 def noise(V, seed, step, sequence, position):
-    """→ (B, V) f32 standard Gumbel noise for sequence and position (B,) int64."""
+    """→ (B, V) f32 standard Gumbel noise, −ln(−ln(uniform)), for sequence and position (B,) int64.
+
+    Philox gives four random words for a counter: token 4i + j of the vocabulary gets word j of
+    counter (i, position, sequence, step), under the key seed.
+    """
     block = torch.arange((V + 3) // 4, device=sequence.device)[None]  # (1, V/4)
     words = philox(seed, block, position[:, None], sequence[:, None], step & 0xFFFFFFFF)
     bits = torch.stack(words, -1).flatten(1)[:, :V]  # (B, V) 32-bit words

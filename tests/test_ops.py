@@ -188,7 +188,7 @@ def interpreted():
             torch.tensor([[4, 0, 2], [1, 4, 3]]),
             torch.empty(2, 3, D),
         )
-        elementwise._embed_kernel[6,](ids, table, out, **elementwise._row(out))
+        elementwise._embed_kernel[6,](ids, table, out, **elementwise.whole_row_options(out))
         same(out, elementwise.embed(ids, table), 0)
     for H, Hkv, Dh, head_norms, positions in (
         (8, 4, 16, False, EDGES),
