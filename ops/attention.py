@@ -44,6 +44,9 @@ def launch_options(x):
 
 @jit
 def wait_for_predecessor(PDL: constexpr):
+    """Wait until the kernel before has ended and its results are visible, then let the next kernel
+    start early in the same way. A kernel calls this before it reads what another one wrote.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -142,7 +145,8 @@ def causal_attention(q, k, v):
 def _rms_norm(x, weight, eps):
     """x (…, D) / rms(x) · weight (D,) f32, computed in fp32 → (…, D) in x's dtype."""
     wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight
+    return normed.to(x.dtype)
 
 
 def cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
@@ -401,3 +405,14 @@ def _attention_kernel(
     if done:
         out_ptr = out + (b * H + h * REP + head)[None, :] * DH + dim[:, None]
         tl.store(out_ptr, (acc / total[None, :]).to(out.dtype.element_ty), mask=in_out)
+
+
+if __name__ == "__main__":
+    angles = torch.tensor([[0.0], [torch.pi / 2], [torch.pi]])  # of positions 0, 1, 2, with Dh = 2
+    heads = torch.tensor([1.0, 0.0]).expand(3, 1, 2)
+    turned = rope(heads, angles.cos(), angles.sin())
+    print("one head at three positions", turned[:, 0].round(decimals=3).tolist())
+    q = torch.zeros(1, 3, 1, 2)  # equal scores for all keys
+    v = torch.tensor([1.0, 3.0, 8.0]).view(1, 3, 1, 1).expand(1, 3, 1, 2)
+    print("equal scores give the mean of the values 1, 3, 8 so far:")
+    print(causal_attention(q, q, v)[0, :, 0].tolist())

@@ -5,9 +5,10 @@ memory.
     logprob = z[target] − ln Σ exp z           entropy = ln Σ exp z − Σ softmax(z) · z
     d logprob / d hidden = (onehot(target) − softmax(z)) @ W / temperature
 
-Logits exist for a chunk of tokens at a time. W is frozen, so forward can compute a
-log-probability's whole gradient, a vector like its hidden state, from them, and backward multiplies
-it by one number a token. On a GPU one kernel reads a chunk's logits twice and writes all results;
+Logits exist for a chunk of tokens at a time, and backward would have to compute them again. W is
+frozen, so forward computes the third line while it has the logits: a vector of D numbers for each
+token, its log-probability's derivative in hidden. Backward multiplies that vector by the one number
+that arrives for the token. On a GPU one kernel reads a chunk's logits twice and writes all results;
 the plain torch lines define them.
 
 Left out: gradients of W and of the entropy. Needs: torch; on a GPU also triton.
@@ -36,30 +37,32 @@ def logits(hidden, W):
 class TokenLogprobs(torch.autograd.Function):
     """hidden (n, D), targets (n,) int64, W (V, D), temperature → the log-probability of each target
     and the entropy of its distribution in nats, (n,) f32. Only the first has a gradient, and only
-    for hidden.
+    for hidden. hidden and W have one dtype: bf16 on a GPU, fp32 on a CPU.
     """
 
     @staticmethod
     def forward(ctx, hidden, targets, W, temperature):
         logprob, entropy = hidden.new_empty(2, len(hidden), dtype=torch.float32)
-        # d logprob / d hidden
-        slope = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        derivative = None  # (n, D) d logprob / d hidden, in hidden's dtype
+        if ctx.needs_input_grad[0]:
+            derivative = torch.empty_like(hidden)
         size = max(1, LOGITS_AT_ONCE // len(W))
-        for rows in (slice(i, i + size) for i in range(0, len(hidden), size)):
+        for start in range(0, len(hidden), size):
+            rows = slice(start, start + size)
             z = logits(hidden[rows], W)
-            dz = None if slope is None else torch.empty_like(z, dtype=hidden.dtype)
+            dz = None if derivative is None else torch.empty_like(z, dtype=hidden.dtype)
             softmax(z, targets[rows], temperature, logprob[rows], entropy[rows], dz)
-            if slope is not None:
-                torch.mm(dz, W, out=slope[rows])
+            if derivative is not None:
+                torch.mm(dz, W, out=derivative[rows])
             z = dz = None  # free these before the next chunk's are allocated
-        ctx.save_for_backward(slope)
+        ctx.save_for_backward(derivative)
         ctx.mark_non_differentiable(entropy)
         return logprob, entropy
 
     @staticmethod
     def backward(ctx, grad, _):
-        (slope,) = ctx.saved_tensors
-        return (slope * grad[:, None]).to(slope.dtype), None, None, None
+        (derivative,) = ctx.saved_tensors
+        return (derivative * grad[:, None]).to(derivative.dtype), None, None, None
 
 
 def softmax(z, targets, temperature, logprob, entropy, dz):
@@ -76,26 +79,28 @@ def softmax(z, targets, temperature, logprob, entropy, dz):
     logprob.copy_(log_p.gather(1, targets[:, None])[:, 0])
     entropy.copy_(-(p * log_p).sum(-1))
     if dz is not None:
-        dz.copy_(
-            p.neg_().scatter_add_(1, targets[:, None], torch.ones_like(p[:, :1])) / temperature
-        )
+        onehot_minus_p = p.neg_().scatter_add_(1, targets[:, None], torch.ones_like(p[:, :1]))
+        dz.copy_(onehot_minus_p / temperature)
 
 
 @jit(do_not_specialize=["scale"], do_not_specialize_on_alignment=["targets", "logprob", "entropy"])
 def _softmax_kernel(z, targets, scale, logprob, entropy, dz, V, TILE: constexpr):
     """A CTA reads one token's logits twice: for their sum, and for dz. scale: 1 / temperature."""
-    row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, TILE)
     z += row * V
     target = tl.load(targets + row)
-    # online softmax: top is the largest logit so far, total the sum of exp(logit − top), dot that
-    # of exp(logit − top) · logit; when top grows, total and dot shrink
-    top, total, dot = -1e30, 0.0, 0.0
+    # Online softmax: when top grows, total and dot shrink by the same factor.
+    top = -1e30  # the largest logit so far
+    total = 0.0  # Σ exp(logit − top)
+    dot = 0.0  # Σ exp(logit − top) · logit
     for start in range(0, V, TILE):
         x = tl.load(z + start + cols, mask=start + cols < V, other=float("-inf")) * scale
         new = tl.maximum(top, tl.max(x, 0))
-        shrink, p = tl.exp(top - new), tl.exp(x - new)
+        shrink = tl.exp(top - new)
+        p = tl.exp(x - new)
         total = total * shrink + tl.sum(p, 0)
-        # past the end 0 · −inf would be NaN
+        # Columns past V have p = 0 and x = −inf, whose product would be NaN.
         dot = dot * shrink + tl.sum(tl.where(p > 0, p * x, 0.0), 0)
         top = new
     log_sum = top + tl.log(total)
@@ -104,10 +109,10 @@ def _softmax_kernel(z, targets, scale, logprob, entropy, dz, V, TILE: constexpr)
     if dz is not None:
         for start in range(0, V, TILE):
             x = tl.load(z + start + cols, mask=start + cols < V, other=0.0) * scale
-            slope = (tl.where(start + cols == target, 1.0, 0.0) - tl.exp(x - log_sum)) * scale
-            tl.store(
-                dz + row * V + start + cols, slope.to(dz.dtype.element_ty), mask=start + cols < V
-            )
+            onehot = tl.where(start + cols == target, 1.0, 0.0)
+            slope = (onehot - tl.exp(x - log_sum)) * scale
+            place = dz + row * V + start + cols
+            tl.store(place, slope.to(dz.dtype.element_ty), mask=start + cols < V)
 
 
 if __name__ == "__main__":
