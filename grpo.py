@@ -25,8 +25,7 @@ Needs: torch.
 
 import torch
 
-# (ε_low, ε_high) by default: DAPO's clip-higher, PPO's 0.2, GSPO §5.1; cispo ignores them for
-# cispo_max
+# (ε_low, ε_high) by default: DAPO's clip-higher, PPO's 0.2, GSPO §5.1; cispo has no ε
 CLIP = {
     "dapo": (0.2, 0.28),
     "grpo": (0.2, 0.2),
@@ -34,6 +33,7 @@ CLIP = {
     "gspo": (3e-4, 4e-4),
     "cispo": (0.0, 0.0),
 }
+CISPO_MAX = 5.0  # ρ_max, the largest weight of a token in cispo
 
 
 def advantages(rewards, scale="group"):
@@ -59,8 +59,8 @@ def advantages(rewards, scale="group"):
     centred = rewards - rewards.mean(1, keepdim=True)
     if scale == "group":
         centred = centred / (rewards.std(1, keepdim=True) + 1e-4)
-    # equal rewards give exact zeros: 0.1 minus a rounded mean would be tiny, and AdamW would
-    # rescale a tiny gradient to a full step
+    # Set equal rewards to exact zeros: 0.1 minus a rounded mean would be tiny, and AdamW would
+    # rescale a tiny gradient to a full step.
     constant = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
     return centred.masked_fill(constant, 0).float()
 
@@ -79,13 +79,9 @@ def normalizer(loss_type, lengths, max_new_tokens):
     counted.
     """
     rows = (lengths > 0).sum()
-    return {
-        "dapo": lengths.sum(),
-        "cispo": lengths.sum(),
-        "grpo": rows,
-        "gspo": rows,
-        "dr_grpo": rows * max_new_tokens,
-    }[loss_type]
+    if loss_type in ("dapo", "cispo"):
+        return lengths.sum()
+    return rows * max_new_tokens if loss_type == "dr_grpo" else rows
 
 
 def policy_loss(
@@ -98,20 +94,24 @@ def policy_loss(
     weights=None,
     clip_low=None,
     clip_high=None,
-    cispo_max=5.0,
     ref_logprobs=None,
     beta=0.0,
 ):
     """→ (loss, clipped), two scalars: this micro-batch's share of the loss, the number of clipped
     tokens.
 
-    logprobs, old_logprobs, ref_logprobs, weights (B, T) f32, advantages (B,), mask (B, T) bool.
-    Gradients flow through logprobs alone. weights: of truncated importance sampling; gspo averages
-    them over an answer. clip_low, clip_high, cispo_max: ε_low, ε_high, ρ_max. beta: coefficient of
-    the KL (k3) to ref_logprobs. Values outside the mask, even NaN, have no influence.
+    logprobs, old_logprobs (B, T) f32: of the policy now and of the "old" one. advantages: (B,) f32.
+    mask: (B, T) bool, the answer tokens that are trained. normalizer: see there. weights: (B, T)
+    f32, of truncated importance sampling, None for 1; gspo averages them over an answer. clip_low,
+    clip_high: ε_low, ε_high; None: CLIP's. beta: coefficient of the KL (k3) to ref_logprobs (B, T).
+
+    Gradients flow through logprobs alone. Values outside the mask, even NaN, have no influence.
     """
-    low = CLIP[loss_type][0] if clip_low is None else clip_low
-    high = CLIP[loss_type][1] if clip_high is None else clip_high
+    low, high = CLIP[loss_type]
+    if clip_low is not None:
+        low = clip_low
+    if clip_high is not None:
+        high = clip_high
     log_ratio = torch.where(mask, logprobs - old_logprobs.detach(), 0)  # (B, T)
     weights = mask.float() if weights is None else torch.where(mask, weights.detach(), 0)  # (B, T)
     adv = advantages[:, None]  # (B, 1)
@@ -119,13 +119,16 @@ def policy_loss(
     if loss_type == "gspo":
         rows, clipped = gspo(log_ratio, advantages, weights, lengths, low, high)
     elif loss_type == "cispo":
-        rows, clipped = cispo(log_ratio, adv, torch.where(mask, logprobs, 0), weights, cispo_max)
+        rows, clipped = cispo(log_ratio, adv, torch.where(mask, logprobs, 0), weights)
     else:  # dapo, grpo, dr_grpo
         rows, clipped = clipped_surrogate(log_ratio, adv, weights, low, high)
-        rows = rows / lengths if loss_type == "grpo" else rows
+        if loss_type == "grpo":
+            rows = rows / lengths
     if beta:
         kl = kl_k3(torch.where(mask, ref_logprobs.detach() - logprobs, 0)).sum(1)  # (B,)
-        rows = rows + beta * (kl / lengths if loss_type in ("grpo", "gspo") else kl)
+        if loss_type in ("grpo", "gspo"):  # a mean over the answer's tokens
+            kl = kl / lengths
+        rows = rows + beta * kl
     return rows.sum() / normalizer, clipped
 
 
@@ -151,25 +154,25 @@ def gspo(log_ratio, adv, weights, lengths, low, high):
     return -objective, clipped.sum()
 
 
-def cispo(log_ratio, adv, logprobs, weights, cispo_max):
+def cispo(log_ratio, adv, logprobs, weights):
     """→ −Σ_t w · stopgrad(min(ρ, ρ_max)) A ln π (B,): bounded weights; number of tokens at the
     bound ().
     """
     ratio = log_ratio.detach().exp()
-    objective = weights * ratio.clamp(max=cispo_max) * adv * logprobs  # (B, T)
-    clipped = (ratio > cispo_max) & (weights > 0)  # (B, T)
+    objective = weights * ratio.clamp(max=CISPO_MAX) * adv * logprobs  # (B, T)
+    clipped = (ratio > CISPO_MAX) & (weights > 0)  # (B, T)
     return -objective.sum(1), clipped.sum()
 
 
 def importance_weights(old_logprobs, sampled_logprobs, cap=2.0):
-    """min(π_old / π_sampler, cap) (B, T), no gradient: truncated importance sampling (Yao et al.
+    """→ min(π_old / π_sampler, cap) (B, T), no gradient: truncated importance sampling (Yao et al.
     2025).
     """
     return (old_logprobs - sampled_logprobs).exp().clamp(max=cap).detach()
 
 
 def kl_k3(log_ratio):
-    """q − 1 − ln q with q = exp(log_ratio) = π_ref/π: ≥ 0, with mean KL(π‖π_ref) under π
+    """→ q − 1 − ln q with q = exp(log_ratio) = π_ref/π: ≥ 0, with mean KL(π‖π_ref) under π
     (Schulman's k3).
     """
     return log_ratio.expm1() - log_ratio  # expm1 keeps the digits that q − 1 loses near q = 1
