@@ -97,8 +97,7 @@ def noisy_norms(model, sigma, seed, step):
     try:
         for index, norm in enumerate(changed):
             norm.clean_weight = norm.weight.detach().clone()
-            # one generator per norm, so that a draw does not depend on the sizes of the norms
-            # before it
+            # One generator per norm: a draw then does not depend on the sizes of the norms before.
             key = (seed * 1_000_003 + step) * 1_000_003 + index
             generator = torch.Generator().manual_seed(key % 2**63)
             noise = torch.randn(norm.weight.shape, generator=generator)

@@ -40,6 +40,8 @@ CHUNK = 1 << 18  # weights a pass on a CPU (they fit its cache); GPU: × 64
 
 
 class NVFP4Tensor(NamedTuple):
+    """A quantised matrix (N, K)."""
+
     packed: torch.Tensor  # (N, K/2) uint8, low nibble = even k
     block_scale: torch.Tensor  # (N, K/16) float8_e4m3fn, never negative
     global_scale: torch.Tensor  # () float32; multiply by it (compressed-tensors stores its inverse)
@@ -71,9 +73,11 @@ def quantize(w, method="sweep", global_scale=None):
         magnitude = blocks.abs()
         scale = _choose_scale(magnitude, SWEEP if method == "sweep" else (0,))  # (n, K/16)
         block_scale[n : n + rows] = scale
-        # divide by the scale as rounded to e4m3, because dequantize() multiplies by that one
+        # Divide by the scale as rounded to e4m3, because dequantize() multiplies by that one.
         rounded = _nearest_e2m1(magnitude / _divisor(scale.float())[..., None])
-        # the index in E2M1: two codes a unit up to 2, one up to 4, a half up to 6
+        # The index in E2M1. From 0 to 2 a code is half a unit, so the index is 2v; from 2 to 4 a
+        # unit, v + 2; from 4 on two units, v/2 + 4. The least of the three is the right one: 1½
+        # gives min(3, 3½, 4¾) = 3, 3 gives min(6, 5, 5½) = 5, 6 gives min(12, 8, 7) = 7.
         code = torch.minimum(2 * rounded, rounded + 2).minimum(rounded / 2 + 4).to(torch.uint8)
         sign = (blocks < 0).to(torch.uint8) << 3
         code = (code | sign).view(-1, K)
@@ -87,7 +91,7 @@ def shared_global_scale(*weights):
 
     ValueError: a weight is NaN or infinite.
     """
-    # torch's max keeps a NaN
+    # torch's max keeps a NaN, so the check below sees it
     amax = torch.stack([w.detach().abs().max() for w in weights]).max().item()
     if not math.isfinite(amax):
         bad = sum(int((~w.isfinite()).sum()) for w in weights)
@@ -96,7 +100,7 @@ def shared_global_scale(*weights):
         )
     if amax == 0:
         return 1.0
-    # not below 2⁻¹²⁶, the smallest normal fp32: dividing by a subnormal scale would lose bits
+    # Stay at or above 2⁻¹²⁶, the smallest normal fp32: dividing by a subnormal scale loses bits.
     exponent = math.ceil(math.log2(amax / (FP4_MAX * FP8_MAX)))
     return 2.0 ** max(-126, exponent)
 
@@ -129,7 +133,7 @@ def _nearest_e2m1(x):
     """x ≥ 0 → the nearest of 0 ½ 1 1½ 2 3 4 6. A tie takes the even code, as torch.round rounds
     it.
     """
-    # the exponent's bits alone: 2^⌊log2 x⌋
+    # Keep the exponent's bits of the fp32 alone: 2^⌊log2 x⌋.
     power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
     step = power.clamp_(1, 4).mul_(0.5)  # ½ below 2, 1 below 4, 2 from 4 on
     return x.div(step).round_().mul_(step).clamp_(max=FP4_MAX)
