@@ -20,7 +20,6 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 import huggingface_hub
 import torch
@@ -42,16 +41,6 @@ TOKENIZER_FILES = "(tokenizer|vocab|merges|special_t|added_t|chat_template|gener
 LIMITS = {"bf16": 2**-5, "adapter": 1e-5, "nvfp4": 1e-5, "modelopt": 1e-5}
 
 
-class Policy(NamedTuple):
-    """What is exported: a base model, how it is quantised, and an adapter on it."""
-
-    base: str  # as weights.open takes it
-    quant: str  # as model.load takes it
-    adapter: str  # folder of PEFT's files, "" for none
-    rank: int
-    alpha: float
-
-
 @torch.no_grad()
 def export(source, destination, format, adapter="", quant=""):
     """Write the folder `destination`, read it again → how far its logits are off, as a share of
@@ -64,9 +53,9 @@ def export(source, destination, format, adapter="", quant=""):
     place = Path(destination)
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise ValueError(f"{place} exists and is not an empty folder: name a new one")
-    policy = policy_of(source, adapter, quant, format)
-    base = weights.open(policy.base)
-    decoder = load(policy, base, policy.quant, policy.adapter)
+    name, quant, adapter = resolve(source, format, adapter, quant)
+    base = weights.open(name)
+    decoder = load(base, quant, adapter)
     want = probe(decoder)
     place.parent.mkdir(parents=True, exist_ok=True)
     # Write into a scratch folder beside the place, so that an accident leaves nothing at the place.
@@ -74,17 +63,14 @@ def export(source, destination, format, adapter="", quant=""):
         new = Path(scratch) / "new"
         new.mkdir()
         base_name = ""  # of the adapter: the 4-bit weights beside it, else the model as it was
-        if policy.adapter:
-            base_name = str(place if format in LAYOUTS else policy.base)
+        if adapter:
+            base_name = str(place if format in LAYOUTS else name)
         with weights.readable(place, "cannot be written"):  # on a full disk safetensors names none
             adapter = write(decoder, base, new, format, base_name)
         del decoder  # one model in memory at a time
-        again = load(
-            policy,
-            base if format == "adapter" else str(new),
-            "bf16" if format == "bf16" else policy.quant,
-            adapter,
-        )
+        if format == "bf16":
+            quant = "bf16"
+        again = load(base if format == "adapter" else str(new), quant, adapter)
         off = ((probe(again) - want).norm() / want.norm()).item()
         right = off <= LIMITS[format]  # False if it is NaN
         wrong = place.with_name(f"{place.name}.wrong")
@@ -99,8 +85,11 @@ def export(source, destination, format, adapter="", quant=""):
     return off
 
 
-def policy_of(source, adapter, quant, format):
-    """→ the Policy that the command names. ValueError: there is nothing to write in this format."""
+def resolve(source, format, adapter, quant):
+    """→ what is exported: the name of a base as weights.open takes it, its quant, the folder of an
+    adapter on it ("" for none). A run's folder as source gives what is not given. ValueError: there
+    is nothing to write in this format.
+    """
     run = Path(source)
     if (run / "config.json").is_file():
         flags = read_json(run / "config.json")
@@ -120,17 +109,17 @@ def policy_of(source, adapter, quant, format):
         raise ValueError(
             "a run of --quant bf16 has no 4 bits to write: take --format bf16, or --quant nvfp4"
         )
+    return source, quant or "nvfp4", adapter
+
+
+def load(base, quant, adapter):
+    """→ the Decoder of a base, as model.load takes it, with an adapter's folder if there is one."""
     settings = read_json(Path(adapter) / "adapter_config.json") if adapter else {}
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
     # load_adapter refuses what is no int, and no number
     rank = rank if type(rank) is int else 1
     alpha = alpha if type(alpha) in (int, float) else 1
-    return Policy(source, quant or "nvfp4", adapter, rank, alpha)
-
-
-def load(policy, base, quant, adapter):
-    """→ the Decoder of a base, as model.load takes it, with an adapter's folder if there is one."""
-    decoder = model.load(base, quant, policy.rank, policy.alpha)
+    decoder = model.load(base, quant, rank, alpha)
     if adapter:
         load_adapter(decoder, adapter)
     return decoder
