@@ -330,7 +330,7 @@ def test_the_same_seed_gives_the_same_run_and_nohup_protects_it(
 @pytest.mark.parametrize(
     "name, then, ends, words, step",
     [
-        ("_digest", signal.SIGINT, KeyboardInterrupt, "^$", "3"),
+        ("checksum", signal.SIGINT, KeyboardInterrupt, "^$", "3"),
         ("save_file", SafetensorError, OSError, "run: an accident; the last checkpoint holds", "2"),
     ],
 )
@@ -577,7 +577,7 @@ def test_a_step_without_a_finite_gradient_is_skipped_and_counted(
     (skipped,) = (r for r in steps if "skipped" in r)
     assert (skipped["grad_norm"] is None) == math.isnan(gradient)
     assert capsys.readouterr().err.count("the step was skipped") == 1
-    tensors, _ = run_file._read(tmp_path / "run/checkpoint.safetensors")
+    tensors, _ = run_file.read_checkpoint(tmp_path / "run/checkpoint.safetensors")
     learnt = sum(r["rows"] > 0 for r in steps) - 1
     assert {int(t) for name, t in tensors.items() if name.endswith("/step")} == {learnt}
     assert learnt > 1
@@ -667,16 +667,15 @@ def test_preflight_changes_nothing_and_says_whether_training_would_work(
         (dict(signal=0.2), 0, 0, "no signal     80.0%   groups of equal rewards; --resample"),
     ],
 )
-def test_preflight_judges_as_the_training_does(tmp_path, capsys, change, code, advice, words):
+def test_preflight_judges_as_the_training_does(change, code, advice, words):
     record = GOOD | dict(solved=0.4, memory_gb=1.0, rollout_s=6.0, update_s=4.0) | change
-    config = Config(out=str(tmp_path / "x"), steps=30, preflight=True)
-    assert run_file.Run(config).preflight(record) == code
-    said = capsys.readouterr().out
+    config = Config(steps=30)
+    said, exit_code = report.preflight_report(record, config)
+    assert exit_code == code
     assert words in said and said.count("change: ") == advice
     assert "10.0   seconds, 4.0 of them the update; 30 steps 5 minutes" in said
-    masked = run_file.Run(dataclasses.replace(config, overlong="mask"))
-    assert masked.preflight(record) == (3 if record["finished"] == 0 else code)
-    assert not list(tmp_path.iterdir())
+    _, exit_code = report.preflight_report(record, dataclasses.replace(config, overlong="mask"))
+    assert exit_code == (3 if record["finished"] == 0 else code)
 
 
 # --- python -m tools.report

@@ -1,6 +1,6 @@
 """Is training worth its time? The sampler against the trainer, and a step without an update.
 
-Needs: torch; tools/ranks.py, tools/run.py.
+Needs: torch; tools/ranks.py, tools/report.py, tools/run.py.
 """
 
 import dataclasses
@@ -8,7 +8,8 @@ import dataclasses
 import torch
 
 from tools.ranks import all_sum, rank_and_count
-from tools.run import PROBE, peak_memory_gb
+from tools.report import PREFLIGHT_PROMPTS, preflight_report
+from tools.run import peak_memory_gb
 
 
 @torch.no_grad()
@@ -38,7 +39,7 @@ def preflight(config, model, environment, sampler, run, trial):
     trial: train.trial, a step without its update.
     """
     _, ranks = rank_and_count()
-    prompts = (PROBE + ranks - 1) // ranks * ranks  # a multiple of the ranks
+    prompts = (PREFLIGHT_PROMPTS + ranks - 1) // ranks * ranks  # a multiple of the ranks
     probe = dataclasses.replace(config, prompts=prompts, resample=0)
     batch, backward_s = trial(probe, model, environment, sampler)
     stats = batch.stats
@@ -53,4 +54,6 @@ def preflight(config, model, environment, sampler, run, trial):
     answers = probe.prompts * config.group_size
     stats["solved"] = all_sum((batch.rewards > 0).sum()).item() / answers
     stats["memory_gb"] = peak_memory_gb()
-    return run.preflight(stats)
+    report, exit_code = preflight_report(stats, config)
+    run.say(report)
+    return exit_code

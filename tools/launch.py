@@ -142,7 +142,7 @@ def load_model(config, source, device, run):
     """→ the Decoder, with the adapter that --adapter names unless the run has saved its own."""
     model = load(source, config.quant, config.rank, config.alpha, device, config.seed)
     model.gradient_checkpointing = config.gradient_checkpointing
-    if config.adapter and not run.saved():
+    if config.adapter and not run.checkpoints():
         load_adapter(model, config.adapter)
     return model
 

@@ -4,134 +4,246 @@
     python -m tools.report show RUN…        the best and the worst samples
     python -m tools.report plot RUN…        curves.png
 
-Readers take the last record of a step, because a resumed run appends the records of the steps that
-it repeats. Needs: matplotlib to plot.
+RUN is the folder of a run of train.py. Three of its files are read here:
+
+    metrics.jsonl   {"kind": "step", "step": 3, "segment": 0, "reward": 0.42, …}       after a step
+                    {"kind": "eval", "step": 4, "segment": 0, "eval_greedy": 0.7, …}   an evaluation
+    samples.jsonl   {"step": 4, "which": "best", "prompt": …, "answer": …, "reward": 1.0, …}
+    config.json     the flags: {"model": …, "task": …, "steps": 16, …}
+
+"step" is the number of steps that precede the record's own: step 3 is the fourth, and "eval" of
+step 4 follows it. "segment" is the number of times that the run had been resumed. null means not
+measured. results/LOG.md explains all other keys.
+
+A resumed run repeats the steps after its last checkpoint and appends their records again, so the
+last record of a step is the valid one.
+Needs: matplotlib to plot.
 """
 
 import json
 import sys
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 
-# what an evaluation's two greedy numbers are: of our tasks, of a user's own with any rewards
-LABELS = "right and ended", "right, ended or not"
-OWN_LABELS = "mean reward", "mean reward, ended or not"
+# What an evaluation's two greedy numbers are called. strict: an answer that did not end counts as
+# wrong. loose: it is judged as if it had ended.
+LABELS = dict(strict="right and ended", loose="right, ended or not")
+ANY_REWARD_LABELS = dict(strict="mean reward", loose="mean reward, ended or not")
 LINES = dict(
-    eval="eval after {step:4d} steps | greedy {eval_greedy:.2f} {0}, {eval_greedy_loose:.2f} {1} | "
-    "sampled {eval_sampled:.2f} | {rollout_s:.1f}s",
-    step="step {step:4d} | reward {reward:.2f} | signal {signal:.0%} | finished {finished:.0%} | "
-    "len {length:.1f} | entropy {entropy:.2f} | mismatch {mismatch:.4f} | "
-    "kl_noise {kl_noise:.1e} | "
-    "clip {clip_fraction:.1%} | grad {grad_norm:.2f} | lr {lr:.1e} | σ {sigma:.1e} | "
-    "gen {rollout_s:.1f}s {rollout_tok_s:.0f} tok/s | "
-    "train {update_s:.1f}s {update_tok_s:.0f} tok/s | "
-    "{memory_gb:.1f} GB",
+    eval=(
+        "eval after {step:4d} steps"
+        " | greedy {eval_greedy:.2f} {strict}, {eval_greedy_loose:.2f} {loose}"
+        " | sampled {eval_sampled:.2f}"
+        " | {rollout_s:.1f}s"
+    ),
+    step=(
+        "step {step:4d}"
+        " | reward {reward:.2f}"
+        " | signal {signal:.0%}"
+        " | finished {finished:.0%}"
+        " | len {length:.1f}"
+        " | entropy {entropy:.2f}"
+        " | mismatch {mismatch:.4f}"
+        " | kl_noise {kl_noise:.1e}"
+        " | clip {clip_fraction:.1%}"
+        " | grad {grad_norm:.2f}"
+        " | lr {lr:.1e}"
+        " | σ {sigma:.1e}"
+        " | gen {rollout_s:.1f}s {rollout_tok_s:.0f} tok/s"
+        " | train {update_s:.1f}s {update_tok_s:.0f} tok/s"
+        " | {memory_gb:.1f} GB"
+    ),
+)
+SAMPLE = (
+    "step {step:4d} {which:5} | reward {reward:+.2f} | advantage {advantage:+.2f}"
+    " | {prompt!r} → {answer!r}"
+)
+PREFLIGHT_PROMPTS = 32
+
+# --- problems of a run, and what to do about each
+
+ADVICE = dict(
+    flat=(
+        "{seen} without one group of unequal rewards: nothing can be learnt. "
+        "Try a harder or easier task (--operands 2-5), "
+        "a larger --group-size or --max-new-tokens."
+    ),
+    unfinished=(
+        "{seen} in which no answer ended: raise --max-new-tokens, or check that the "
+        "model's chat template and end token are the ones it was trained with."
+    ),
+    skipped="loss or gradient was NaN or infinite, and the step was skipped: try a lower --lr.",
+    mismatch=(
+        "sampler and trainer disagree by a factor of {mismatch:.3f} on a token's "
+        "probability: the ratios are wrong. Report it, also with --quant bf16."
+    ),
 )
 
 
 def diagnose(records, needed=5, seen="five steps"):
-    """Records of steps, the oldest first → (name, sentence) of each problem in the last `needed` of
-    them.
+    """Records of steps, the oldest first → pairs (name, sentence of advice), one for each problem.
+
+    needed: "flat" and "unfinished" are problems only if each of the last `needed` steps has them,
+    because one such step is common. seen: these steps in words. "skipped" and "mismatch" are
+    problems of the last step alone.
     """
-    last, recent = records[-1], records[-needed:]
-    if len(recent) == needed and all(r["signal"] == 0 for r in recent):
-        yield (
-            "flat",
-            (
-                f"{seen} without one group of unequal rewards: nothing can be learnt. Try a harder "
-                "or easier task (--operands 2-5), a larger --group-size or --max-new-tokens."
-            ),
+    last = records[-1]
+    recent = records[-needed:]
+    enough = len(recent) == needed
+    problems = dict(
+        flat=enough and all(record["signal"] == 0 for record in recent),
+        unfinished=enough and all(record["finished"] == 0 for record in recent),
+        skipped="skipped" in last,
+        # Most steps do not measure the mismatch: it is None. NaN is a problem; comparisons with
+        # NaN are false, hence the second `not`.
+        mismatch=last["mismatch"] is not None and not last["mismatch"] <= 1.05,
+    )
+    return [
+        (name, ADVICE[name].format(seen=seen, **last)) for name, found in problems.items() if found
+    ]
+
+
+def preflight_report(record, config):
+    """Judge a trial step, which samples PREFLIGHT_PROMPTS prompts and updates nothing.
+
+    record: its measurements, by the keys of metrics.jsonl, and "solved"; rollout_s and update_s
+    are scaled to a step of the run. config: tools.flags.Config. → the report, text of several
+    lines; and train.py's exit code: 3 if training would be pointless, else 0.
+    """
+    # Neither equal rewards nor, with --overlong mask, answers that were cut give a gradient.
+    all_masked = config.overlong == "mask" and record["finished"] == 0
+    accurate = record["mismatch"] <= 1.5  # NaN is not
+    pointless = record["signal"] == 0 or all_masked or not accurate
+    prompts = f"{PREFLIGHT_PROMPTS} prompts"
+    seconds = record["rollout_s"] + record["update_s"]
+    minutes = seconds * config.steps / 60
+    lines = [
+        f"{prompts} × {config.group_size} answers, nothing is updated:",
+        f"solve rate  {record['solved']:7.1%}   answers with a reward above 0",
+        f"finished    {record['finished']:7.1%}   "
+        "answers that ended; --max-new-tokens cut the others",
+        f"no signal   {1 - record['signal']:7.1%}   "
+        "groups of equal rewards; --resample replaces them",
+        f"mismatch    {record['mismatch']:7.4f}   sampler against trainer; 1 is perfect",
+        f"memory      {record['memory_gb']:7.1f}   GB at most",
+        f"a step      {seconds:7.1f}   seconds, {record['update_s']:.1f} of them the "
+        f"update; {config.steps} steps {minutes:.0f} minutes, evaluation aside",
+    ]
+    for _, advice in diagnose([record], needed=1, seen=prompts):
+        lines.append(f"change: {advice}")
+    lines.append("training would be pointless" if pointless else "ready to train")
+    return "\n    ".join(lines), 3 if pointless else 0
+
+
+# --- read the files of a run
+
+
+def jsonl(path):
+    """Yield the records of a JSONL file, but no line that a crash cut off.
+
+    The file is split as bytes, because a crash may cut within a character, and because
+    str.splitlines also splits at line ends that only Unicode knows. ValueError: there is no file.
+    """
+    if not path.is_file():
+        raise ValueError(
+            f"{path.parent} holds no {path.name}: name the folder of a run that has made a step"
         )
-    if len(recent) == needed and all(r["finished"] == 0 for r in recent):
-        yield (
-            "unfinished",
-            (
-                f"{seen} in which no answer ended: raise --max-new-tokens, or check that the "
-                "model's chat template and end token are the ones it was trained with."
-            ),
-        )
-    if "skipped" in last:
-        yield (
-            "skipped",
-            "loss or gradient was NaN or infinite, and the step was skipped: try a lower --lr.",
-        )
-    if not (last["mismatch"] or 1) <= 1.05:  # also if it is NaN
-        yield (
-            "mismatch",
-            (
-                f"sampler and trainer disagree by a factor of {last['mismatch']:.3f} on a token's "
-                "probability: the ratios are wrong. Report it, also with --quant bf16."
-            ),
-        )
+    for text in path.read_bytes().split(b"\n"):
+        with suppress(ValueError, RecursionError):  # cut off, or brackets nested too deep
+            yield json.loads(text)
 
 
 def logged(folder):
-    """All records of a run in the order of writing, without lines cut off or written by hand."""
+    """Yield all records of a run's metrics.jsonl, in the order of writing.
+
+    Lines that someone wrote by hand are left out: a record is a dict with a kind, a step and a
+    segment of the right types.
+    """
     keys = "kind", "step", "segment"
-    found = []
     for record in jsonl(Path(folder) / "metrics.jsonl"):
         if type(record) is dict and [type(record.get(key)) for key in keys] == [str, int, int]:
-            found.append(record)
-    return found
+            yield record
 
 
 def read(folder):
-    """(kind, step) → its last record, in the order of steps."""
-    last = {(r["kind"], r["step"]): r for r in logged(folder)}
-    return dict(sorted(last.items(), key=lambda item: (item[0][1], item[0][0])))
+    """→ {(kind, step): the last such record of a run}, in the order of steps.
+
+    An evaluation precedes the step of its number, as in the run.
+    """
+    # sorted() keeps the order of equals, so the last record that was written replaces the others
+    records = sorted(logged(folder), key=itemgetter("step", "kind"))
+    return {(record["kind"], record["step"]): record for record in records}
 
 
-def line(record, own_task=False):
-    """A record as one line of text. –: not measured in this step. own_task: of a user's file, whose
-    rewards may be any numbers.
+# --- show them
+
+
+def line(record, any_reward=False):
+    """→ a record as one line of text, with – for what was not measured.
+
+    any_reward: the task is a file of the user's, whose rewards may be any numbers. Then an
+    evaluation's numbers are called mean rewards, not shares of right answers.
     """
     text = LINES[record["kind"]]
     if "skipped" in record:
         text += " | skipped"
-    values = {name: float("nan") if x is None else x for name, x in record.items()}
-    text = text.format(*(OWN_LABELS if own_task else LABELS), **values)
-    return text.replace("nan%", "–").replace("nan", "–")
+    labels = ANY_REWARD_LABELS if any_reward else LABELS
+    # None has no format .2f, but NaN has: it becomes "nan", or "nan%"
+    values = {name: float("nan") if value is None else value for name, value in record.items()}
+    return text.format(**labels, **values).replace("nan%", "–").replace("nan", "–")
 
 
-def plot(folders, path=None):
-    """Draw accuracy, entropy and noise, a colour for each run, a line style for each quantity →
-    path, by default curves.png in the run's folder or, for several runs, in the current folder.
+def plot(folders):
+    """Draw rewards, entropy and noise of some runs → the path of the picture.
+
+    The picture is curves.png in the run's folder or, for several runs, in the current folder. A
+    color is a run, a line style is a quantity.
     """
     from matplotlib.figure import Figure
 
-    path = path or Path("." if folders[1:] else folders[0], "curves.png")
     figure = Figure(figsize=(13, 3.8), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     curves = (  # axis, key of a record, label, style
         (left, "reward", "training reward", "-"),
         (left, "eval_greedy", "held out: of ended answers", "o-"),
         (left, "eval_greedy_loose", "held out: ended or not", "s--"),
-        (middle, "entropy", "entropy", "-"),
+        (middle, "entropy", None, "-"),
         (right, "kl_noise", "KL(noisy ‖ clean), nats a token", ".-"),
         (right, "sigma", "σ of the noise", ":"),
     )
-    for i, folder in enumerate(folders):
+    for number, folder in enumerate(folders):
         records = read(folder).values()
         for axis, key, label, style in curves:
-            found = [r for r in records if r.get(key) is not None]
-            label = Path(folder).name if axis is middle else label if i == 0 else None
+            # The middle axis has one quantity, so its legend names the runs. The other legends
+            # name the quantities, once: by the curves of the first run.
+            if axis is middle:
+                label = Path(folder).name
+            elif number > 0:
+                label = None
+            found = [record for record in records if record.get(key) is not None]
             axis.plot(
-                [r["step"] for r in found],
-                [r[key] for r in found],
+                [record["step"] for record in found],
+                [record[key] for record in found],
                 style,
-                color=f"C{i}",
+                color=f"C{number}",
                 label=label,
                 markerfacecolor="none",
-                alpha=0.4 if key == "reward" else 1,
+                alpha=0.4 if key == "reward" else 1,  # pale, because it jumps from step to step
             )
-    # a reward may be any number
+    # Accuracies fill the range 0 to 1. The rewards of a user's task may need a larger one.
     left.set_ylim(min(-0.03, left.dataLim.y0), max(1.03, left.dataLim.y1))
-    right.set_yscale("symlog", linthresh=1e-4)
-    titles = "Mean reward", "Entropy of the policy, nats a token", "Adaptive noise"
-    for axis, title in zip((left, middle, right), titles, strict=True):
+    right.set_yscale("symlog", linthresh=1e-4)  # logarithmic, but with a place for 0
+    titles = {
+        left: "Mean reward",
+        middle: "Entropy of the policy, nats a token",
+        right: "Adaptive noise",
+    }
+    for axis, title in titles.items():
         axis.set(title=title, xlabel="optimizer steps")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
+    path = Path("." if len(folders) > 1 else folders[0], "curves.png")
     figure.savefig(path, dpi=120)
     return path
 
@@ -142,69 +254,69 @@ def show(folders):
     for folder in folders:
         for sample in jsonl(Path(folder) / "samples.jsonl"):
             last[folder, sample["step"], sample["which"]] = sample
-    return "\n".join(
-        "step {step:4d} {which:5} | reward {reward:+.2f} | advantage {advantage:+.2f} | "
-        "{prompt!r} → {answer!r}".format(**s)
-        for s in last.values()
-    )
+    return "\n".join(SAMPLE.format(**sample) for sample in last.values())
 
 
 def table(folders):
-    """→ a line of text for each run in the folders. minutes: of its steps and evaluations."""
-    rows = [("run", "task", "model", "steps", "first", "best", "last", "minutes")]
-    for log in sorted(path for folder in folders for path in Path(folder).rglob("metrics.jsonl")):
-        flags = dict(task="–", model="–", steps="–")
-        records = read(log.parent).values()
-        with suppress(OSError, TypeError, ValueError):  # without a config, or a damaged one
-            flags |= json.loads((log.parent / "config.json").read_text())
-        # until November 2026 each update of a rollout was a step, and config.json had their number
-        made = sum(r["kind"] == "step" for r in records) * flags.get("updates_per_rollout", 1)
-        greedy = [r["eval_greedy"] for r in records if r.get("eval_greedy") is not None]
-        scores = ["–"] * 3  # first, best and last
-        if greedy:
-            scores = [f"{x:.2f}" for x in (greedy[0], max(greedy), greedy[-1])]
-        seconds = sum(r["rollout_s"] + r.get("update_s", 0) for r in records)
-        rows.append(
-            (
-                str(log.parent),
-                Path(flags["task"]).stem,
-                Path(flags["model"]).name,
-                f"{made}/{flags['steps']}",
-                *scores,
-                f"{seconds / 60:.1f}",
-            )
-        )
-    if not rows[1:]:
+    """→ text: a head, and a line for each run in the folders or in folders inside them.
+
+    ValueError: there is no run.
+    """
+    logs = sorted(log for folder in folders for log in Path(folder).rglob("metrics.jsonl"))
+    if not logs:
         raise ValueError(f"no run in {', '.join(folders)}: name the folder that holds your runs")
+    rows = ["run task model steps first best last minutes".split()]
+    for log in logs:
+        rows.append(summary(log.parent))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)) for row in rows)
 
 
-def jsonl(path):
-    """The records of a JSONL file, without a line that a crash cut off, even within a character."""
-    if not path.is_file():
-        raise ValueError(
-            f"{path.parent} holds no {path.name}: name the folder of a run that has made a step"
-        )
-    for text in path.read_bytes().split(b"\n"):
-        with suppress(ValueError, RecursionError):
-            yield json.loads(text)
+def summary(folder):
+    """→ the texts of a run's line in the table.
+
+    first, best, last: greedy accuracy in evaluations. minutes: of its steps and evaluations.
+    """
+    flags = dict(task="–", model="–", steps="–")
+    with suppress(OSError, TypeError, ValueError):  # config.json is missing or damaged
+        flags |= json.loads((folder / "config.json").read_text())
+    records = read(folder).values()
+    # Until November 2026 each update of a rollout counted as a step, although the log has one
+    # record a rollout. The config.json of such a run holds the number of updates.
+    made = sum(r["kind"] == "step" for r in records) * flags.get("updates_per_rollout", 1)
+    greedy = [r["eval_greedy"] for r in records if r.get("eval_greedy") is not None]
+    scores = ["–"] * 3
+    if greedy:
+        scores = [f"{score:.2f}" for score in (greedy[0], max(greedy), greedy[-1])]
+    seconds = sum(r["rollout_s"] + r.get("update_s", 0) for r in records)
+    return (
+        str(folder),
+        Path(flags["task"]).stem,
+        Path(flags["model"]).name,
+        f"{made}/{flags['steps']}",
+        *scores,  # first, best, last
+        f"{seconds / 60:.1f}",
+    )
+
+
+def main(arguments):
+    """Run a command. arguments: its words. ValueError, OSError: a sentence for the user."""
+    command, *folders = arguments or [""]
+    if command == "list":
+        print(table(folders or ["runs"]))
+    elif command in ("show", "plot") and folders:
+        # `plot runs/*` may name folders that hold no run. If none holds one, jsonl() says so.
+        runs = [name for name in folders if (Path(name) / "metrics.jsonl").is_file()] or folders
+        for folder in set(folders).difference(runs):
+            print(f"note: {folder} holds no run", file=sys.stderr)
+        print(show(runs) if command == "show" else plot(runs))
+    else:
+        raise ValueError("usage: python -m tools.report show RUN…, plot RUN… or list [FOLDER]")
 
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a terminal may not have Unicode
-    command, *folders = sys.argv[1:] or [""]
     try:
-        if command == "list":
-            print(table(folders or ["runs"]))
-        elif command in ("show", "plot") and folders:
-            runs = [
-                folder for folder in folders if (Path(folder) / "metrics.jsonl").is_file()
-            ] or folders
-            for folder in set(folders).difference(runs):
-                print(f"note: {folder} holds no run", file=sys.stderr)
-            print(show(runs) if command == "show" else plot(runs))
-        else:
-            raise ValueError("usage: python -m tools.report show RUN…, plot RUN… or list [FOLDER]")
+        main(sys.argv[1:])
     except (ValueError, OSError) as error:
         sys.exit(f"{error}")

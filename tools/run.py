@@ -9,9 +9,23 @@
     adapter-best/           the trained adapter with the highest eval_greedy; the first of equals
     curves.png              drawn from metrics.jsonl
 
-A resumed run replays the steps after its last checkpoint and appends their records again; readers
-take the last record of a step. The batch, the noise and every sampled token are functions of (seed,
-step), so on a CPU a resumed run ends with the same bytes as a run without a stop.
+A step samples a rollout, updates the model on it, then is counted, logged and, when it is due,
+saved. What an accident costs depends on the moment:
+
+    moment                          accident                what happens
+    sampling, evaluating            signal, error           the last finished step is saved
+    updating, logging, saving       signal                  it waits until all three are done
+    updating, before AdamW's step   error                   the last finished step is saved
+    updating, after AdamW's step    error                   no save: that model is between two steps
+    any                             a file cannot be        no save: the log may lack a step, and
+                                    written (a full disk)   the disk has no room
+    any                             SIGKILL, power cut      no save
+
+A signal is Ctrl-C, SIGTERM or SIGHUP. Where nothing is saved, the checkpoint on the disk holds. A
+resumed run replays the steps after its checkpoint and appends their records again; readers take the
+last record of a step. The batch, the noise and every sampled token are functions of (seed, step),
+so on a CPU a resumed run ends with the same bytes as a run without a stop.
+
 Needs: torch, safetensors; lora.py, tools/report.py.
 """
 
@@ -34,29 +48,37 @@ from safetensors.torch import save_file
 import lora
 from tools.report import diagnose, line, logged, plot
 
-PROBE = 32  # prompts that a preflight samples
-
 
 class Run:
     """One segment of a run: from its start or a resume to its end or an accident.
 
-    done: steps that the model has made. whole: False from the first change of the parameters in a
-    step until that step is counted; such a model is never saved. damaged: the newest checkpoint
-    cannot be read, so the next save must not keep it as the previous one. best: the highest
-    eval_greedy so far.
+    done: steps that the model has made, in all segments.
+    consistent: False from the first change of a parameter in a step until the step is counted. In
+    between the model is of no step, so it is never saved.
+    newest_damaged: checkpoint.safetensors cannot be read. The next save overwrites it, and leaves
+    checkpoint.previous as it is: renaming the damaged file would destroy the only good one.
+    best: the highest eval_greedy of the trained model so far, in all segments.
     """
 
     def __init__(self, config, quiet=False):
-        """quiet: do not print or write. ValueError: the folder is taken, or its run has made over
-        --steps.
+        """Take the folder of --resume or --out, or a new one. Nothing is loaded yet.
+
+        config: tools.flags.Config. quiet: do not print or write; of several ranks all but the first
+        are quiet. ValueError: another process or another run has the folder, or its run has made
+        more than --steps.
         """
         named = f"runs/{Path(config.task).stem}-{time.strftime('%m%d-%H%M%S')}"
         self.folder = Path(config.resume or config.out or named)
-        self.go_on = f"go on with: python train.py --resume {self.folder}"
-        self.config, self.quiet = config, quiet
-        self.history, self.warned = [], set()  # records of this segment's steps, names of warnings
-        self.done, self.best = 0, -math.inf
-        self.whole, self.damaged = True, False
+        self.how_to_resume = f"go on with: python train.py --resume {self.folder}"
+        self.config = config
+        self.quiet = quiet
+        self.history = []  # measurements of this segment's steps
+        self.warned = set()  # names of problems: each is told once
+        self.done = 0
+        self.best = -math.inf
+        self.consistent = True
+        self.newest_damaged = False
+        self.print_error = ""  # why say() could not print, which stops the run
         if quiet or config.preflight:
             return
         self._lock_folder()
@@ -64,65 +86,88 @@ class Run:
         self.say(f"run folder: {self.folder}")
 
     def _lock_folder(self):
-        """Make the folder, and lock its log against another process until this one ends."""
+        """Make the folder, and lock its log against other processes. The kernel unlocks it when
+        this process ends, however it ends.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = open(self.folder / "metrics.jsonl", "ab")
         try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel unlocks when we die
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
                 f"another process is writing to {self.folder}: take another --out"
             ) from None
-        if not self.config.resume and (self.lock.tell() or self.saved()):
+        # tell() is the log's size, because append mode opens a file at its end
+        if not self.config.resume and (self.lock.tell() or self.checkpoints()):
             raise ValueError(
                 f"{self.folder} holds a run already: go on with --resume, or take another --out"
             )
 
     def _read_log(self):
         """Number this segment, find the best evaluation so far, refuse too few --steps."""
-        records = logged(self.folder)  # also those of replayed steps
-        self.segment = 1 + max((r["segment"] for r in records), default=-1)
+        records = list(logged(self.folder))  # those of replayed steps occur more than once
+        self.segment = max((record["segment"] + 1 for record in records), default=0)
         for record in records:
-            if record["step"] and record.get("eval_greedy") is not None:
-                self.best = max(self.best, record["eval_greedy"])
-        made = len({r["step"] for r in records if r["kind"] == "step"})
+            score = record.get("eval_greedy")
+            # the evaluation of step 0 is the untrained model's, which has no adapter to keep
+            if record["step"] and score is not None:
+                self.best = max(self.best, score)
+        made = len({record["step"] for record in records if record["kind"] == "step"})
         if self.config.steps < made:
             raise ValueError(
-                f"--steps {self.config.steps}: {self.folder} has made {made} steps; take at least "
-                f"as many, or evaluate with --steps 0 --adapter {self.folder}"
+                f"--steps {self.config.steps}: {self.folder} has made {made} steps; "
+                f"take at least as many, or evaluate with --steps 0 --adapter {self.folder}"
             )
+
+    # --- stop at any moment
 
     @contextmanager
     def guarded(self, model, optimizer):
-        """Context manager around the training loop; yields the first step. A loop that is stopped
-        or fails saves its last finished step, unless it failed to write a file, and says how to go
-        on.
+        """Context manager around the training loop; yields the first step to make.
+
+        It loads the last checkpoint. When the loop is stopped or fails, it saves the last finished
+        step, says how to go on and lets the error pass. An error of writing becomes an OSError that
+        names the folder, and saves nothing.
         """
         self.model = model
-        self.first = self.load(model, optimizer)  # outside the try: never save half a model
+        # outside the try: an interrupt while loading must not save a half-loaded model
+        self.first_step = self.load(model, optimizer)
         self.began = time.perf_counter()
-        optimizer.register_step_pre_hook(lambda *_: setattr(self, "whole", False))
+
+        def begin_change(*_):
+            self.consistent = False
+
+        optimizer.register_step_pre_hook(begin_change)  # PyTorch calls it before AdamW's step
         try:
+            # the inner try saves, and the outer one also handles what fails in that save
             try:
-                yield self.first
-            except (KeyboardInterrupt, SystemExit, ValueError, RuntimeError) as stop:
-                if self.done > self.first:
-                    # a second Ctrl-C waits until the save is complete, and is then dropped
+                yield self.first_step
+            except (KeyboardInterrupt, SystemExit, ValueError, RuntimeError):
+                if self.done > self.first_step:
+                    # A second Ctrl-C waits until the save is complete. It is suppressed then,
+                    # because the first one is about to end the run.
                     with suppress(KeyboardInterrupt, SystemExit), self.signals_deferred():
                         self.save(model, optimizer)
-                why = stop.args[0] if isinstance(stop, KeyboardInterrupt) and stop.args else ""
-                self.say(f"\nstopped after {self.done} steps{why}; {self.go_on}", sys.stderr)
+                self.say(
+                    f"\nstopped after {self.done} steps{self.print_error}; {self.how_to_resume}",
+                    sys.stderr,
+                )
                 raise
-        # a full disk, for example: do not save, because the log may lack the last step
-        except (OSError, SafetensorError) as error:
-            holds = f"; the last checkpoint holds: {self.go_on}" if self.saved() else ""
+        except (OSError, SafetensorError) as error:  # safetensors has its own class for a full disk
+            holds = (
+                f"; the last checkpoint holds: {self.how_to_resume}" if self.checkpoints() else ""
+            )
             raise OSError(f"{self.folder}: {error}{holds}") from error
         self.finish()
 
     @contextmanager
     def signals_deferred(self):
-        """Encloses an update, its log and its save. A signal in between takes effect at the end, so
-        that no part is left out.
+        """Context manager around an update, its log and its save: they happen together or not at
+        all.
+
+        A signal in between is noted, and raised again at the end under its own handler, which stops
+        the run or, under nohup, ignores SIGHUP. If the code inside fails, that error stops the run
+        anyway, and the noted signals are dropped.
         """
         pending = []
         handlers = {}
@@ -136,83 +181,40 @@ class Run:
         for number in pending:
             signal.raise_signal(number)
 
-    def made(self, step, stats):
-        """Count and log a finished step, and print warnings. ValueError: five steps in a row were
-        skipped.
-        """
-        stats["memory_gb"] = peak_memory_gb()
-        self.history.append(stats)
-        self.done = step + 1
-        self.whole = True
-        self.log("step", step, stats)
-        for name, advice in diagnose(self.history):
-            if name not in self.warned:
-                self.warned.add(name)
-                self.say(f"warning: {advice}", sys.stderr)
-        if sum("skipped" in r for r in self.history[-5:]) == 5:
-            raise ValueError("five steps in a row were skipped: try a lower --lr")
-
-    def log(self, kind, step, record):
-        """Append a record, print it, and keep the adapter that an evaluation found best. kind:
-        "step" or "eval"; step: optimizer steps made before it.
-        """
-        record = {"kind": kind, "step": step, **{k: rounded(v) for k, v in record.items()}}
-        if not self.quiet:
-            if kind == "eval" and step and record["eval_greedy"] > self.best:
-                self.best = record["eval_greedy"]  # adapter first: a resume reads best from the log
-                lora.save_adapter(self.model, self.folder / "adapter-best", self.config.model)
-            append(self.folder / "metrics.jsonl", record | {"segment": self.segment})
-        text = line(record, own_task=self.config.task.endswith(".py"))
-        if kind == "step":
-            minutes = (time.perf_counter() - self.began) / 60  # since the start or the resume
-            left = minutes * (self.config.steps - self.done) / (self.done - self.first)
-            text += f" | {minutes:.1f} min, {left:.1f} min left"
-        self.say(text)
-
-    def sample(self, step, texts, rewards, advantages):
-        """Keep and print the worst and the best answer of a step. texts: (prompt, answer) of each
-        row.
-        """
-        if self.quiet:
-            return
-        order = sorted(range(len(rewards)), key=rewards.__getitem__)
-        for which, row in (("worst", order[0]), ("best", order[-1])):
-            prompt, answer = texts[row]
-            record = dict(step=step, which=which, prompt=prompt, answer=answer)
-            record |= dict(reward=rewards[row], advantage=advantages[row], segment=self.segment)
-            append(self.folder / "samples.jsonl", record)
-            self.say(f"    {which:5} {rewards[row]:+.2f}  {prompt!r} → {answer!r}")
+    # --- save and load
 
     def save(self, model, optimizer):
-        """Write adapter and optimizer after `done` steps, each file atomically. In the middle of an
-        optimizer step nothing is written, because the last checkpoint is still good.
+        """Write the adapter and the optimizer's state after `done` steps, each file atomically.
+
+        A model that is not consistent is not written: the checkpoint of an earlier step is better.
+        OSError, SafetensorError: a file cannot be written; the checkpoint is still the one before.
         """
-        if self.quiet or not self.whole:
+        if self.quiet or not self.consistent:
             return
-        tensors = dict(model.named_parameters())
-        for name, p in model.named_parameters():
-            tensors |= {f"{name}/{k}": v for k, v in optimizer.state.get(p, {}).items()}
-        tensors = {k: v.detach().contiguous().cpu() for k, v in tensors.items()}
-        metadata = {"step": str(self.done), "sha256": _digest(tensors, self.done)}
-        # the checkpoint last: after a crash in between, a resume replays the steps and saves both
-        # again
+        tensors = checkpoint_tensors(model, optimizer)
+        metadata = {"step": str(self.done), "sha256": checksum(tensors, self.done)}
+        # The checkpoint last: after a crash between the two, a resumed run replays the steps and
+        # writes both again. With the checkpoint first, it would have no step to replay after the
+        # last save of a run, and adapter/ would stay old.
         lora.save_adapter(model, self.folder / "adapter", self.config.model)
-        _replace(
+        write_atomically(
             self.folder / "checkpoint.safetensors",
-            lambda p: save_file(tensors, p, metadata=metadata),
-            keep=not self.damaged,
+            lambda path: save_file(tensors, path, metadata=metadata),
+            keep_previous=not self.newest_damaged,
         )
-        self.damaged = False
+        self.newest_damaged = False
 
     def load(self, model, optimizer):
-        """→ the step to continue with, 0 without a checkpoint. Skips a damaged checkpoint, with a
-        warning. ValueError: a checkpoint of another model; all are damaged.
+        """Restore the newest checkpoint that is whole → the step to continue with, 0 without one.
+
+        Write config.json only after that, because a resume that is refused must not change the
+        flags. ValueError: all checkpoints are damaged, or one is of another model.
         """
-        for path in self.saved():
+        for path in self.checkpoints():
             try:
-                tensors, self.done = _read(path)
+                tensors, self.done = read_checkpoint(path)
             except (SafetensorError, LookupError, TypeError, ValueError) as error:
-                self.damaged = True
+                self.newest_damaged = True
                 self.say(
                     f"warning: {path} is damaged ({error}): going back to the one before it",
                     sys.stderr,
@@ -221,95 +223,222 @@ class Run:
             restore(path, tensors, model, optimizer)
             self.say(f"resumed at {self.done / self.config.steps:.0%} of the schedules of lr and σ")
             break
-        else:
-            if self.damaged:
+        else:  # no checkpoint was restored
+            if self.newest_damaged:
                 raise ValueError(
                     f"every checkpoint in {self.folder} is damaged: begin another run with "
                     f"--adapter {self.folder}/adapter, or delete them to begin this one again"
                 )
-        if not self.quiet:  # only now: a refused resume must not change the flags
+        if not self.quiet:
             flags = vars(self.config) | {"resume": "", "out": str(self.folder)}
             text = json.dumps(flags, indent=2) + "\n"
-            _replace(self.folder / "config.json", lambda path: path.write_text(text))
+            write_atomically(self.folder / "config.json", lambda path: path.write_text(text))
         return self.done
 
-    def saved(self):
-        """Paths of the existing checkpoints, the last one first. A preflight has none, wherever it
-        looks.
-        """
-        paths = (self.folder / f"checkpoint{kind}.safetensors" for kind in ("", ".previous"))
-        return [path for path in paths if path.exists() and not self.config.preflight]
+    def checkpoints(self):
+        """→ the paths of the existing checkpoints, the newest first.
 
-    def say(self, text, file=None):
-        """Print. If that fails, stop the run as Ctrl-C does: the reader of a pipe ended (Ctrl-C
-        also ends `| tee`), the terminal was closed, or the disk behind `> log` is full.
+        There is only the previous one after a crash between the two renames of write_atomically. A
+        preflight never resumes, so it has none, even with --out of a run.
         """
-        try:
-            if not self.quiet:
-                print(text, file=file, flush=True)
-        except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
-            raise KeyboardInterrupt(f" ({error.strerror})") from error
+        if self.config.preflight:
+            return []
+        names = "checkpoint.safetensors", "checkpoint.previous.safetensors"
+        return [self.folder / name for name in names if (self.folder / name).exists()]
 
-    def preflight(self, r):
-        """Report on the record of a step without update → exit code; 3: training would be
-        pointless.
+    # --- log and print
+
+    def made(self, step, stats):
+        """Count and log a finished step, and print warnings.
+
+        stats: its measurements, by the keys of metrics.jsonl. ValueError: five steps in a row were
+        skipped.
         """
-        untrained = r["signal"] == 0 or self.config.overlong == "mask" and r["finished"] == 0
-        pointless = untrained or not r["mismatch"] <= 1.5
-        seconds = r["rollout_s"] + r["update_s"]
-        minutes = seconds * self.config.steps / 60
-        lines = [
-            f"{PROBE} prompts × {self.config.group_size} answers, nothing is updated:",
-            f"solve rate  {r['solved']:7.1%}   answers with a reward above 0",
-            f"finished    {r['finished']:7.1%}   "
-            "answers that ended; --max-new-tokens cut the others",
-            f"no signal   {1 - r['signal']:7.1%}   "
-            "groups of equal rewards; --resample replaces them",
-            f"mismatch    {r['mismatch']:7.4f}   sampler against trainer; 1 is perfect",
-            f"memory      {r['memory_gb']:7.1f}   GB at most",
-            f"a step      {seconds:7.1f}   seconds, {r['update_s']:.1f} of them the update; "
-            f"{self.config.steps} steps {minutes:.0f} minutes, evaluation aside",
-            *(f"change: {text}" for _, text in diagnose([r], 1, f"{PROBE} prompts")),
-            "training would be pointless" if pointless else "ready to train",
-        ]
-        self.say("\n    ".join(lines))
-        return 3 if pointless else 0
+        stats["memory_gb"] = peak_memory_gb()
+        self.history.append(stats)
+        self.done = step + 1
+        self.consistent = True
+        self.log("step", step, stats)
+        for name, advice in diagnose(self.history):
+            if name not in self.warned:
+                self.warned.add(name)
+                self.say(f"warning: {advice}", sys.stderr)
+        if sum("skipped" in recent for recent in self.history[-5:]) == 5:
+            raise ValueError("five steps in a row were skipped: try a lower --lr")
+
+    def log(self, kind, step, record):
+        """Append a record to the log and print it; keep the adapter of the best evaluation.
+
+        kind: "step" or "eval". step: the number of steps made before it. record: measurements.
+        """
+        values = {name: rounded(value) for name, value in record.items()}
+        record = {"kind": kind, "step": step, **values}
+        if not self.quiet:
+            if kind == "eval" and step and record["eval_greedy"] > self.best:
+                # The adapter before the record: a resumed run reads `best` from the log, so the log
+                # must not hold a score whose adapter a crash has lost.
+                self.best = record["eval_greedy"]
+                lora.save_adapter(self.model, self.folder / "adapter-best", self.config.model)
+            append(self.folder / "metrics.jsonl", record | {"segment": self.segment})
+        text = line(record, any_reward=self.config.task.endswith(".py"))
+        if kind == "step":
+            minutes = (time.perf_counter() - self.began) / 60  # of this segment
+            left = minutes * (self.config.steps - self.done) / (self.done - self.first_step)
+            text += f" | {minutes:.1f} min, {left:.1f} min left"
+        self.say(text)
+
+    def sample(self, step, texts, rewards, advantages):
+        """Keep and print the worst and the best answer of a step.
+
+        For each of B rows, texts has a pair (prompt, answer), rewards and advantages have a float.
+        """
+        if self.quiet:
+            return
+        order = sorted(range(len(rewards)), key=rewards.__getitem__)
+        for which, row in (("worst", order[0]), ("best", order[-1])):
+            prompt, answer = texts[row]
+            append(
+                self.folder / "samples.jsonl",
+                dict(
+                    step=step,
+                    which=which,
+                    prompt=prompt,
+                    answer=answer,
+                    reward=rewards[row],
+                    advantage=advantages[row],
+                    segment=self.segment,
+                ),
+            )
+            self.say(f"    {which:5} {rewards[row]:+.2f}  {prompt!r} → {answer!r}")
 
     def finish(self):
         """Draw the curves and print where the results are. A drawing that fails costs only the
         drawing.
         """
+        if self.quiet:
+            return
         results = f"done: {self.folder}"
         try:
-            results += "" if self.quiet else f"/{plot([self.folder]).name}"
+            results += f"/{plot([self.folder]).name}"
         except Exception as error:
-            self.say(
-                f"warning: no curves, for {error!r}; try python -m tools.report plot {self.folder}",
-                sys.stderr,
-            )
+            command = f"python -m tools.report plot {self.folder}"
+            self.say(f"warning: no curves, for {error!r}; try {command}", sys.stderr)
         if (self.folder / "adapter").exists():
             results += f", adapter in {self.folder}/adapter"
         if (self.folder / "adapter-best").exists():
             results += f", the best ({self.best:.2f}) in {self.folder}/adapter-best"
         self.say(results)
 
+    def say(self, text, file=None):
+        """Print. If that fails, stop the run as Ctrl-C does.
+
+        It fails when the reader of a pipe has ended (Ctrl-C also ends `| tee`), when the terminal
+        was closed, and when the disk behind `> log` is full.
+        """
+        if self.quiet:
+            return
+        try:
+            print(text, file=file, flush=True)
+        except OSError as error:
+            # Python flushes stdout at exit, and would fail again: let it flush into nothing
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            self.print_error = f" ({error.strerror})"
+            raise KeyboardInterrupt from error
+
+
+# --- a checkpoint: tensors, and as metadata the step and a checksum
+
+
+def checkpoint_tensors(model, optimizer):
+    """→ {name: tensor on the CPU} of the parameters and of AdamW's state.
+
+    Parameter P has its own name P. P/step, a scalar, and P/exp_avg and P/exp_avg_sq, of the
+    parameter's shape, exist from AdamW's first step on.
+    """
+    tensors = {}
+    for name, p in model.named_parameters():
+        tensors[name] = p
+        for key, value in optimizer.state[p].items():
+            tensors[f"{name}/{key}"] = value
+    return {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
+
 
 def restore(path, tensors, model, optimizer):
-    """Copy the tensors of the checkpoint at path into the model and the optimizer's state.
-    ValueError: they belong to another model.
+    """The inverse of checkpoint_tensors: copy the tensors into the model and the optimizer.
+
+    path: of their checkpoint, for the message. ValueError: they belong to another model.
     """
     for name, p in model.named_parameters():
+        # compare shapes, because copy_ would broadcast a lora_A of rank 1 to any rank
         if name not in tensors or tensors[name].shape != p.shape:
             raise ValueError(
                 f"{path} has no {name} of {tuple(p.shape)}: another --model or --rank?"
             )
         p.data.copy_(tensors[name])
         if f"{name}/step" in tensors:
-            optimizer.state[p] = {}
-            for key in ("step", "exp_avg", "exp_avg_sq"):
-                optimizer.state[p][key] = tensors[f"{name}/{key}"].to(p.device)
-    lora.refresh(model)
+            optimizer.state[p] = {
+                key: tensors[f"{name}/{key}"].to(p.device)
+                for key in ("step", "exp_avg", "exp_avg_sq")
+            }
+    lora.refresh(model)  # the bf16 copies that kernels read
+
+
+def read_checkpoint(path):
+    """→ the tensors {name: tensor} and the step of a checkpoint.
+
+    SafetensorError, LookupError, TypeError, ValueError: the file is not as it was written.
+    """
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+        metadata = file.metadata()
+    if metadata["sha256"] != checksum(tensors, metadata["step"]):
+        raise ValueError("its checksum is another")
+    return tensors, int(metadata["step"])
+
+
+def checksum(tensors, step):
+    """→ SHA-256, in hex, of a checkpoint's step and its tensors' names, types, shapes and bytes."""
+    sha = hashlib.sha256(str(step).encode())
+    for name, tensor in sorted(tensors.items()):
+        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        sha.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return sha.hexdigest()
+
+
+# --- files
+
+
+def write_atomically(path, write, keep_previous=False):
+    """Replace a file so that `path` is at any moment the whole old file, the whole new one, or,
+    with keep_previous, missing.
+
+    write: a function that writes the new file to the path it is given. keep_previous: rename the
+    old file from NAME.EXT to NAME.previous.EXT first.
+    """
+    temporary = path.with_suffix(path.suffix + ".tmp")
+    write(temporary)
+    with open(temporary, "rb") as file:
+        os.fsync(file.fileno())  # else a power cut after the rename may leave an empty file
+    if keep_previous and path.exists():
+        os.replace(path, path.with_suffix(f".previous{path.suffix}"))
+    os.replace(temporary, path)
+
+
+def append(path, record):
+    """Append a record to a JSONL file as a line, and wait until it is on the disk."""
+    text = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    # unbuffered: after an error, closing the file must not write again what failed
+    with open(path, "ab+", buffering=0) as file:
+        if file.tell():  # append mode opens a file at its end: not 0 if it has lines
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":  # a crash has cut the last line: end it
+                text = b"\n" + text
+        while text:  # a nearly full disk takes a part, and raises at the next write
+            text = text[file.write(text) :]
+        os.fsync(file.fileno())
+
+
+# --- measurements
 
 
 def peak_memory_gb():
@@ -321,55 +450,9 @@ def peak_memory_gb():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # Linux counts in KiB
 
 
-def append(path, record):
-    """Append a record as a line, and wait until it is on the disk."""
-    text = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
-    # unbuffered: closing must not write again what failed
-    with open(path, "ab+", buffering=0) as file:
-        if file.seek(0, os.SEEK_END):
-            file.seek(-1, os.SEEK_END)
-            # a crash may have cut its last line
-            text = text if file.read(1) == b"\n" else b"\n" + text
-        while text:  # a nearly full disk writes a part, then raises
-            text = text[file.write(text) :]
-        os.fsync(file.fileno())
-
-
-def _replace(path, write, keep=False):
-    """write(temporary path), then rename it: `path` is always a whole file. keep: the old as
-    .previous.
-    """
-    temporary = path.with_suffix(path.suffix + ".tmp")
-    write(temporary)
-    with open(temporary, "rb") as file:
-        os.fsync(file.fileno())
-    if keep and path.exists():
-        os.replace(path, path.with_suffix(f".previous{path.suffix}"))
-    os.replace(temporary, path)
-
-
-def _read(path):
-    """→ tensors, step of a checkpoint. A file that has changed since it was written raises."""
-    with safe_open(path, "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}
-        metadata = file.metadata()
-    if metadata["sha256"] != _digest(tensors, metadata["step"]):
-        raise ValueError("its checksum is another")
-    return tensors, int(metadata["step"])
-
-
-def _digest(tensors, step):
-    """SHA-256 of a checkpoint's step and its tensors' names, types, shapes and bytes."""
-    sha = hashlib.sha256(str(step).encode())
-    for name, tensor in sorted(tensors.items()):
-        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        sha.update(tensor.reshape(-1).view(torch.uint8).numpy())
-    return sha.hexdigest()
-
-
 def rounded(x, digits=6):
     """Round a float to so many significant digits; NaN and infinity, which JSON cannot hold, become
-    None.
+    None. Other values stay.
     """
     if not isinstance(x, float):
         return x
