@@ -1,15 +1,15 @@
 """Weights out: a run, or a model as it is, as a folder that other people's tools load.
 
-    python -m tools.export RUN DST --format adapter           the LoRA in PEFT's files
-                                            bf16              W + (alpha/rank) B A, W as trained on
+    python -m tools.export RUN DST --format bf16              W + (alpha/rank) B A, W as trained on
                                             nvfp4 | modelopt  W in 4 bits, the LoRA in DST/adapter
 
-nvfp4 is compressed-tensors' layout of the 4 bits, modelopt is ModelOpt's (see tools/weights.py). To
-round the sum to 4 bits, export bf16, then that folder as nvfp4: part of what the adapter learned is
-lost.
+The LoRA alone needs no export: RUN/adapter has PEFT's files. nvfp4 is compressed-tensors' layout of
+the 4 bits, modelopt is ModelOpt's (see tools/weights.py). To round the sum to 4 bits, export bf16,
+then that folder as nvfp4: part of what the adapter learned is lost.
+
 The folder appears at DST only after it was loaded again and its logits compared; a wrong one is
-DST.wrong. Needs: torch, transformers, safetensors, huggingface_hub, model.py, tools/weights.py,
-tools/adapter.py, lora.py, fp4_gemm.py.
+DST.wrong. Needs: torch, transformers, safetensors, huggingface_hub; model.py, lora.py, fp4_gemm.py,
+tools/weights.py, tools/adapter.py.
 """
 
 import argparse
@@ -38,7 +38,7 @@ ENDS = {CT: ("_packed", "_scale", "_global_scale"), MODELOPT: ("", "_scale", "_s
 TOKENIZER_FILES = "(tokenizer|vocab|merges|special_t|added_t|chat_template|generation_c)"
 # How far the logits of what was written may be off. bf16 rounds each weight; NVFP4 is exact, but a
 # foreign global scale is inverted, which rounds.
-LIMITS = {"bf16": 2**-5, "adapter": 1e-5, "nvfp4": 1e-5, "modelopt": 1e-5}
+LIMITS = {"bf16": 2**-5, "nvfp4": 1e-5, "modelopt": 1e-5}
 
 
 @torch.no_grad()
@@ -46,8 +46,8 @@ def export(source, destination, format, adapter="", quant=""):
     """Write the folder `destination`, read it again → how far its logits are off, as a share of
     their size.
 
-    source: a run's folder, or what weights.open takes. format: "adapter", "bf16", "nvfp4" or
-    "modelopt". adapter, quant: override the run's own. ValueError: destination is not empty,
+    source: a run's folder, or what weights.open takes. format: "bf16", "nvfp4" or "modelopt".
+    adapter, quant: override the run's own. ValueError: destination is not empty,
     nothing to write, or the folder read back gives other logits.
     """
     place = Path(destination)
@@ -62,15 +62,18 @@ def export(source, destination, format, adapter="", quant=""):
     with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent) as scratch:
         new = Path(scratch) / "new"
         new.mkdir()
-        base_name = ""  # of the adapter: the 4-bit weights beside it, else the model as it was
-        if adapter:
-            base_name = str(place if format in LAYOUTS else name)
         with weights.readable(place, "cannot be written"):  # on a full disk safetensors names none
-            adapter = write(decoder, base, new, format, base_name)
+            copy_tokenizer(base, new)
+            if format == "bf16":
+                merge(decoder)
+            elif adapter:
+                lora.save_adapter(decoder, new / "adapter", place)  # its base: these 4-bit weights
+            write_weights(decoder, base, new, LAYOUTS.get(format))
         del decoder  # one model in memory at a time
         if format == "bf16":
-            quant = "bf16"
-        again = load(base if format == "adapter" else str(new), quant, adapter)
+            again = load(str(new), "bf16", "")
+        else:
+            again = load(str(new), quant, adapter and new / "adapter")
         off = ((probe(again) - want).norm() / want.norm()).item()
         right = off <= LIMITS[format]  # False if it is NaN
         wrong = place.with_name(f"{place.name}.wrong")
@@ -101,10 +104,6 @@ def resolve(source, format, adapter, quant):
             source = flags["model"]
             adapter = adapter or run / "adapter"
             quant = quant or flags["quant"]
-    if not adapter and format == "adapter":
-        raise ValueError(
-            f"{source} has no adapter: name a run's folder, or an adapter's with --adapter"
-        )
     if format in LAYOUTS and quant == "bf16":
         raise ValueError(
             "a run of --quant bf16 has no 4 bits to write: take --format bf16, or --quant nvfp4"
@@ -135,23 +134,6 @@ def read_json(path):
     """→ the object in a JSON file. ValueError: there is none."""
     with weights.readable(path):
         return {**json.loads(path.read_text())}
-
-
-def write(decoder, source, folder, format, base_name):
-    """Write tokenizer, adapter and weights, as far as the format has them → the folder of the
-    adapter, None without one. Takes the decoder apart. base_name: of the adapter; "" for none.
-    """
-    copy_tokenizer(source, folder)
-    if format == "bf16":
-        merge(decoder)
-        write_weights(decoder, source, folder, None)
-        return None
-    adapter = folder if format == "adapter" else folder / "adapter"
-    if base_name:
-        lora.save_adapter(decoder, adapter, base_name)
-    if format in LAYOUTS:
-        write_weights(decoder, source, folder, LAYOUTS[format])
-    return adapter if base_name else None
 
 
 def merge(decoder):
@@ -229,7 +211,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="export.py", description=__doc__.splitlines()[0])
     parser.add_argument("source", help="folder of a run, or a model as train.py's --model takes it")
     parser.add_argument("destination", help="folder to make")
-    parser.add_argument("--format", required=True, choices=("adapter", "bf16", "nvfp4", "modelopt"))
+    parser.add_argument("--format", required=True, choices=LIMITS)
     parser.add_argument(
         "--adapter", default="", help="folder of a PEFT adapter (default: the run's)"
     )
