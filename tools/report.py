@@ -240,7 +240,7 @@ def plot(folders):
         right: "Adaptive noise",
     }
     for axis, title in titles.items():
-        axis.set(title=title, xlabel="optimizer steps")
+        axis.set(title=title, xlabel="steps")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     path = Path("." if len(folders) > 1 else folders[0], "curves.png")
