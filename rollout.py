@@ -80,6 +80,12 @@ class Rollout(NamedTuple):
         """→ (B, T) bool: where tokens are an answer's, its end token included."""
         return answer_mask(self.tokens, self.prompt_lengths, self.lengths)
 
+    def scored_by(self, model, temperature):
+        """→ (B, T) f32 each: the model's log-probability of each answer token, with a gradient, and
+        the entropy of its distribution; 0 outside answers.
+        """
+        return model.logprobs(self.tokens, self.prompt_lengths, self.lengths, temperature)
+
     def rows(self, index):
         """→ Rollout of the rows in index, a range or (n,) int64, cut to the longest of them."""
         index = torch.as_tensor(index, device=self.tokens.device)

@@ -304,8 +304,7 @@ def loss_of(config, model, part, advantages, old, normalizer):
     the rows, {name: tensor ()}. part: a Rollout of b rows; advantages: (b,); old: as in backward.
     """
     mask = part.answer_mask()  # (b, T)
-    where = part.tokens, part.prompt_lengths, part.lengths
-    logprobs, entropy = model.logprobs(*where, config.temperature)  # (b, T) each, 0 outside answers
+    logprobs, entropy = part.scored_by(model, config.temperature)  # (b, T) each, 0 outside answers
     if old is None:
         old = logprobs.detach()
     weights = None
@@ -314,7 +313,7 @@ def loss_of(config, model, part, advantages, old, normalizer):
     reference = logprobs.detach()  # without beta the KL is 0
     if config.beta:
         with lora.disabled(model), torch.no_grad():
-            reference, _ = model.logprobs(*where, config.temperature)
+            reference, _ = part.scored_by(model, config.temperature)
     loss, clipped = grpo.policy_loss(
         logprobs,
         old,

@@ -25,9 +25,7 @@ def mismatch(config, model, rollout):
     factors = []
     for micro in rollout.micro_batches(rows, config.micro_tokens):
         part = rollout.rows(micro)
-        logprobs, _ = model.logprobs(
-            part.tokens, part.prompt_lengths, part.lengths, config.temperature
-        )
+        logprobs, _ = part.scored_by(model, config.temperature)
         factors.append((logprobs - part.logprobs)[part.answer_mask()].abs().exp())
     _, ranks = rank_and_count()
     return all_sum(torch.cat(factors).mean()).item() / ranks
