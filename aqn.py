@@ -1,13 +1,12 @@
-"""AQN, adaptive quantisation noise: explore by noise on RMSNorm weights, less and less as training
-goes on.
+"""AQN, adaptive quantization noise: noise on RMSNorm weights makes the sampler explore.
 
     y = RMSNorm(x) · (w + z) @ W.T  =  RMSNorm(x) · w @ (W · diag(1 + z/w)).T    z ~ N(0, σ(stage)²)
 
-QeRL (arXiv 2510.11696, §3.3, App. G): noise z on the weight w of a norm equals noise on the columns
-of the projection W behind it, so the packed 4-bit weights stay untouched. Each block has two such
-norms: the input norm (before q, k, v) and the post-attention norm (before gate, up). The final norm
-stays clean. σ falls in stages of equal length; stage 0 adds no noise, because the quantiser's own
-error already explores:
+QeRL (arXiv 2510.11696, §3.3, App. G): noise z on the weight w of a norm equals relative noise z/w
+on the columns of the projection W behind it, so the packed 4-bit weights stay untouched. Each block
+of the decoder has two such norms: the input norm (before q, k, v) and the post-attention norm
+(before gate, up). The final norm stays clean. σ falls in stages of equal length. Stage 0 adds no
+noise, because the quantizer's own error already explores:
 
     stage   0      1 … stages−1, u = (stage − 1)/(stages − 2) from 0 to 1
     σ       0      exponential  start · (end/start)^u                    eq. 8, but reaching `end`
@@ -16,10 +15,10 @@ error already explores:
                    logarithmic  start + (end − start) · ln(1 + (e−1)u)   curves; it gives no formula
 
 The noise is added to the clean fp32 weights: bf16 would round away a σ below 4e-3 on a weight of 1.
-A draw depends on (seed, step, norm) alone, so that every rank and every replay gets the same one.
-On exit the weights are restored bit for bit. Norms are found by name, and finding none is an error:
-the released code looks for a class that its sampler does not use and then, as we read it, adds no
-noise at all.
+A draw depends on (seed, step, norm) alone, so that every rank and every resumed run gets the same
+one. On exit the weights are restored bit for bit. Norms are found by name, and finding none is an
+error: the released code looks for a class that its sampler does not use and then, as we read it,
+adds no noise at all.
 
 Use: with noisy_norms(model, sigma(step, total_steps), seed, step): sample answers.
 Left out: relative noise w · (1 + z); trained norms.
@@ -31,7 +30,8 @@ from contextlib import contextmanager
 
 import torch
 
-NORMS = ("input_layernorm", "post_attention_layernorm")
+NORMS = ("input_layernorm", "post_attention_layernorm")  # names of modules, as in transformers
+# name → σ(start, end, u), with u from 0 in stage 1 to 1 in the last stage
 SCHEDULES = {
     "exponential": lambda start, end, u: start * (end / start) ** u,
     "linear": lambda start, end, u: start + (end - start) * u,
@@ -41,11 +41,12 @@ SCHEDULES = {
 
 
 def sigma(step, total_steps, start=1e-2, end=1e-4, stages=10, schedule="exponential"):
-    """→ float, the standard deviation σ of the noise at an optimizer step, counted from 0.
+    """→ float, the standard deviation σ of the noise at a step, counted from 0.
 
-    start, end: σ in stage 1 and in the last stage, which is stage stages − 1; stage 0 has σ = 0.
-    ValueError: an unknown schedule, fewer than 3 stages, start or end not positive, a step out of
-    range.
+    start, end: σ in stage 1 and in the last stage, which is stage stages − 1. Stage 0 has σ = 0.
+
+    ValueError: an unknown schedule, fewer than 3 stages, start or end not positive, a step that is
+    negative or not below total_steps.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r} must be one of {', '.join(SCHEDULES)}")
@@ -57,12 +58,13 @@ def sigma(step, total_steps, start=1e-2, end=1e-4, stages=10, schedule="exponent
     if not 0 <= step < total_steps:
         raise ValueError(f"step {step} is not one of the {total_steps} steps, counted from 0")
     stage = step * stages // total_steps
-    return 0.0 if stage == 0 else SCHEDULES[schedule](start, end, (stage - 1) / (stages - 2))
+    if stage == 0:
+        return 0.0
+    return SCHEDULES[schedule](start, end, (stage - 1) / (stages - 2))
 
 
 def norms(model):
-    """→ the modules that take noise, in the model's order: all called input_ or
-    post_attention_layernorm.
+    """→ list of the modules that take noise, in the model's order: those with a name of NORMS.
 
     ValueError: the model has none.
     """
@@ -75,18 +77,19 @@ def norms(model):
 
 
 def is_noisy(model):
-    """→ bool: do the norms carry noise? Then the model is not the policy: do not evaluate or save
-    it.
+    """→ bool: do the norms carry noise now? Then the model is not the policy that learns, so do not
+    evaluate or save it. ValueError: the model has no such norms.
     """
     return any(hasattr(m, "clean_weight") for m in norms(model))
 
 
 @contextmanager
 def noisy_norms(model, sigma, seed, step):
-    """In this context the weight of each norm is w + N(0, sigma²), in place; on exit it is w, bit
-    for bit.
+    """In this context the weight of each norm is w + N(0, sigma²); on exit it is w, bit for bit.
 
-    Yields the number of norms that were changed. sigma 0 changes none.
+    The weights change in place: sampler and trainer read the same tensors. Yields the number of
+    norms that were changed; sigma 0 changes none. seed, step: ints.
+
     RuntimeError: the norms are noisy already. ValueError: the model has no such norms.
     """
     changed = norms(model) if sigma > 0 else []
@@ -97,7 +100,9 @@ def noisy_norms(model, sigma, seed, step):
     try:
         for index, norm in enumerate(changed):
             norm.clean_weight = norm.weight.detach().clone()
-            # One generator per norm: a draw then does not depend on the sizes of the norms before.
+            # A generator for each norm, on the CPU: so a draw depends neither on the sizes of the
+            # norms before nor on the device. The factor exceeds every step and index, so no two
+            # draws of a run share a key.
             key = (seed * 1_000_003 + step) * 1_000_003 + index
             generator = torch.Generator().manual_seed(key % 2**63)
             noise = torch.randn(norm.weight.shape, generator=generator)
@@ -105,6 +110,7 @@ def noisy_norms(model, sigma, seed, step):
         yield len(changed)
     finally:
         for norm in changed:
+            # An interrupt in the loop above leaves the later norms without a clean_weight.
             if hasattr(norm, "clean_weight"):
                 norm.weight.data.copy_(norm.clean_weight)
                 del norm.clean_weight

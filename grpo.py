@@ -10,10 +10,14 @@
              s_i = exp(mean_t ln ρ_t)
     cispo    −Σ_i Σ_t stopgrad(min(ρ, ρ_max)) A ln π_θ     / Σ lengths      CISPO 2506.13585, eq. 4
 
-A loss is a sum over its rows divided by `normalizer`, one number for the whole optimizer batch,
-over all micro-batches and ranks. So the gradient does not depend on how the batch is cut. While the
-policy has not moved, every ρ is 1: the value of a centred grpo or gspo loss is then about 0, but
-its gradient is not.
+Σ_i sums over answers, Σ_t over the tokens of an answer, |o_i| is its length. A loss here is the sum
+over its rows divided by `normalizer`, one number for the whole optimizer batch, over all
+micro-batches and ranks. So the gradient does not depend on how the batch is cut.
+
+"old" is the policy before the first update on these answers. In that first update, and in train.py
+there is no other by default, the policy has not moved: every ρ is 1, no clip acts, and the gradient
+is that of REINFORCE, A ∇ ln π. The value of a centered grpo or gspo loss is then about 0, but its
+gradient is not. The clip acts from the second update on.
 
 Tensors are (B, T) with B = P·G: sample g of prompt p is row p·G + g. Build the mask from lengths,
 never from token ids: padding may have the end token's id. The sampled end token is an action too
@@ -25,7 +29,7 @@ Needs: torch.
 
 import torch
 
-# (ε_low, ε_high) by default: DAPO's clip-higher, PPO's 0.2, GSPO §5.1; cispo has no ε
+# loss type → (ε_low, ε_high) by default: DAPO's clip-higher, PPO's 0.2, GSPO §5.1. cispo has no ε.
 CLIP = {
     "dapo": (0.2, 0.28),
     "grpo": (0.2, 0.2),
@@ -33,15 +37,19 @@ CLIP = {
     "gspo": (3e-4, 4e-4),
     "cispo": (0.0, 0.0),
 }
-CISPO_MAX = 5.0  # ρ_max, the largest weight of a token in cispo
+# ρ_max, the largest weight of a token in cispo: ε_max of ScaleRL (arXiv 2510.13786), which TRL
+# recommends too. The CISPO paper gives no number.
+CISPO_MAX = 5.0
 
 
 def advantages(rewards, scale="group"):
-    """Rewards (P, G) → advantages (P, G) f32. A group whose rewards are all equal gets exact zeros.
+    """Rewards (P, G) of any dtype → advantages (P, G) f32: how much better than its group a sample
+    is. A group whose rewards are all equal gets exact zeros.
 
     scale: "group" divides by the group's unbiased std + 1e-4 (GRPO, DAPO), "none" does not (Dr.
-    GRPO). ValueError: fewer than two samples in a group, unknown scale, a reward that is NaN or
-    infinite.
+    GRPO).
+
+    ValueError: fewer than two samples in a group, unknown scale, a reward that is NaN or infinite.
     """
     P, G = rewards.shape
     if G < 2:
@@ -56,32 +64,37 @@ def advantages(rewards, scale="group"):
             "see the task's reward()"
         )
     rewards = rewards.double()  # float32 would round the mean of close rewards
-    centred = rewards - rewards.mean(1, keepdim=True)
+    centered = rewards - rewards.mean(1, keepdim=True)
     if scale == "group":
-        centred = centred / (rewards.std(1, keepdim=True) + 1e-4)
-    # Set equal rewards to exact zeros: 0.1 minus a rounded mean would be tiny, and AdamW would
-    # rescale a tiny gradient to a full step.
+        centered = centered / (rewards.std(1, keepdim=True) + 1e-4)
+    # Equal rewards must give exact zeros. 0.1 minus a rounded mean is tiny but not 0, and AdamW
+    # would rescale the tiny gradient to a full step.
     constant = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
-    return centred.masked_fill(constant, 0).float()
+    return centered.masked_fill(constant, 0).float()
 
 
 def overlong_penalty(lengths, max_new_tokens, cache):
-    """DAPO's soft overlong punishment (eq. 13): lengths (B,) → (B,) f64 to add to rewards, 0 for an
-    answer that leaves `cache` of max_new_tokens unused, falling linearly to −1 for one that uses
-    them all.
+    """DAPO's soft overlong punishment (eq. 13): lengths (B,) → (B,) f64, to add to rewards.
+
+    0 for an answer that leaves `cache` or more of its max_new_tokens tokens unused, falling
+    linearly to −1 for one that uses them all.
     """
     return ((max_new_tokens - cache - lengths.double()) / cache).clamp(-1, 0)
 
 
 def normalizer(loss_type, lengths, max_new_tokens):
-    """→ scalar, policy_loss's divisor for a whole optimizer batch: sum it over ranks. lengths (B,):
-    trained tokens of each row; a row with none (a truncated answer that is masked out) is not
-    counted.
+    """→ () int64, policy_loss's divisor: the last column of the table at the top of this file.
+
+    lengths (B,) int64: trained tokens of each row of the whole optimizer batch, before it is cut
+    into micro-batches. A row with none (a truncated answer that is masked out) is not counted. With
+    several ranks, sum the result over the ranks.
     """
-    rows = (lengths > 0).sum()
     if loss_type in ("dapo", "cispo"):
         return lengths.sum()
-    return rows * max_new_tokens if loss_type == "dr_grpo" else rows
+    rows = (lengths > 0).sum()
+    if loss_type == "dr_grpo":
+        return rows * max_new_tokens
+    return rows
 
 
 def policy_loss(
@@ -97,15 +110,18 @@ def policy_loss(
     ref_logprobs=None,
     beta=0.0,
 ):
-    """→ (loss, clipped), two scalars: this micro-batch's share of the loss, the number of clipped
-    tokens.
+    """The loss of some rows of an optimizer batch → (loss () f32, clipped () int64).
 
-    logprobs, old_logprobs (B, T) f32: of the policy now and of the "old" one. advantages: (B,) f32.
-    mask: (B, T) bool, the answer tokens that are trained. normalizer: see there. weights: (B, T)
-    f32, of truncated importance sampling, None for 1; gspo averages them over an answer. clip_low,
-    clip_high: ε_low, ε_high; None: CLIP's. beta: coefficient of the KL (k3) to ref_logprobs (B, T).
+    loss: the sum over these rows / normalizer, so losses of micro-batches add up to the batch's.
+    clipped: how many trained tokens the clip keeps from moving (cispo: whose weight it bounds).
 
-    Gradients flow through logprobs alone. Values outside the mask, even NaN, have no influence.
+    logprobs (B, T) f32: ln π_θ of each token, of the policy that learns. Only they get a gradient.
+    old_logprobs (B, T) f32: ln π_old. advantages (B,) f32: of each row. mask (B, T) bool: the
+    answer tokens that are trained; values elsewhere, even NaN, have no influence. normalizer: what
+    normalizer() returns, or a number. loss_type: a key of CLIP, else KeyError. weights (B, T) f32:
+    from importance_weights, or None for 1; gspo takes their mean over an answer. clip_low,
+    clip_high: ε_low and ε_high, or None for CLIP's. ref_logprobs (B, T) f32: ln π_ref, read if beta
+    is not 0. beta: the KL penalty's coefficient: beta · kl_k3 of each token is added to the loss.
     """
     low, high = CLIP[loss_type]
     if clip_low is not None:
@@ -114,14 +130,14 @@ def policy_loss(
         high = clip_high
     log_ratio = torch.where(mask, logprobs - old_logprobs.detach(), 0)  # (B, T)
     weights = mask.float() if weights is None else torch.where(mask, weights.detach(), 0)  # (B, T)
-    adv = advantages[:, None]  # (B, 1)
-    lengths = mask.sum(1).clamp(min=1)  # (B,)
+    lengths = mask.sum(1).clamp(min=1)  # (B,); 1 for a row without trained tokens, whose sums are 0
+    # rows (B,): each row's loss, before the division by normalizer
     if loss_type == "gspo":
         rows, clipped = gspo(log_ratio, advantages, weights, lengths, low, high)
     elif loss_type == "cispo":
-        rows, clipped = cispo(log_ratio, adv, torch.where(mask, logprobs, 0), weights)
-    else:  # dapo, grpo, dr_grpo
-        rows, clipped = clipped_surrogate(log_ratio, adv, weights, low, high)
+        rows, clipped = cispo(log_ratio, advantages, weights, torch.where(mask, logprobs, 0))
+    else:
+        rows, clipped = clipped_surrogate(log_ratio, advantages, weights, low, high)
         if loss_type == "grpo":
             rows = rows / lengths
     if beta:
@@ -132,48 +148,59 @@ def policy_loss(
     return rows.sum() / normalizer, clipped
 
 
-def clipped_surrogate(log_ratio, adv, weights, low, high):
-    """→ −Σ_t w · min(ρA, clip(ρ, 1−ε_low, 1+ε_high)A) (B,), PPO's surrogate; number of clipped
-    tokens ().
+# The losses return rows, (B,) f32, a loss for each row, and the number of clipped tokens, () int64.
+# log_ratio (B, T) is ln ρ, advantages are (B,), weights w are (B, T). In masked places ln ρ and w
+# are 0.
+
+
+def clipped_surrogate(log_ratio, advantages, weights, low, high):
+    """PPO's surrogate, of dapo, grpo and dr_grpo: rows are −Σ_t w · min(ρA, clip(ρ, …)A)."""
+    objective, stopped = clip_objective(log_ratio.exp(), advantages[:, None], low, high)  # (B, T)
+    return -(weights * objective).sum(1), (stopped & (weights > 0)).sum()
+
+
+def gspo(log_ratio, advantages, weights, lengths, low, high):
+    """GSPO clips whole answers: rows are −mean(w) · min(sA, clip(s, …)A), where s is the geometric
+    mean of an answer's ratios. lengths (B,): trained tokens of each row, all clipped together.
     """
-    ratio = log_ratio.exp()
-    clip = ratio.clamp(1 - low, 1 + high)
-    objective = weights * torch.min(ratio * adv, clip * adv)  # (B, T)
-    clipped = (clip * adv < ratio * adv) & (weights > 0)  # (B, T)
-    return -objective.sum(1), clipped.sum()
+    s = (log_ratio.sum(1) / lengths).exp()  # (B,)
+    objective, stopped = clip_objective(s, advantages, low, high)  # (B,)
+    mean_weight = weights.sum(1) / lengths
+    return -(mean_weight * objective), (stopped * (weights > 0).sum(1)).sum()
 
 
-def gspo(log_ratio, adv, weights, lengths, low, high):
-    """→ −mean(w) · min(sA, clip(s, …)A) (B,), s: geometric mean of ratios; number of clipped tokens
-    ().
+def clip_objective(ratio, advantages, low, high):
+    """→ min(ρA, clip(ρ, 1 − low, 1 + high) A); bool: where the second is the smaller one.
+
+    There the objective no longer depends on ρ, so its gradient is 0: a good answer that is likelier
+    already, or a bad one that is rarer, moves no further.
     """
-    ratio = (log_ratio.sum(1) / lengths).exp()  # (B,)
-    clip = ratio.clamp(1 - low, 1 + high)
-    objective = weights.sum(1) / lengths * torch.min(ratio * adv, clip * adv)  # (B,)
-    clipped = (clip * adv < ratio * adv) * (weights > 0).sum(1)  # (B,) tokens
-    return -objective, clipped.sum()
+    unclipped = ratio * advantages
+    clipped = ratio.clamp(1 - low, 1 + high) * advantages
+    return torch.min(unclipped, clipped), clipped < unclipped
 
 
-def cispo(log_ratio, adv, logprobs, weights):
-    """→ −Σ_t w · stopgrad(min(ρ, ρ_max)) A ln π (B,): bounded weights; number of tokens at the
-    bound ().
+def cispo(log_ratio, advantages, weights, logprobs):
+    """CISPO bounds a token's weight and keeps its gradient: rows are
+    −Σ_t w · stopgrad(min(ρ, ρ_max)) A ln π. logprobs (B, T): ln π, 0 where masked.
     """
     ratio = log_ratio.detach().exp()
-    objective = weights * ratio.clamp(max=CISPO_MAX) * adv * logprobs  # (B, T)
-    clipped = (ratio > CISPO_MAX) & (weights > 0)  # (B, T)
-    return -objective.sum(1), clipped.sum()
+    objective = weights * ratio.clamp(max=CISPO_MAX) * advantages[:, None] * logprobs  # (B, T)
+    return -objective.sum(1), ((ratio > CISPO_MAX) & (weights > 0)).sum()
 
 
 def importance_weights(old_logprobs, sampled_logprobs, cap=2.0):
-    """→ min(π_old / π_sampler, cap) (B, T), no gradient: truncated importance sampling (Yao et al.
-    2025).
+    """Truncated importance sampling (Yao et al. 2025): → min(π_old / π_sampler, cap) (B, T) f32.
+
+    old_logprobs, sampled_logprobs (B, T) f32. The weights correct for a sampler whose probabilities
+    differ from the trainer's. They carry no gradient.
     """
     return (old_logprobs - sampled_logprobs).exp().clamp(max=cap).detach()
 
 
 def kl_k3(log_ratio):
-    """→ q − 1 − ln q with q = exp(log_ratio) = π_ref/π: ≥ 0, with mean KL(π‖π_ref) under π
-    (Schulman's k3).
+    """Schulman's k3 estimate of KL(π‖π_ref) for tokens drawn from π: → q − 1 − ln q ≥ 0, with
+    q = exp(log_ratio) = π_ref / π. Its mean under π is the KL.
     """
     return log_ratio.expm1() - log_ratio  # expm1 keeps the digits that q − 1 loses near q = 1
 

@@ -6,24 +6,29 @@
              | block_scale 0 | block_scale 1 | …     e4m3, 8 bit: 2⁻⁹ … 448;  global_scale: one fp32
     packed[n, j] = code[n, 2j+1] << 4 | code[n, 2j]               → 4 + 8/16 = 4.5 bit per weight
 
+Codes 0 to 7 are the eight magnitudes in ascending order, and bit 3 is the sign. A byte holds the
+codes of two neighbors in k, the even k in the low nibble. Example: a block with block_scale 1.5 and
+global_scale 1 stores the weight -4.4 as follows. -4.4 / 1.5 = -2.93; the nearest magnitude is 3,
+which is code 5; with the sign it is code 13; decoded it is -3 · 1.5 = -4.5.
+
 This is the format of QeRL (arXiv 2510.11696, §3.3, eq. 6), of compressed-tensors and of ModelOpt.
-The quantiser chooses each block's scale by one of two methods, then rounds each weight to the
+The quantizer chooses each block's scale by one of two methods, then rounds each weight to the
 nearest code:
 
     "rtn"    round to nearest, as in the paper: the block's largest magnitude (amax) is stored as 6,
              because the scale is amax / 6, rounded to e4m3.
-    "sweep"  the default: try ten neighbouring e4m3 scales, amax / 6 among them, and keep the one
+    "sweep"  the default: try ten neighboring e4m3 scales, amax / 6 among them, and keep the one
              with the least squared error. E2M1 has nothing between 4 and 6, so a block often loses
              less when its largest weight is stored as 4 or 3, or is clipped. Sweep costs time only
-             while quantising.
+             while quantizing: the format and the speed of the kernels are the same.
 
-global_scale is the tensor's amax / (6 · 448), so that no block scale exceeds 448, rounded up to a
-power of two: multiplying by a power of two never rounds. E2M1 × E4M3 has at most 6 significant
-bits, so bf16 holds every dequantised weight exactly, and a kernel may apply the scales in any
-order.
+global_scale is the tensor's amax / (6 · 448), rounded up to a power of two. So no block scale
+exceeds 448, the largest e4m3 number, and a multiplication by global_scale never rounds. E2M1 × E4M3
+has at most 2 + 4 = 6 significant bits and bf16 has 8, so bf16 holds every dequantized weight
+exactly, and a kernel may apply the scales in any order.
 
 Use: q = quantize(w); dequantize(q) is then close to w, a (N, K) matrix with K a multiple of 16.
-Left out: quantised activations, stochastic rounding, calibration data (AWQ, GPTQ).
+Left out: quantized activations, stochastic rounding, calibration data (AWQ, GPTQ).
 Needs: torch.
 """
 
@@ -32,29 +37,34 @@ from typing import NamedTuple
 
 import torch
 
-BLOCK = 16
+BLOCK = 16  # neighbors in k that share a block scale
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitude of code & 7; bit 3 is the sign
-FP4_MAX, FP8_MAX = 6.0, 448.0
-SWEEP = range(-2, 8)  # offsets in e4m3 codes from amax / 6; wider gains nothing
-CHUNK = 1 << 18  # weights a pass on a CPU (they fit its cache); GPU: × 64
+FP4_MAX = 6.0  # the largest E2M1 number
+FP8_MAX = 448.0  # the largest e4m3 number
+# The scales that sweep tries, as offsets in e4m3 codes from amax / 6. A wider range gains nothing:
+# from amax / 3.5 on no code exceeds 3, and half the scale represents the same weights.
+SWEEP = range(-2, 8)
+CHUNK = 1 << 18  # weights that quantize works on at once on a CPU: its cache holds them
 
 
 class NVFP4Tensor(NamedTuple):
-    """A quantised matrix (N, K)."""
+    """A quantized matrix (N, K)."""
 
     packed: torch.Tensor  # (N, K/2) uint8, low nibble = even k
     block_scale: torch.Tensor  # (N, K/16) float8_e4m3fn, never negative
-    global_scale: torch.Tensor  # () float32; multiply by it (compressed-tensors stores its inverse)
+    global_scale: torch.Tensor  # () f32; multiply by it (compressed-tensors stores its inverse)
 
 
 @torch.no_grad()
 def quantize(w, method="sweep", global_scale=None):
-    """Quantise w (N, K), of any floating-point dtype → NVFP4Tensor on the same device.
+    """Quantize w (N, K), of any floating-point dtype → NVFP4Tensor on the same device.
 
-    method: "sweep" or "rtn". global_scale: use this number, not the tensor's own. vLLM and
-    TensorRT-LLM require one scale for all parts of a fused GEMM: pass `shared_global_scale(q, k,
-    v)` to all three calls. ValueError: w is not a matrix, K is not a multiple of 16, a weight is
-    NaN or infinite, unknown method.
+    method: "sweep" or "rtn". global_scale: a number to use in place of the tensor's own. vLLM and
+    TensorRT-LLM require one global scale for all parts of a fused matrix product (q, k, v or gate,
+    up): pass shared_global_scale(q, k, v) to all three calls.
+
+    ValueError: w is not a matrix, K is not a multiple of 16, a weight is NaN or infinite, unknown
+    method.
     """
     if method not in ("sweep", "rtn"):
         raise ValueError(f"method={method!r} must be 'sweep' or 'rtn'")
@@ -67,31 +77,37 @@ def quantize(w, method="sweep", global_scale=None):
     N, K = w.shape
     packed = torch.empty(N, K // 2, dtype=torch.uint8, device=w.device)
     block_scale = torch.empty(N, K // BLOCK, dtype=torch.float8_e4m3fn, device=w.device)
-    rows = max(1, (1 if w.device.type == "cpu" else 64) * CHUNK // K)
-    for n in range(0, N, rows):
-        blocks = w[n : n + rows].float().view(-1, K // BLOCK, BLOCK) / global_scale  # (n, K/16, 16)
+    # Work on some rows at a time: the fp32 copies below would fill the memory for a whole matrix.
+    weights_at_once = CHUNK if w.device.type == "cpu" else 64 * CHUNK
+    rows = max(1, weights_at_once // K)
+    for start in range(0, N, rows):
+        part = slice(start, start + rows)
+        blocks = w[part].float().view(-1, K // BLOCK, BLOCK) / global_scale  # (n, K/16, 16)
         magnitude = blocks.abs()
-        scale = _choose_scale(magnitude, SWEEP if method == "sweep" else (0,))  # (n, K/16)
-        block_scale[n : n + rows] = scale
+        scale = _choose_scale(magnitude, SWEEP if method == "sweep" else (0,))  # (n, K/16) e4m3
+        block_scale[part] = scale
         # Divide by the scale as rounded to e4m3, because dequantize() multiplies by that one.
         rounded = _nearest_e2m1(magnitude / _divisor(scale.float())[..., None])
-        # The index in E2M1. From 0 to 2 a code is half a unit, so the index is 2v; from 2 to 4 a
-        # unit, v + 2; from 4 on two units, v/2 + 4. The least of the three is the right one: 1½
-        # gives min(3, 3½, 4¾) = 3, 3 gives min(6, 5, 5½) = 5, 6 gives min(12, 8, 7) = 7.
+        # The index of a magnitude v in E2M1, without a search. v grows by ½ a code up to 2, by 1 up
+        # to 4, by 2 up to 6. So the index is 2v, then v + 2, then v/2 + 4. Each is the least of the
+        # three on its own range, so take the minimum:
+        #     v = 1½    min(3, 3½, 4¾)  = 3        0 ½ 1 [1½] …
+        #     v = 3     min(6, 5, 5½)   = 5        0 ½ 1 1½ 2 [3] …
+        #     v = 6     min(12, 8, 7)   = 7        0 ½ 1 1½ 2 3 4 [6]
         code = torch.minimum(2 * rounded, rounded + 2).minimum(rounded / 2 + 4).to(torch.uint8)
         sign = (blocks < 0).to(torch.uint8) << 3
         code = (code | sign).view(-1, K)
-        packed[n : n + rows] = code[:, 0::2] | code[:, 1::2] << 4
+        packed[part] = code[:, 0::2] | code[:, 1::2] << 4
     return NVFP4Tensor(packed, block_scale, torch.tensor(float(global_scale), device=w.device))
 
 
 def shared_global_scale(*weights):
-    """→ float: the smallest power of two with which no block scale of these tensors exceeds e4m3's
-    448.
+    """→ float, a power of two: the smallest with which no block scale of these tensors exceeds 448.
 
-    ValueError: a weight is NaN or infinite.
+    weights: tensors of any shape and floating-point dtype. 1.0 if all are 0. ValueError: a weight
+    is NaN or infinite.
     """
-    # torch's max keeps a NaN, so the check below sees it
+    # torch's max returns NaN if there is one, so the check below sees it.
     amax = torch.stack([w.detach().abs().max() for w in weights]).max().item()
     if not math.isfinite(amax):
         bad = sum(int((~w.isfinite()).sum()) for w in weights)
@@ -106,11 +122,15 @@ def shared_global_scale(*weights):
 
 
 def _choose_scale(magnitude, offsets):
-    """(n, K/16, 16) |weights| / global_scale → (n, K/16) e4m3, the best of the codes near amax /
-    6.
+    """magnitude (n, K/16, 16) f32, |weights| / global_scale → (n, K/16) e4m3, each block's scale.
+
+    Of the scales at `offsets` from amax / 6, counted in e4m3 codes, take the one with the least
+    squared error, of equals the first. Offset 0 alone is "rtn".
     """
     nearest = (magnitude.amax(-1) / FP4_MAX).clamp(max=FP8_MAX).to(torch.float8_e4m3fn)
-    base = nearest.view(torch.uint8).int()  # positive e4m3 numbers sort as their bytes, 0 … 126
+    # Positive e4m3 numbers sort as their bytes, so byte + 1 is the next larger scale. Byte 126 is
+    # 448, and 127 would be NaN.
+    base = nearest.view(torch.uint8).int()
     best = base
     least = torch.full_like(magnitude[..., 0], math.inf)
     for offset in offsets:
@@ -125,28 +145,33 @@ def _choose_scale(magnitude, offsets):
 
 
 def _divisor(scale):
-    """A scale of 0 becomes inf: every weight of that block, divided by inf, gets the code 0."""
+    """scale (…) f32 → the same with inf for 0. A tiny block's scale rounds to 0: divided by 0 its
+    weights would be inf or NaN, divided by inf they are 0 and get the code 0.
+    """
     return scale.masked_fill(scale == 0, math.inf)
 
 
 def _nearest_e2m1(x):
-    """x ≥ 0 → the nearest of 0 ½ 1 1½ 2 3 4 6. A tie takes the even code, as torch.round rounds
-    it.
+    """x ≥ 0 (…) f32 → the nearest of 0 ½ 1 1½ 2 3 4 6. A tie takes the even code, because
+    torch.round rounds halves to even.
+
+    Divide by the distance of the two magnitudes around x, round to an integer, multiply again.
     """
-    # Keep the exponent's bits of the fp32 alone: 2^⌊log2 x⌋.
+    # An fp32 whose mantissa bits are 0 is its power of two: 2^⌊log2 x⌋.
     power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
-    step = power.clamp_(1, 4).mul_(0.5)  # ½ below 2, 1 below 4, 2 from 4 on
+    step = power.clamp_(1, 4).mul_(0.5)  # ½ for x below 2, 1 below 4, 2 from 4 on
     return x.div(step).round_().mul_(step).clamp_(max=FP4_MAX)
 
 
 def dequantize(q, dtype=torch.bfloat16):
-    """NVFP4Tensor → (N, K). Exact in bf16 and fp32 if global_scale is a power of two, as quantize's
-    is.
+    """NVFP4Tensor → (N, K) in dtype: value · block_scale · global_scale.
+
+    Exact in bf16 and fp32 if global_scale is a power of two, as quantize's own is.
     """
     packed, block_scale, global_scale = q
     N, K = packed.shape[0], 2 * packed.shape[1]
     signed = torch.tensor(E2M1 + tuple(-v for v in E2M1), device=packed.device)
-    code = torch.stack((packed & 15, packed >> 4), -1)  # (N, K/2, 2)
+    code = torch.stack((packed & 15, packed >> 4), -1)  # (N, K/2, 2): even k, odd k
     value = signed[code.view(N, K // BLOCK, BLOCK).int()]  # (N, K/16, 16)
     scale = block_scale.float() * global_scale  # (N, K/16)
     return (value * scale[..., None]).view(N, K).to(dtype)

@@ -1,42 +1,60 @@
 """What a decoder block computes between its matrix products, attention apart: a function each.
 
+    add_norm(x, y)     s = x + y,  then  s / √(mean(s²) + eps) · weight    RMSNorm, arXiv 1910.07467
+    swiglu(gate_up)    silu(gate) · up,  where  silu(z) = z · σ(z)         SwiGLU, arXiv 2002.05202
+    embed(ids, table)  table[ids]
+
     x, y → add_norm → [q k v] → attention → [o] → add_norm → [gate up] → swiglu → [down] → y
 
-Brackets are matrix products of fp4_gemm.py, with LoRA. add_norm adds the output y of the branch
-before to the residual stream x and normalises the sum.
+Brackets are matrix products, with LoRA: fp4_gemm.py computes them. x is the residual stream, in
+fp32. y is the output of the branch before (attention or MLP), which is not added yet: add_norm adds
+y to x and normalizes the sum in one pass over memory.
 
-Plain torch lines define each result. On a GPU a Triton kernel computes the same. add_norm and
-swiglu have gradients, also by kernels; embeddings are frozen. rms_norm is torch's.
+On a CPU plain torch lines compute each result, and they are its definition. On a GPU a Triton
+kernel computes the same. add_norm and swiglu have gradients, also by kernels. Embeddings and norm
+weights are frozen, so they get none. rms_norm is torch's on both, for a norm without a residual.
 
 A decode step launches a few hundred kernels of a few microseconds each, so the gaps between kernels
-cost time. PDL (programmatic dependent launch) closes the gaps: a kernel starts before its
-predecessor has ended, waits for it before it reads, and then allows its successor to start.
+cost time. PDL (programmatic dependent launch, from Hopper on) closes the gaps: the GPU starts a
+kernel's CTAs (programs, in Triton's words) while the kernel's predecessor still runs. So a kernel
+must wait for its predecessor before it reads what that kernel writes. Every kernel must wait, even
+one that needs no such data. A kernel that did not wait could end first, and then the next kernel,
+which waits for its direct predecessor only, would read too early.
 
+Left out: LayerNorm, other activations, gradients of weights.
 Needs: torch; on a GPU also triton.
 """
 
 import torch
-import torch.nn.functional as F
 
 try:
     import triton
     import triton.language as tl
+    from triton import jit
+    from triton.language import constexpr
+except ImportError:  # a CPU needs no Triton: these two only let Python define the kernels below
+    constexpr = int
 
-    jit, constexpr = triton.jit, tl.constexpr
-except ImportError:  # a CPU machine may lack Triton: its kernels are then never launched
-    jit, constexpr = (lambda kernel=None, **options: kernel or jit), int
+    def jit(kernel=None, **options):
+        return kernel or jit
 
 
 def launch_options(x):
-    """→ a kernel's launch options: PDL on Hopper and newer GPUs, no PDL in Triton's interpreter."""
+    """→ a kernel's launch options: PDL on Hopper and newer GPUs, no PDL in Triton's interpreter.
+
+    PDL tells the kernel to wait, launch_pdl tells CUDA to start the kernel early.
+    """
     pdl = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
     return {"PDL": pdl, "launch_pdl": pdl}
 
 
 @jit
 def wait_for_predecessor(PDL: constexpr):
-    """Wait until the kernel before has ended and its results are visible, then let the next kernel
-    start early in the same way. A kernel calls this before it reads what another one wrote.
+    """Wait until the kernel before has ended and its writes are visible. Then allow the GPU to
+    start the next kernel, which waits for this one in the same way.
+
+    Call this before the first load of what another kernel wrote, and before the first store: the
+    predecessor may still read the memory that the store overwrites.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -44,12 +62,19 @@ def wait_for_predecessor(PDL: constexpr):
 
 
 def one_cta_per_row(x):
-    """→ a grid. The rows are on the first axis, because the other two end at 65,535."""
+    """→ the grid for x (…, D): a CTA for each row, on the grid's first axis, because CUDA limits
+    the other two to 65,535.
+    """
     return (x.numel() // x.shape[-1],)
 
 
 def whole_row_options(x):
-    """→ launch options of a kernel in which a CTA holds a whole row of x (…, D)."""
+    """→ launch options of a kernel in which a CTA holds a whole row of x (…, D) in registers.
+
+    TILE: a Triton tile's size is a power of two, so a tile has TILE ≥ D columns, and the kernel
+    masks those past D. Eight warps for a wide row, so that a thread's part fits its registers; two
+    for a narrow one, so that every thread has a part.
+    """
     D = x.shape[-1]
     return {
         "D": D,
@@ -63,8 +88,10 @@ def whole_row_options(x):
 
 
 def embed(ids, table):
-    """Rows ids (…) int64 of table (V, D) → (…, D) f32. For ids on a GPU the table may be pinned
-    host memory: the kernel reads the rows over the bus.
+    """Rows ids (…) int64 of table (V, D), of any floating-point dtype → (…, D) f32.
+
+    For ids on a GPU the table may be in pinned host memory: the kernel loads the rows over the bus,
+    so that a large vocabulary takes no GPU memory.
     """
     if not ids.is_cuda:
         return table[ids].float()
@@ -75,10 +102,11 @@ def embed(ids, table):
 
 @jit
 def _embed_kernel(ids, table, out, D: constexpr, TILE: constexpr, PDL: constexpr):
-    wait_for_predecessor(PDL)
-    row = tl.program_id(0).to(tl.int64)
+    """A CTA copies one row (D,) of the table, as fp32. ids (rows,), out (rows, D)."""
+    wait_for_predecessor(PDL)  # the sampler's last kernel writes ids
+    row = tl.program_id(0).to(tl.int64)  # int64: row · D may exceed 2³¹
     cols = tl.arange(0, TILE)
-    x = tl.load(table + tl.load(ids + row) * D + cols, mask=cols < D, other=0.0)
+    x = tl.load(table + tl.load(ids + row) * D + cols, mask=cols < D, other=0.0)  # (TILE,)
     tl.store(out + row * D + cols, x.to(tl.float32), mask=cols < D)
 
 
@@ -93,25 +121,32 @@ def rms_norm(x, weight, eps, dtype=None):
 
 
 def add_norm(x, y, weight, eps, dtype):
-    """x (…, D) f32, the residual stream; y (…, D) in `dtype`, a branch's output, or None; weight
-    (D,) f32 → (x + y in fp32, the RMS norm of x + y in dtype).
+    """Add a branch's output to the residual stream and normalize → (x + y, RMS norm of x + y).
+
+    x (…, D) f32: the residual stream. y (…, D) in `dtype`: a branch's output, or None in front of
+    the first branch. weight (D,) f32. The sum is fp32, the norm is rounded to dtype once.
     """
     if x.is_cuda:
         return AddNorm.apply(x, y, weight, eps, dtype)
-    x = x if y is None else x + y
+    if y is not None:
+        x = x + y
     return x, rms_norm(x, weight, eps, dtype)
 
 
 class AddNorm(torch.autograd.Function):
-    """add_norm by kernels. With s = x + y, r = 1 / rms(s) and g = d_norm · weight, backward is
-    dx = dy = d_s + r g − s r³ mean(s g). dx is fp32, dy has y's dtype; weight gets no gradient.
+    """add_norm by kernels. With s = x + y and r = 1 / rms(s), forward returns s and s r weight.
+
+    Backward, with g = d_norm · weight: dx = dy = d_s + r g − s r³ mean(s g), means over the D
+    columns. dx is fp32, dy has y's dtype, weight gets no gradient.
     """
 
     @staticmethod
     def forward(ctx, x, y, weight, eps, dtype):
         x = x.contiguous()
-        y = None if y is None else y.contiguous()
-        total = x if y is None else torch.empty_like(x)
+        total = x
+        if y is not None:
+            y = y.contiguous()
+            total = torch.empty_like(x)
         out = torch.empty_like(x, dtype=dtype)
         _add_norm_kernel[one_cta_per_row(x)](x, y, weight, total, out, eps, **whole_row_options(x))
         ctx.save_for_backward(total, weight)
@@ -121,7 +156,8 @@ class AddNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_total, d_out):
         total, weight = ctx.saved_tensors
-        d_total, d_out = d_total.contiguous(), d_out.contiguous()
+        d_total = d_total.contiguous()
+        d_out = d_out.contiguous()
         dx = torch.empty_like(total)
         dy = torch.empty_like(d_out) if ctx.needs_input_grad[1] else None
         _add_norm_backward_kernel[one_cta_per_row(total)](
@@ -132,30 +168,36 @@ class AddNorm(torch.autograd.Function):
 
 @jit
 def _add_norm_kernel(x, y, weight, total, out, eps, D: constexpr, TILE: constexpr, PDL: constexpr):
-    """total = x + y, unless y is None; out = the norm of total. Columns past D load 0."""
+    """A CTA adds and normalizes one row (D,). All tensors but weight (D,) are (rows, D).
+
+    y None: the sum is x, and total is not written. Columns past D load 0, which adds nothing to the
+    sum of squares.
+    """
     cols = tl.arange(0, TILE)
-    # Load the weight before the wait: no kernel of a step writes it.
-    w = tl.load(weight + cols, mask=cols < D, other=0.0)
-    wait_for_predecessor(PDL)
+    # Load the weight before the wait, so that the load overlaps with the predecessor: no kernel of
+    # a step writes weights.
+    w = tl.load(weight + cols, mask=cols < D, other=0.0)  # (TILE,) f32
+    wait_for_predecessor(PDL)  # the kernels before write x and y
     at = tl.program_id(0).to(tl.int64) * D + cols
-    wide = tl.load(x + at, mask=cols < D, other=0.0)
+    s = tl.load(x + at, mask=cols < D, other=0.0)  # (TILE,) f32
     if y is not None:
-        wide += tl.load(y + at, mask=cols < D, other=0.0).to(tl.float32)
-        tl.store(total + at, wide, mask=cols < D)
-    wide *= tl.rsqrt(tl.sum(wide * wide, 0) / D + eps) * w
-    tl.store(out + at, wide.to(out.dtype.element_ty), mask=cols < D)
+        s += tl.load(y + at, mask=cols < D, other=0.0).to(tl.float32)
+        tl.store(total + at, s, mask=cols < D)
+    normed = s * (tl.rsqrt(tl.sum(s * s, 0) / D + eps) * w)
+    tl.store(out + at, normed.to(out.dtype.element_ty), mask=cols < D)
 
 
 @jit
 def _add_norm_backward_kernel(
     total, weight, d_total, d_out, dx, dy, eps, D: constexpr, TILE: constexpr, PDL: constexpr
 ):
-    """The formula of AddNorm; dy may be None."""
+    """AddNorm's formula, a CTA for each row (D,). dy None: y was None or needs no gradient."""
     cols = tl.arange(0, TILE)
-    w = tl.load(weight + cols, mask=cols < D, other=0.0)
-    wait_for_predecessor(PDL)
+    w = tl.load(weight + cols, mask=cols < D, other=0.0)  # before the wait, as in forward
+    wait_for_predecessor(PDL)  # the kernels before write d_total and d_out
     at = tl.program_id(0).to(tl.int64) * D + cols
-    s = tl.load(total + at, mask=cols < D, other=0.0)
+    # Masked columns load 0 and add nothing to the two sums.
+    s = tl.load(total + at, mask=cols < D, other=0.0)  # (TILE,) f32
     g = tl.load(d_out + at, mask=cols < D, other=0.0).to(tl.float32) * w
     r = tl.rsqrt(tl.sum(s * s, 0) / D + eps)
     through_norm = r * g - s * (r * r * r * tl.sum(s * g, 0) / D)
@@ -173,12 +215,12 @@ def swiglu(gate_up):
     if gate_up.is_cuda:
         return SwiGLU.apply(gate_up)
     gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
+    return torch.nn.functional.silu(gate) * up
 
 
 class SwiGLU(torch.autograd.Function):
-    """swiglu by a kernel. Backward: d_up = d · silu(gate),
-    d_gate = d · up · σ(gate) (1 + gate (1 − σ(gate))).
+    """swiglu by a kernel. With s = σ(gate) and d the gradient of the result, backward is
+    d_up = d · gate · s and d_gate = d · up · s (1 + gate (1 − s)), both from one kernel.
     """
 
     @staticmethod
@@ -198,39 +240,43 @@ class SwiGLU(torch.autograd.Function):
 
 
 def _swiglu(gate_up, out, d_out):
+    """Launch the kernel: forward if d_out is None, with out (…, F); else backward: out (…, 2F)."""
     (rows,) = one_cta_per_row(gate_up)
-    F_ = gate_up.shape[-1] // 2
-    tile = 512 if rows <= 16 else 1024  # cut few rows finer, to give every SM work
-    _swiglu_kernel[rows, triton.cdiv(F_, tile)](
-        gate_up, out, d_out, F_, TILE=tile, num_warps=tile // 256, **launch_options(gate_up)
+    F = gate_up.shape[-1] // 2
+    tile = 512 if rows <= 16 else 1024  # cut few rows finer, because every SM needs a tile
+    _swiglu_kernel[rows, triton.cdiv(F, tile)](
+        gate_up, out, d_out, F, TILE=tile, num_warps=tile // 256, **launch_options(gate_up)
     )
 
 
 @jit
-def _swiglu_kernel(gate_up, out, d_out, F_, TILE: constexpr, PDL: constexpr):
-    """d_out None: out (…, F) = silu(gate) · up. Else backward: out (…, 2F) = the gradient of
-    gate_up. silu(gate) is rounded to out's dtype, where torch rounds it.
+def _swiglu_kernel(gate_up, out, d_out, F, TILE: constexpr, PDL: constexpr):
+    """Grid (rows, tiles of F): a CTA computes TILE columns of gate and of up in one row.
+
+    d_out None: out (rows, F) = silu(gate) · up. Else backward: out (rows, 2F) = the gradient of
+    gate_up, from d_out (rows, F). The last tile masks its columns past F. The arithmetic is fp32,
+    but silu(gate) is rounded to out's dtype, because torch rounds there.
     """
-    wait_for_predecessor(PDL)
+    wait_for_predecessor(PDL)  # the matrix product before writes gate_up
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    gate = tl.load(gate_up + row * 2 * F_ + cols, mask=cols < F_, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * F_ + F_ + cols, mask=cols < F_, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up + row * 2 * F + cols, mask=cols < F, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * F + F + cols, mask=cols < F, other=0.0).to(tl.float32)
     sigmoid = 1 / (1 + tl.exp(-gate))
     silu = (gate * sigmoid).to(out.dtype.element_ty).to(tl.float32)
     if d_out is None:
-        tl.store(out + row * F_ + cols, (silu * up).to(out.dtype.element_ty), mask=cols < F_)
+        tl.store(out + row * F + cols, (silu * up).to(out.dtype.element_ty), mask=cols < F)
     else:
-        d = tl.load(d_out + row * F_ + cols, mask=cols < F_, other=0.0).to(tl.float32)
+        d = tl.load(d_out + row * F + cols, mask=cols < F, other=0.0).to(tl.float32)
         d_gate = d * up * sigmoid * (1 + gate * (1 - sigmoid))
-        tl.store(out + row * 2 * F_ + cols, d_gate.to(out.dtype.element_ty), mask=cols < F_)
-        d_up = (d * silu).to(out.dtype.element_ty)
-        tl.store(out + row * 2 * F_ + F_ + cols, d_up, mask=cols < F_)
+        tl.store(out + row * 2 * F + cols, d_gate.to(out.dtype.element_ty), mask=cols < F)
+        tl.store(out + row * 2 * F + F + cols, (d * silu).to(out.dtype.element_ty), mask=cols < F)
 
 
 if __name__ == "__main__":
-    x, y, weight = torch.tensor([[3.0, 1.0]]), torch.tensor([[0.0, 3.0]]), torch.ones(2)
-    total, normed = add_norm(x, y, weight, 1e-6, torch.float32)
-    print("x + y             ", total.tolist())
-    print("its norm          ", normed.tolist(), "of mean square", normed.square().mean().item())
-    print("swiglu([-9, 9, 5, 5])", swiglu(torch.tensor([-9.0, 9.0, 5.0, 5.0])).tolist())
+    x = torch.tensor([[3.0, 1.0]])
+    y = torch.tensor([[0.0, 3.0]])
+    total, normed = add_norm(x, y, torch.ones(2), 1e-6, torch.float32)
+    print("residual stream x + y ", total.tolist())
+    print("its norm, mean square 1", normed.tolist())
+    print("up = 5 behind gates of -9, 0, 9", swiglu(torch.tensor([-9.0, 0, 9, 5, 5, 5])).tolist())

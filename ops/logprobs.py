@@ -1,15 +1,23 @@
-"""Log-probabilities of given tokens and their gradient, without a (tokens, vocabulary) tensor in
-memory.
+"""Log-probabilities of given tokens and their gradient, without a (tokens, vocabulary) tensor.
 
     z       = hidden @ W.T / temperature       W: lm_head (V, D); Qwen2.5 has 152,000 logits a token
     logprob = z[target] − ln Σ exp z           entropy = ln Σ exp z − Σ softmax(z) · z
-    d logprob / d hidden = (onehot(target) − softmax(z)) @ W / temperature
 
-Logits exist for a chunk of tokens at a time, and backward would have to compute them again. W is
-frozen, so forward computes the third line while it has the logits: a vector of D numbers for each
-token, its log-probability's derivative in hidden. Backward multiplies that vector by the one number
-that arrives for the token. On a GPU one kernel reads a chunk's logits twice and writes all results;
-the plain torch lines define them.
+Logits exist for a chunk of tokens at a time. Autograd would keep all of them for backward, and
+computing them again in backward would cost a second product with W. So forward computes the
+gradient too, while it has the logits:
+
+    d_z[t]       = d logprob[t] / d logits[t]  = (onehot(target[t]) − softmax(z[t])) / temperature
+    d_hidden[t]  = d logprob[t] / d hidden[t]  = d_z[t] @ W                       (D,), kept
+    d loss / d hidden[t]  = d loss / d logprob[t] · d_hidden[t]                   backward
+
+That works because a token's log-probability depends on its own hidden state alone. The loss reaches
+it through one number, d loss / d logprob[t], which scales d_hidden[t] and is all that backward has
+to wait for. W is frozen, so no other gradient needs the logits. d_hidden has D numbers a token, as
+the hidden state has, where the logits have V.
+
+On a GPU one kernel reads a chunk's logits twice and writes all results. On a CPU plain torch lines
+compute the same, and they are its definition.
 
 Left out: gradients of W and of the entropy. Needs: torch; on a GPU also triton.
 """
@@ -17,57 +25,68 @@ Left out: gradients of W and of the entropy. Needs: torch; on a GPU also triton.
 import torch
 
 try:
-    import triton
     import triton.language as tl
+    from triton import jit
+    from triton.language import constexpr
+except ImportError:  # a CPU needs no Triton: these two only let Python define the kernel below
+    constexpr = int
 
-    jit, constexpr = triton.jit, tl.constexpr
-except ImportError:  # the CPU path needs no triton
-    jit, constexpr = (lambda kernel=None, **options: kernel or jit), int
+    def jit(kernel=None, **options):
+        return kernel or jit
+
 
 LOGITS_AT_ONCE = 1 << 26  # of a chunk: 268 MB of fp32 for any vocabulary
 
 
 def logits(hidden, W):
-    """(n, D), (V, D) → (n, V) f32: the one way from hidden states to logits, in sampler and
-    trainer.
+    """hidden (n, D), W (V, D) → (n, V) f32: the one way from hidden states to logits, in sampler
+    and trainer. A GPU multiplies bf16 and returns the fp32 sums, because bf16's 8 significant bits
+    are too few for log-probabilities.
     """
-    return torch.mm(hidden, W.T, out_dtype=torch.float32) if hidden.is_cuda else hidden @ W.T
+    if hidden.is_cuda:
+        return torch.mm(hidden, W.T, out_dtype=torch.float32)
+    return hidden @ W.T
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """hidden (n, D), targets (n,) int64, W (V, D), temperature → the log-probability of each target
-    and the entropy of its distribution in nats, (n,) f32. Only the first has a gradient, and only
-    for hidden. hidden and W have one dtype: bf16 on a GPU, fp32 on a CPU.
+    """The log-probability of each target, (n,) f32, and the entropy of its distribution in nats,
+    (n,) f32, from hidden (n, D), targets (n,) int64, W (V, D) and temperature, a float > 0.
+
+    hidden and W have one dtype: bf16 on a GPU, fp32 on a CPU. Only the log-probability has a
+    gradient, and only for hidden. forward computes that gradient: the top of this file says why.
     """
 
     @staticmethod
     def forward(ctx, hidden, targets, W, temperature):
-        logprob, entropy = hidden.new_empty(2, len(hidden), dtype=torch.float32)
-        derivative = None  # (n, D) d logprob / d hidden, in hidden's dtype
-        if ctx.needs_input_grad[0]:
-            derivative = torch.empty_like(hidden)
-        size = max(1, LOGITS_AT_ONCE // len(W))
+        logprob = hidden.new_empty(len(hidden), dtype=torch.float32)
+        entropy = torch.empty_like(logprob)
+        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None  # (n, D)
+        size = max(1, LOGITS_AT_ONCE // len(W))  # tokens of a chunk
         for start in range(0, len(hidden), size):
             rows = slice(start, start + size)
             z = logits(hidden[rows], W)
-            dz = None if derivative is None else torch.empty_like(z, dtype=hidden.dtype)
+            dz = None if d_hidden is None else torch.empty_like(z, dtype=hidden.dtype)
             softmax(z, targets[rows], temperature, logprob[rows], entropy[rows], dz)
-            if derivative is not None:
-                torch.mm(dz, W, out=derivative[rows])
-            z = dz = None  # free these before the next chunk's are allocated
-        ctx.save_for_backward(derivative)
+            if d_hidden is not None:
+                torch.mm(dz, W, out=d_hidden[rows])
+            # Free both before the next chunk's are allocated, or two chunks would exist at once.
+            z = dz = None
+        ctx.save_for_backward(d_hidden)
         ctx.mark_non_differentiable(entropy)
         return logprob, entropy
 
     @staticmethod
-    def backward(ctx, grad, _):
-        (derivative,) = ctx.saved_tensors
-        return (derivative * grad[:, None]).to(derivative.dtype), None, None, None
+    def backward(ctx, d_logprob, _):
+        (d_hidden,) = ctx.saved_tensors
+        # d_logprob is fp32, so the product is too; round it once.
+        return (d_hidden * d_logprob[:, None]).to(d_hidden.dtype), None, None, None
 
 
 def softmax(z, targets, temperature, logprob, entropy, dz):
-    """z (n, V) f32, before the temperature; a CPU overwrites it. Writes logprob, entropy (n,) f32
-    and, unless it is None, dz (n, V), the derivative of logprob.
+    """Write a chunk's logprob, entropy (n,) f32 and dz (n, V), d logprob / d logits, in its dtype.
+
+    z (n, V) f32: logits before the division by temperature; a CPU overwrites them. targets (n,)
+    int64. dz None: no gradient is needed.
     """
     if z.is_cuda:
         _softmax_kernel[len(z),](
@@ -85,17 +104,24 @@ def softmax(z, targets, temperature, logprob, entropy, dz):
 
 @jit(do_not_specialize=["scale"], do_not_specialize_on_alignment=["targets", "logprob", "entropy"])
 def _softmax_kernel(z, targets, scale, logprob, entropy, dz, V, TILE: constexpr):
-    """A CTA reads one token's logits twice: for their sum, and for dz. scale: 1 / temperature."""
-    row = tl.program_id(0).to(tl.int64)
+    """Grid (n,): a CTA reads one token's logits twice, in tiles of TILE: for their sums, then for
+    dz. scale: 1 / temperature. dz None: no second pass.
+
+    No PDL: the matrix products around this kernel take far longer than a launch. Triton compiles a
+    kernel anew for pointers that 16 does not divide. Three pointers are exempt, because they point
+    into the middle of a tensor for every chunk but the first.
+    """
+    row = tl.program_id(0).to(tl.int64)  # int64: row · V may exceed 2³¹
     cols = tl.arange(0, TILE)
     z += row * V
     target = tl.load(targets + row)
     # Online softmax: when top grows, total and dot shrink by the same factor.
-    top = -1e30  # the largest logit so far
+    top = -1e30  # the largest logit so far; finite, because −inf − −inf would be NaN
     total = 0.0  # Σ exp(logit − top)
     dot = 0.0  # Σ exp(logit − top) · logit
     for start in range(0, V, TILE):
-        x = tl.load(z + start + cols, mask=start + cols < V, other=float("-inf")) * scale
+        # Columns past V load −inf, whose exp is 0.
+        x = tl.load(z + start + cols, mask=start + cols < V, other=float("-inf")) * scale  # (TILE,)
         new = tl.maximum(top, tl.max(x, 0))
         shrink = tl.exp(top - new)
         p = tl.exp(x - new)
@@ -103,22 +129,26 @@ def _softmax_kernel(z, targets, scale, logprob, entropy, dz, V, TILE: constexpr)
         # Columns past V have p = 0 and x = −inf, whose product would be NaN.
         dot = dot * shrink + tl.sum(tl.where(p > 0, p * x, 0.0), 0)
         top = new
-    log_sum = top + tl.log(total)
+    log_sum = top + tl.log(total)  # ln Σ exp z
     tl.store(logprob + row, tl.load(z + target) * scale - log_sum)
     tl.store(entropy + row, log_sum - dot / total)
     if dz is not None:
         for start in range(0, V, TILE):
             x = tl.load(z + start + cols, mask=start + cols < V, other=0.0) * scale
             onehot = tl.where(start + cols == target, 1.0, 0.0)
-            slope = (onehot - tl.exp(x - log_sum)) * scale
+            d = (onehot - tl.exp(x - log_sum)) * scale
             place = dz + row * V + start + cols
-            tl.store(place, slope.to(dz.dtype.element_ty), mask=start + cols < V)
+            tl.store(place, d.to(dz.dtype.element_ty), mask=start + cols < V)
 
 
 if __name__ == "__main__":
-    hidden, W, targets = torch.randn(3, 8), torch.randn(50, 8), torch.tensor([1, 2, 3])
+    hidden = torch.randn(3, 4, requires_grad=True)
+    W = torch.randn(50, 4)
+    targets = torch.tensor([1, 2, 3])
     logprob, entropy = TokenLogprobs.apply(hidden, targets, W, 1.0)
     whole = (hidden @ W.T).log_softmax(-1)[range(3), targets]
-    print(
-        "ours", logprob.tolist(), "\nfrom all logits", whole.tolist(), "\nentropy", entropy.tolist()
-    )
+    for name, result in {"ours": logprob, "from all logits": whole}.items():
+        print(f"{name:16}", result.tolist())
+        (d_hidden,) = torch.autograd.grad(result.sum(), hidden)
+        print("    gradient of the first hidden state", d_hidden[0].tolist())
+    print("entropy         ", entropy.tolist(), "of at most ln 50 = 3.912")

@@ -1,16 +1,25 @@
-"""Gumbel-max sampling: argmax(logits / T − log(−log(uniform))) is an exact draw from softmax(logits
-/ T).
+"""Gumbel-max sampling: an exact draw from softmax(logits / T), by one argmax.
 
-The uniform numbers are counter-based: Philox-4x32-10 (Salmon et al., SC 2011; Triton's tl.philox)
-maps a counter (vocabulary id // 4, position, sequence number, step) and a key, the seed, to random
-bits, without any state. So a draw depends neither on the other rows of its batch nor on the order
-in which sequences finish.
+    token = argmax(logits / T + noise)        noise = −ln(−ln(uniform)), one for each possible token
 
-Plain torch lines define what each function returns. On a GPU, outside autograd, `sample` launches
-Triton kernels with the same result. Their launch is a PDL (programmatic dependent launch): a kernel
-may start while its predecessor still runs, and waits for it before reading.
+The uniform numbers are counter-based. Philox-4x32-10 (Salmon et al., SC 2011; Triton's tl.philox)
+is a function without any state, from a counter and a key to four random 32-bit words:
 
-Needs: torch; on a GPU also triton.
+    counter   (token id // 4, position, sequence, step)    key   seed    word   token id % 4
+
+    step      of training, the same for all answers of a rollout; −1 in an evaluation
+    sequence  the number of the answer in its step, unique over all prompts, batches and ranks
+    position  the index of the new token in its answer, from 0
+
+So a draw depends neither on the other rows of its batch nor on the order in which answers end. The
+sampler may drop an answer, or move it to another row, and draws the same tokens again.
+
+On a CPU plain torch lines compute each result, and they are its definition. On a GPU, where no
+gradient is asked for, `sample` launches Triton kernels with the same result. They use PDL
+(programmatic dependent launch): the GPU starts a kernel while its predecessor still runs, and the
+kernel waits for its predecessor before it reads.
+
+Left out: top-k, penalties, speculative sampling. Needs: torch; on a GPU also triton.
 """
 
 import torch
@@ -18,30 +27,42 @@ import torch
 try:
     import triton
     import triton.language as tl
+    from triton import jit
+    from triton.language import constexpr
+except ImportError:  # a CPU needs no Triton: these two only let Python define the kernels below
+    constexpr = int
 
-    jit, constexpr = triton.jit, tl.constexpr
-except ImportError:  # a CPU machine may lack Triton: its kernels are then never launched
-    jit, constexpr = (lambda kernel=None, **options: kernel or jit), int
+    def jit(kernel=None, **options):
+        return kernel or jit
 
-VOCAB_TILE = 2048  # logits that one CTA of the sampler reads
+
+VOCAB_TILE = 2048  # logits that one CTA (program, in Triton's words) of _tile_kernel reads
 NUCLEUS = 4096  # most tokens of a nucleus: topk finds so many sooner than sort() orders all
 
 
 def uses_kernels(x):
-    """Kernels are for tensors on a GPU; they have no gradient."""
+    """→ bool: launch Triton kernels for x? Only on a GPU and under torch.no_grad(), because these
+    kernels have no backward. The plain lines have one and run everywhere.
+    """
     return x.is_cuda and not torch.is_grad_enabled()
 
 
 def launch_options(x):
-    """→ a kernel's launch options: PDL on Hopper and newer GPUs, no PDL in Triton's interpreter."""
+    """→ a kernel's launch options: PDL on Hopper and newer GPUs, no PDL in Triton's interpreter.
+
+    PDL tells the kernel to wait, launch_pdl tells CUDA to start the kernel early.
+    """
     pdl = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
     return {"PDL": pdl, "launch_pdl": pdl}
 
 
 @jit
 def wait_for_predecessor(PDL: constexpr):
-    """Wait until the kernel before has ended and its results are visible, then let the next kernel
-    start early in the same way. A kernel calls this before it reads what another one wrote.
+    """Wait until the kernel before has ended and its writes are visible. Then allow the GPU to
+    start the next kernel, which waits for this one in the same way.
+
+    Call this before the first load of what another kernel wrote, and before the first store: the
+    predecessor may still read the memory that the store overwrites.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -51,9 +72,9 @@ def wait_for_predecessor(PDL: constexpr):
 def sample(logits, temperature, seed, step, sequence, position):
     """Draw from softmax(logits / temperature) → token (B,) int64, its log-probability (B,) f32.
 
-    logits (B, V) f32. Temperature 0 takes the largest logit, with its log-probability at
-    temperature 1. The random bits depend on these alone: seed and step, ints; sequence (B,) int64,
-    the global number of each row's answer; position (B,) int64, the new token's index in it.
+    logits (B, V) f32. temperature: a float ≥ 0; 0 takes the largest logit, with its log-probability
+    at temperature 1. seed, step: ints. sequence, position (B,) int64: of each row, as explained at
+    the top of this file. A row of NaN gets an arbitrary token of the vocabulary.
     """
     if uses_kernels(logits):
         return _sample(logits, temperature, seed, step, sequence, position)
@@ -66,13 +87,14 @@ def sample(logits, temperature, seed, step, sequence, position):
 
 
 def nucleus(logits, temperature, top_p):
-    """Logits (B, V) f32 → the same with −inf outside the nucleus: the fewest most probable tokens
-    whose probabilities sum to top_p or more, 0 < top_p <= 1 (Holtzman et al. 2020), at most NUCLEUS
-    of them, and all that tie with the last of these. Temperature 0 counts as 1. A row of NaN stays
-    NaN.
+    """Top-p (Holtzman et al. 2020): logits (B, V) f32 → the same with −inf outside the nucleus.
+
+    The nucleus is the fewest most probable tokens whose probabilities sum to top_p or more, with
+    0 < top_p <= 1: at most NUCLEUS tokens, and all that tie with the last of them. Temperature 0
+    counts as 1. A row of NaN stays NaN.
     """
     scaled = logits / (temperature or 1.0)
-    ordered = scaled.topk(min(NUCLEUS, logits.shape[1])).values
+    ordered = scaled.topk(min(NUCLEUS, logits.shape[1])).values  # (B, NUCLEUS), largest first
     p = (ordered - scaled.logsumexp(-1, keepdim=True)).exp()
     before = p.cumsum(-1) - p  # sum over the more probable tokens
     least = ordered.masked_fill(before >= top_p, float("inf")).amin(-1, keepdim=True)  # (B, 1)
@@ -82,28 +104,36 @@ def nucleus(logits, temperature, top_p):
 
 
 def _sample(logits, temperature, seed, step, sequence, position):
-    """sample by two kernels: one finds four numbers and the winner of each tile of 2,048 logits,
-    the other merges a row's tiles.
+    """sample by two kernels. _tile_kernel reduces each tile of 2,048 logits to five numbers,
+    _merge_kernel merges the tiles of a row. Two, because one CTA a row would leave most SMs idle.
     """
     B, V = logits.shape
     logits = logits.contiguous()
     tiles = triton.cdiv(V, VOCAB_TILE)
-    # With z = logits / temperature, of each tile: max z; Σ exp(z − max z); the largest noisy z; the
-    # z of the token that has it. A row's four lines of `tiles` numbers lie one behind the other.
+    # Scratch memory between the kernels. With z = logits / temperature, a row holds four lines of
+    # `tiles` numbers, a number for each tile:
+    #     line 0   max z                          lines 0 and 1 give ln Σ exp z of the row
+    #     line 1   Σ exp(z − max z)
+    #     line 2   max (z + noise)                the tile with the largest one holds the token
+    #     line 3   z of the token that has it     minus ln Σ exp z: the log-probability
     found = logits.new_empty(B, 4, tiles, dtype=torch.float32)
-    winner = sequence.new_empty(B, tiles)  # that token's id
+    winner = sequence.new_empty(B, tiles)  # int64: the id of that token
     token = torch.empty_like(sequence)
     logprob = logits.new_empty(B)
     _tile_kernel[tiles, B](
+        # pointers and scalars: what is drawn
         logits,
         temperature or 1.0,
         seed,
         step,
         sequence,
         position,
+        # pointers: scratch
         found,
         winner,
+        # sizes
         V,
+        # meta
         GREEDY=temperature == 0,
         TILE=VOCAB_TILE,
         **launch_options(logits),
@@ -115,36 +145,40 @@ def _sample(logits, temperature, seed, step, sequence, position):
         logprob,
         tiles,
         TILES=triton.next_power_of_2(tiles),
-        **launch_options(logits),
         num_warps=1,
+        **launch_options(logits),
     )
     return token, logprob
 
 
 @jit(do_not_specialize=["seed", "step"])
 def _tile_kernel(
-    # what is drawn
+    # pointers and scalars: what is drawn
     logits,
     temperature,
     seed,
     step,
     sequence,
     position,
-    # what a tile gives
+    # pointers: scratch
     found,
     winner,
-    # size, meta
+    # sizes
     V,
+    # meta
     GREEDY: constexpr,
     TILE: constexpr,
     PDL: constexpr,
 ):
-    """Grid: (tiles, rows)."""
+    """Grid (tiles, B): a CTA draws among TILE tokens of one row. seed and step are not specialized,
+    because Triton would compile another kernel when one of them is 1 or a multiple of 16.
+    """
     tile = tl.program_id(0)
     b = tl.program_id(1)
-    wait_for_predecessor(PDL)
-    block = tile * (TILE // 4) + tl.arange(0, TILE // 4)
-    ids = tile * TILE + tl.arange(0, TILE)
+    wait_for_predecessor(PDL)  # lm_head's product or nucleus writes logits
+    block = tile * (TILE // 4) + tl.arange(0, TILE // 4)  # (TILE/4,): four tokens share a counter
+    ids = tile * TILE + tl.arange(0, TILE)  # (TILE,): token ids
+    # Ids past V get −inf: they never win and add exp(−inf) = 0.
     z = tl.load(logits + b.to(tl.int64) * V + ids, mask=ids < V, other=float("-inf")) / temperature
     noisy = z
     if not GREEDY:
@@ -156,18 +190,19 @@ def _tile_kernel(
             zero + tl.load(sequence + b).to(tl.int32),
             zero + step.to(tl.int32),
         )
-        bits = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(TILE)  # w0 w1 w2 w3 of each block
+        # join pairs its arguments along a new last dimension: w0 w1 w2 w3 of each block, (TILE,)
+        bits = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(TILE)
         bits = bits.to(tl.uint32, bitcast=True) >> 9
         uniform = (bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23, as in noise()
         noisy = z - tl.log(-tl.log(uniform))
     # The argmax of NaN (a finished row) may lie outside the tile: the minimum keeps it inside V.
     best = tl.minimum(tl.argmax(noisy, 0), V - 1 - tile * TILE)
-    top = tl.max(z, 0)
+    largest = tl.max(z, 0)
     tiles = tl.num_programs(0)
     found += b * 4 * tiles + tile
-    tl.store(found, top)
+    tl.store(found, largest)
     # -1e30: a tile whose logits are all −inf must add exp(−inf) = 0, but −inf − −inf is NaN.
-    tl.store(found + tiles, tl.sum(tl.exp(z - tl.maximum(top, -1e30)), 0))
+    tl.store(found + tiles, tl.sum(tl.exp(z - tl.maximum(largest, -1e30)), 0))
     tl.store(found + 2 * tiles, tl.max(noisy, 0))
     tl.store(found + 3 * tiles, tl.sum(tl.where(ids == tile * TILE + best, z, 0.0), 0))
     tl.store(winner + b * tiles + tile, tile * TILE + best)
@@ -175,17 +210,19 @@ def _tile_kernel(
 
 @jit
 def _merge_kernel(found, winner, token, logprob, tiles, TILES: constexpr, PDL: constexpr):
-    """Grid: (rows,). The token is the winner of the tile with the largest noisy z; its
-    log-probability is its z minus ln Σ exp z over the row.
+    """Grid (B,): a CTA merges a row's tiles. The token is the winner of the tile with the largest
+    noisy z; its log-probability is its z minus ln Σ exp z over the row.
+
+    TILES: `tiles` rounded up to a power of two. Lanes past `tiles` load what never wins and adds 0.
     """
-    wait_for_predecessor(PDL)
+    wait_for_predecessor(PDL)  # _tile_kernel writes found and winner
     b = tl.program_id(0)
     i = tl.arange(0, TILES)
     found += b * 4 * tiles + i
-    top = tl.load(found, mask=i < tiles, other=float("-inf"))
+    top = tl.load(found, mask=i < tiles, other=float("-inf"))  # (TILES,), as are the other lines
     total = tl.load(found + tiles, mask=i < tiles, other=0.0)
     noisy = tl.load(found + 2 * tiles, mask=i < tiles, other=float("-inf"))
-    best = tl.minimum(tl.argmax(noisy, 0), tiles - 1)
+    best = tl.minimum(tl.argmax(noisy, 0), tiles - 1)  # NaN, as above
     largest = tl.max(top, 0)
     log_sum = largest + tl.log(tl.sum(total * tl.exp(top - largest), 0))
     z = tl.load(found + 3 * tiles, mask=i < tiles, other=0.0)
@@ -196,46 +233,49 @@ def _merge_kernel(found, winner, token, logprob, tiles, TILES: constexpr, PDL: c
 def noise(V, seed, step, sequence, position):
     """→ (B, V) f32 standard Gumbel noise, −ln(−ln(uniform)), for sequence and position (B,) int64.
 
-    Philox gives four random words for a counter: token 4i + j of the vocabulary gets word j of
-    counter (i, position, sequence, step), under the key seed.
+    Token 4i + j of the vocabulary gets word j of counter (i, position, sequence, step), under the
+    key seed.
     """
     block = torch.arange((V + 3) // 4, device=sequence.device)[None]  # (1, V/4)
     words = philox(seed, block, position[:, None], sequence[:, None], step & 0xFFFFFFFF)
     bits = torch.stack(words, -1).flatten(1)[:, :V]  # (B, V) 32-bit words
-    # 23 bits + ½ are exact in fp32; 24 could round to uniform = 1, whose noise is infinite and
-    # always wins
+    # 23 bits + ½ are exact in fp32. 24 bits could round to uniform = 1, whose noise is infinite:
+    # such a token would win whatever its logit.
     uniform = ((bits >> 9).float() + 0.5) * 2.0**-23
     return uniform.log_().neg_().log_().neg_()
 
 
 def philox(seed, c0, c1, c2, c3):
     """Philox-4x32-10: a counter of four 32-bit words (int64 tensors or ints) → four random 32-bit
-    words.
+    words, int64 tensors of one shape. seed: 64 bits, the key.
+
+    Each of ten rounds multiplies two words by constants to 64 bits. The product's low half becomes
+    a new word, its high half is mixed by XOR with another word and with the key.
     """
     low = 0xFFFFFFFF
-    key0, key1 = seed & low, (seed >> 32) & low
+    key0 = seed & low
+    key1 = (seed >> 32) & low
     for _ in range(10):
+        a = c0 * 0xD2511F53
+        b = c2 * 0xCD9E8D57
         # int64 overflow may make a >> 32 negative; `& low` keeps the 32 bits that are right
-        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = (
-            ((b >> 32) & low) ^ c1 ^ key0,
-            b & low,
-            ((a >> 32) & low) ^ c3 ^ key1,
-            a & low,
-        )
-        key0, key1 = (key0 + 0x9E3779B9) & low, (key1 + 0xBB67AE85) & low
+        c0 = ((b >> 32) & low) ^ c1 ^ key0
+        c1 = b & low
+        c2 = ((a >> 32) & low) ^ c3 ^ key1
+        c3 = a & low
+        key0 = (key0 + 0x9E3779B9) & low
+        key1 = (key1 + 0xBB67AE85) & low
     return torch.broadcast_tensors(c0, c1, c2, c3)
 
 
 if __name__ == "__main__":
-    number, logits = torch.arange(100_000), torch.tensor([[2.0, 1.0, 0.0, -2.0]])
+    number = torch.arange(100_000)  # of an answer: a draw for the first token of each
+    logits = torch.tensor([[2.0, 1.0, 0.0, -2.0]])
     token, logprob = sample(logits.expand(100_000, 4), 0.7, 5, 0, number, number * 0)
     alone = torch.cat([sample(logits, 0.7, 5, 0, n[None], n[None] * 0)[0] for n in number[:12]])
+    shares = token.bincount(minlength=4) / 100_000
     print("softmax at temperature 0.7   ", *[f"{p:.4f}" for p in (logits[0] / 0.7).softmax(0)])
-    print(
-        "shares of 100 000 draws      ",
-        *[f"{n / 100_000:.4f}" for n in token.bincount(minlength=4)],
-    )
+    print("shares of 100 000 draws      ", *[f"{share:.4f}" for share in shares])
     print("drawn for sequences 0 … 11   ", *token[:12].tolist())
     print("each drawn without the others", *alone.tolist())
     print("exp(log-probability), 5 … 8  ", *[f"{p:.4f}" for p in logprob[5:9].exp()])

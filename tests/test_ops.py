@@ -257,7 +257,7 @@ def test_kernels_compile(cc, everything):
         (elementwise._swiglu_kernel, dict(TILE=1024), 4, 64),
         (attention._rope_kernel, dict(DH=128, ROWS=128, HALF=64), 8, 128),
     ]
-    compile_with_a_wait(cc, jobs, names_of, ("F_",))
+    compile_with_a_wait(cc, jobs, names_of, ("F",))
 
 
 # --- on a GPU
