@@ -164,9 +164,7 @@ class Sampler:
 
     def __init__(self, model, slots=SLOTS):
         self.model, self.slots = model, slots
-        # of the last generate; length: positions of a slot, prefill: prompt tokens of a forward
-        # pass
-        self.stats = dict(slots=0, length=0, prefill=0)
+        self.stats = {}  # of the last generate
         self.loaded = set()  # steps whose kernels are loaded: (rows, greedy?, top-p?, stop tokens)
 
     @torch.no_grad()
@@ -207,6 +205,7 @@ class Sampler:
         longest = length - max_new_tokens
         prefill = max(longest, min(PREFILL_TOKENS, len(prompts) * longest))
         slots = min(self.slots, self._room(length, prefill, top_p), rows)
+        # length: positions of a slot; prefill: most prompt tokens of a forward pass
         self.stats = dict(slots=slots, length=length, prefill=prefill, steps=0)
         self.stats |= dict.fromkeys(("prefill_s", "capture_s", "decode_s"), 0.0)
         waiting = deque((row, prompts[row // group_size]) for row in range(rows))
@@ -346,9 +345,6 @@ class _Batch:
                 bar.update(len(ended))
                 free += ended
                 self.remove_ended(running)
-            if not bar.disable:
-                rate = int(self.rollout.lengths.sum()) / max(bar.format_dict["elapsed"], 1e-9)
-                bar.set_postfix_str(f"{len(running)} running, {rate:.0f} tok/s", refresh=False)
 
     def admit(self, new, running):
         """Prepare the Sequences `new`, which end the list `running`: prefill their prompts, or copy

@@ -115,9 +115,7 @@ def _embed_kernel(ids, table, out, D: constexpr, TILE: constexpr, PDL: constexpr
 
 def rms_norm(x, weight, eps, dtype=None):
     """x (…, D) / rms(x) · weight (D,) f32, computed in fp32 → (…, D) in `dtype`, by default x's."""
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight
-    return normed.to(dtype or x.dtype)
+    return torch.rms_norm(x.float(), x.shape[-1:], weight, eps).to(dtype or x.dtype)
 
 
 def add_norm(x, y, weight, eps, dtype):
