@@ -58,7 +58,8 @@ def measure(args, quant, records):
         rollout_s = common.clock() - began
         update_s = update(sampled)
         slots, prefill = sampler.stats["slots"], sampler.stats["prefill"]
-        plan = memory.plan_of(config, model.config, slots, length, prefill)
+        tokens = config.micro_tokens
+        plan = memory.plan(model.config, quant, args.rank, slots, length, tokens, prefill=prefill)
         asked = ("prompts", "samples", "prompt_length", "new", "rank")
         records.append(
             {name: getattr(args, name) for name in asked}

@@ -16,7 +16,6 @@ import lora
 import model
 from bench import step
 from tools import memory
-from tools.flags import Config
 
 # commits in the log whose embeddings, if not tied to lm_head, were in the GPU's memory
 EARLY = {"1eb07c3", "5fae82c", "dc3b966", "f0c3297", "ab4a418", "7098454-dirty"}
@@ -109,16 +108,6 @@ def test_the_plan_is_within_a_twentieth_of_the_measured_peaks():
             planned += 2e-9 * c.vocab_size * c.hidden_size
         assert abs(planned / r["peak_gb"] - 1) < 0.05, (r, planned)
         assert r["peak_gb"] < planned + 1, "the command leaves 1 GB for the context and gaps"
-
-
-def test_a_runs_plan_has_the_positions_that_were_allocated_and_the_tokens_that_came():
-    """Answers may end long before the limit: slots are allocated for it, the update sees the
-    answers, in micro-batches that hold at least the longest."""
-    c = memory.config("7b")
-    config = Config(quant="bf16", rank=8, micro_tokens=512, gradient_checkpointing=True)
-    for longest, micro_tokens in ((300, 512), (700, 700), (0, 4096)):
-        plan = memory.plan_of(config, c, 8, 4096, 100, longest)
-        assert plan == memory.plan(c, "bf16", 8, 8, 4096, micro_tokens, prefill=100)
 
 
 def printed(capsys, *arguments):

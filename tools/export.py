@@ -1,14 +1,26 @@
 """Weights out: a run, or a model as it is, as a folder that other people's tools load.
 
-    python -m tools.export RUN DST --format bf16              W + (alpha/rank) B A, W as trained on
-                                            nvfp4 | modelopt  W in 4 bits, the LoRA in DST/adapter
+    python -m tools.export RUN DST --format FORMAT
 
-The LoRA alone needs no export: RUN/adapter has PEFT's files. nvfp4 is compressed-tensors' layout of
-the 4 bits, modelopt is ModelOpt's (see tools/weights.py). To round the sum to 4 bits, export bf16,
-then that folder as nvfp4: part of what the adapter learned is lost.
+    FORMAT     weights in DST                               the trained adapter
+    bf16       W + (alpha/rank) B A, rounded to bf16        is merged into the weights
+    nvfp4      W in 4 bits, in compressed-tensors' layout   is in DST/adapter, in PEFT's files
+    modelopt   W in 4 bits, in ModelOpt's layout            is in DST/adapter, in PEFT's files
 
-The folder appears at DST only after it was loaded again and its logits compared; a wrong one is
-DST.wrong. Needs: torch, transformers, safetensors, huggingface_hub; model.py, lora.py, fp4_gemm.py,
+W are the frozen weights that the adapter was trained on. If they are in NVFP4, the 4-bit formats
+write the same codes and scales, and bf16 adds the adapter to the dequantised weights. Embeddings,
+lm_head, norms and biases are never in 4 bits. tools/weights.py describes the two layouts. DST also
+gets the tokenizer and the generation config. The adapter alone needs no export, because RUN/adapter
+has PEFT's files.
+
+No format merges the adapter into 4 bits, because rounding W + (alpha/rank) B A to 4 bits loses part
+of what the adapter learned. To do it all the same, export bf16, then that folder as nvfp4.
+
+An export is checked before it appears. export() writes a temporary folder beside DST, loads it
+again, compares logits and renames it to DST, or to DST.wrong if the logits differ. All of this runs
+on the CPU, in fp32.
+
+Needs: torch, transformers, safetensors, huggingface_hub; model.py, lora.py, fp4_gemm.py,
 tools/weights.py, tools/adapter.py.
 """
 
@@ -17,7 +29,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -30,80 +41,89 @@ import lora
 import model
 from tools import weights
 from tools.adapter import load_adapter
-from tools.weights import CT, MODELOPT
 
-LAYOUTS = {"nvfp4": CT, "modelopt": MODELOPT}  # of 4-bit weights, by --format
-# the ends of the names of a projection's codes, block scales and global scale
-ENDS = {CT: ("_packed", "_scale", "_global_scale"), MODELOPT: ("", "_scale", "_scale_2")}
+# The formats, and how far the logits of what was written may deviate, as a share of their norm.
+# bf16 rounds each weight, by at most 2⁻⁸ of itself. The 4-bit formats keep every bit, with one
+# exception: the inverse of a foreign checkpoint's global scale is rounded to fp32.
+TOLERANCE = {"bf16": 2**-5, "nvfp4": 1e-5, "modelopt": 1e-5}
+# what config.json calls the layouts of 4-bit weights: (quant_method, format or quant_algo)
+LAYOUTS = {"nvfp4": weights.CT, "modelopt": weights.MODELOPT}
+# how the names of a tokenizer's files begin, and that of generation_config.json
 TOKENIZER_FILES = "(tokenizer|vocab|merges|special_t|added_t|chat_template|generation_c)"
-# How far the logits of what was written may be off. bf16 rounds each weight; NVFP4 is exact, but a
-# foreign global scale is inverted, which rounds.
-LIMITS = {"bf16": 2**-5, "nvfp4": 1e-5, "modelopt": 1e-5}
 
 
 @torch.no_grad()
 def export(source, destination, format, adapter="", quant=""):
-    """Write the folder `destination`, read it again → how far its logits are off, as a share of
-    their size.
+    """Write the folder `destination`, load it again → how far its logits deviate, a float.
 
-    source: a run's folder, or what weights.open takes. format: "bf16", "nvfp4" or "modelopt".
-    adapter, quant: override the run's own. ValueError: destination is not empty,
-    nothing to write, or the folder read back gives other logits.
+    source: a run's folder, or a model as weights.open takes it. format: a key of TOLERANCE.
+    adapter: the folder of PEFT's files; "": the run's, or none. quant: a key of model.QUANT, which
+    says how to load weights that are not in 4 bits yet; "": the run's, or "nvfp4".
+
+    The deviation is |new − old| / |old|, over the logits of `probe`. ValueError: `destination` is
+    not an empty folder, there is nothing to write in this format, a file cannot be read or written,
+    or the deviation exceeds the TOLERANCE. After an error there is nothing at `destination`.
     """
     place = Path(destination)
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise ValueError(f"{place} exists and is not an empty folder: name a new one")
     name, quant, adapter = resolve(source, format, adapter, quant)
-    base = weights.open(name)
-    decoder = load(base, quant, adapter)
-    want = probe(decoder)
+    decoder, base = load(name, quant, adapter)
+    expected = probe(decoder)
     place.parent.mkdir(parents=True, exist_ok=True)
-    # Write into a scratch folder beside the place, so that an accident leaves nothing at the place.
-    with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent) as scratch:
-        new = Path(scratch) / "new"
+    # Write into a temporary folder beside `place`: on the same disk, so that a rename moves it.
+    # Python removes it after an error or Ctrl-C.
+    with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent) as temporary:
+        new = Path(temporary) / "new"
         new.mkdir()
-        with weights.readable(place, "cannot be written"):  # on a full disk safetensors names none
+        # On a full disk safetensors raises an error that names no file: readable() adds the name.
+        with weights.readable(place, "cannot be written"):
             copy_tokenizer(base, new)
+            # From here on, quant and adapter are those of what is written.
             if format == "bf16":
-                merge(decoder)
+                quant, adapter = "bf16", ""  # write_tensors merges the adapter
             elif adapter:
-                lora.save_adapter(decoder, new / "adapter", place)  # its base: these 4-bit weights
-            write_weights(decoder, base, new, LAYOUTS.get(format))
-        del decoder  # one model in memory at a time
-        if format == "bf16":
-            again = load(str(new), "bf16", "")
-        else:
-            again = load(str(new), quant, adapter and new / "adapter")
-        off = ((probe(again) - want).norm() / want.norm()).item()
-        right = off <= LIMITS[format]  # False if it is NaN
-        wrong = place.with_name(f"{place.name}.wrong")
-        if not right:
-            shutil.rmtree(wrong, ignore_errors=True)  # of an earlier try
-        os.replace(new, place if right else wrong)
-    if not right:
-        raise ValueError(
-            f"{place} was not made: the logits of what was written, now in {wrong}, are off by "
-            f"{off:.1e} of their size, more than {LIMITS[format]:.1e}"
-        )
-    return off
+                adapter = new / "adapter"
+                lora.save_adapter(decoder, adapter, place)  # names `place` as its base
+            write_config(base.config, new, format)
+            write_tensors(decoder, base, new, format)
+        del decoder  # hold one model in memory at a time
+        again, _ = load(new, quant, adapter)
+        deviation = ((probe(again) - expected).norm() / expected.norm()).item()
+        if deviation <= TOLERANCE[format]:  # False if it is NaN
+            os.replace(new, place)
+            return deviation
+        wrong = f"{place}.wrong"
+        shutil.rmtree(wrong, ignore_errors=True)  # an earlier export may have left one
+        os.replace(new, wrong)
+    raise ValueError(
+        f"{place} was not made: the logits of what was written, now in {wrong}, are off by "
+        f"{deviation:.1e} of their size, more than {TOLERANCE[format]:.1e}"
+    )
+
+
+# --- what is exported
 
 
 def resolve(source, format, adapter, quant):
-    """→ what is exported: the name of a base as weights.open takes it, its quant, the folder of an
-    adapter on it ("" for none). A run's folder as source gives what is not given. ValueError: there
-    is nothing to write in this format.
+    """The arguments of `export` → name of the base model, its quant, folder of its adapter or "".
+
+    If source is a run's folder, the base is the run's, and so are quant and adapter if they are "".
+    ValueError: the run has no adapter yet, its config.json cannot be read, or a 4-bit format is
+    asked of weights that are not quantised.
     """
     run = Path(source)
-    if (run / "config.json").is_file():
-        flags = read_json(run / "config.json")
-        if "quant" in flags:  # a run's, not a model's
+    config_file = run / "config.json"
+    if config_file.is_file():
+        config = read_json(config_file)
+        if "quant" in config:  # flags of train.py; a model's config has no such key
             if not adapter and not (run / "adapter").is_dir():
                 raise ValueError(
                     f"{run} has no adapter: train on with python train.py --resume {run}"
                 )
-            source = flags["model"]
+            source = config["model"]
             adapter = adapter or run / "adapter"
-            quant = quant or flags["quant"]
+            quant = quant or config["quant"]
     if format in LAYOUTS and quant == "bf16":
         raise ValueError(
             "a run of --quant bf16 has no 4 bits to write: take --format bf16, or --quant nvfp4"
@@ -111,23 +131,23 @@ def resolve(source, format, adapter, quant):
     return source, quant or "nvfp4", adapter
 
 
-def load(base, quant, adapter):
-    """→ the Decoder of a base, as model.load takes it, with an adapter's folder if there is one."""
-    settings = read_json(Path(adapter) / "adapter_config.json") if adapter else {}
+def load(name, quant, adapter):
+    """Load a base model, and an adapter unless it is "" → Decoder on the CPU, weights.Source.
+
+    name: as weights.open takes it. ValueError: the base or the adapter is refused.
+    """
+    # The decoder must be built with the adapter's rank and alpha. A value of a wrong type becomes
+    # 1, and load_adapter then refuses the adapter with a sentence that names the value.
+    settings = read_json(Path(adapter) / lora.CONFIG) if adapter else {}
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
-    # load_adapter refuses what is no int, and no number
     rank = rank if type(rank) is int else 1
     alpha = alpha if type(alpha) in (int, float) else 1
-    decoder = model.load(base, quant, rank, alpha)
+    # Open the base only now: it may be a download, for which a wrong adapter should not wait.
+    source = weights.open(name)
+    decoder = model.load(source, quant, rank, alpha)
     if adapter:
         load_adapter(decoder, adapter)
-    return decoder
-
-
-def probe(decoder):
-    """→ the decoder's logits (1, 32, V) f32 after each of 32 fixed tokens."""
-    ids = torch.arange(1, 33)[None] * 7919 % decoder.config.vocab_size
-    return decoder.logits(decoder(ids, torch.arange(32)[None]))
+    return decoder, source
 
 
 def read_json(path):
@@ -136,17 +156,21 @@ def read_json(path):
         return {**json.loads(path.read_text())}
 
 
-def merge(decoder):
-    """W + (alpha/rank) B A becomes W, in bf16."""
-    for layer in lora.lora_layers(decoder).values():
-        A, B = layer.lora_A.data.split(layer.rank), layer.lora_B.data.split(layer.splits)
-        added = torch.cat([layer.scale * b @ a for a, b in zip(A, B, strict=True)])
-        W = fp4_gemm.dequantize(layer.base.W, torch.float32) + added
-        layer.base.W = fp4_gemm.Dense(W.bfloat16())
+def probe(decoder):
+    """→ logits (1, 32, V) f32 of one fixed row of 32 tokens, by which two models are compared."""
+    positions = torch.arange(32)[None]
+    ids = (positions + 1) * 7919 % decoder.config.vocab_size  # a prime spreads them over V
+    return decoder.logits(decoder(ids, positions))
+
+
+# --- what is written
 
 
 def copy_tokenizer(source, folder):
-    """Put the tokenizer with its chat template and the generation config into `folder`."""
+    """Put the tokenizer, its chat template and the generation config into `folder`.
+
+    source: a weights.Source. A GGUF has all of them inside, and transformers converts them.
+    """
     if isinstance(source, weights.GGUF):
         source.tokenizer().save_pretrained(folder)
         GenerationConfig.from_model_config(source.config).save_pretrained(folder)
@@ -156,62 +180,114 @@ def copy_tokenizer(source, folder):
             shutil.copyfile(file, folder / file.name)
 
 
-def write_weights(decoder, source, folder, layout):
-    """config.json and the weights, in `layout` or, if it is None, in bf16. Drops each layer's base
-    once it is converted.
+def write_config(config, folder, format):
+    """Write config.json, and for modelopt hf_quant_config.json.
+
+    config: transformers' config of the base, changed in place. A foreign 4-bit checkpoint's own
+    quantization_config is replaced.
     """
-    config, tensors = source.config, {}
     config.dtype = torch.bfloat16
     config.__dict__.pop("quantization_config", None)
-    if layout:
-        config.quantization_config = quantization(layout, folder)
+    if format in LAYOUTS:
+        config.quantization_config = quantization_config(*LAYOUTS[format])
     config.save_pretrained(folder)
-    for name in weights.tensor_names(config):
+    if format == "modelopt":
+        # Readers of ModelOpt's checkpoints look for this file. vLLM requires the null in it.
+        described = {
+            "producer": {"name": "modelopt", "version": "0.44.0"},
+            "quantization": {
+                "quant_algo": config.quantization_config["quant_algo"],
+                "kv_cache_quant_algo": None,
+                "group_size": 16,
+                "exclude_modules": ["lm_head"],
+            },
+        }
+        (folder / "hf_quant_config.json").write_text(json.dumps(described))
+
+
+def quantization_config(method, kind):
+    """A value of LAYOUTS → config.json's quantization_config: all Linears but lm_head are NVFP4.
+
+    Only weights are quantised: there is no entry for activations, which stay in 16 bits.
+    """
+    of_weights = {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "tensor_group",  # a scale a tensor, and one a group of 16 along K
+        "group_size": 16,
+        "dynamic": False,
+    }
+    config = {
+        "quant_method": method,
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": of_weights}},
+    }
+    if method == "modelopt":
+        return config | {"quant_algo": kind}
+    return config | {"format": kind, "quantization_status": "compressed"}
+
+
+def write_tensors(decoder, source, folder, format):
+    """Write model.safetensors, or several numbered files and their index if it is large.
+
+    The projections are the decoder's, because loading may have quantised them and merging changes
+    them. All other tensors are the source's, in the dtype that they have there, or in bf16 for the
+    format bf16. The decoder is unusable afterwards: it drops its layers' weights one after the
+    other, so that no second copy of all weights exists.
+    """
+    tensors = {}
+    for name in weights.tensor_names(source.config):
         if name in source.names and not name.endswith("_proj.weight"):
             tensor = source.read(name)
-            tensors[name] = tensor if layout else tensor.bfloat16()
+            tensors[name] = tensor.bfloat16() if format == "bf16" else tensor
     for name, layer in lora.lora_layers(decoder).items():
-        parent, _, own = name.rpartition(".")
-        W, layer.base = layer.base.W, None
-        parts = fp4_gemm.unpack(W) if layout else zip(W.weight.split(layer.splits))
-        for projection, part in zip(lora.FUSED.get(own, (own,)), parts, strict=True):
-            if layout == CT:
-                codes, block_scale, global_scale = part
-                part = codes, block_scale, 1 / global_scale.view(1)  # the format's divides
-            for end, tensor in zip(ENDS.get(layout, [""]), part, strict=True):
-                tensors[f"model.{parent}.{projection}.weight{end}"] = tensor.clone()
+        parent, _, module = name.rpartition(".")
+        projections = lora.FUSED.get(module, (module,))  # qkv_proj → q_proj, k_proj, v_proj
+        parts = merged(layer) if format == "bf16" else packed(layer, format)
+        for projection, part in zip(projections, parts, strict=True):
+            for end, tensor in part.items():
+                # clone: the parts of a fused weight may share one storage, which safetensors
+                # refuses to write
+                tensors[f"model.{parent}.{projection}.{end}"] = tensor.clone()
+        layer.base = None  # free the weight
     huggingface_hub.save_torch_state_dict(tensors, folder)
 
 
-def quantization(layout, folder):
-    """→ the quantization_config of a layout. ModelOpt's goes into a file of its own, too, by which
-    readers know whose layout it is.
+def merged(layer):
+    """Yield {"weight": W + (alpha/rank) B A} of each projection of a LoRALinear, (N_i, K) bf16.
+
+    The sum is computed in fp32 and rounded once.
     """
-    method, kind = layout
-    if layout == CT:
-        algorithm = dict(format=kind, quantization_status="compressed")
-    else:
-        algorithm = dict(quant_algo=kind)
-        more = dict(kv_cache_quant_algo=None, group_size=16, exclude_modules=["lm_head"])
-        producer = dict(name="modelopt", version="0.44.0")
-        text = json.dumps(dict(producer=producer, quantization=algorithm | more))
-        (folder / "hf_quant_config.json").write_text(text)
-    of_weights = dict(
-        num_bits=4, type="float", strategy="tensor_group", group_size=16, dynamic=False
-    )
-    return dict(
-        quant_method=method,
-        ignore=["lm_head"],
-        **algorithm,
-        config_groups={"group_0": dict(targets=["Linear"], weights=of_weights)},
-    )
+    W = fp4_gemm.dequantize(layer.base.W, torch.float32).split(layer.splits)  # (N_i, K) each
+    A = layer.lora_A.split(layer.rank)  # (r, K) each
+    B = layer.lora_B.split(layer.splits)  # (N_i, r) each
+    for w, a, b in zip(W, A, B, strict=True):
+        yield {"weight": (w + layer.scale * b @ a).bfloat16()}
+
+
+def packed(layer, format):
+    """Yield {end of a tensor's name: tensor} of each projection of a LoRALinear, by its layout.
+
+    Codes are (N_i, K/2) uint8, block scales (N_i, K/16) float8_e4m3fn. The global scale is fp32.
+    Readers of ModelOpt's layout multiply by it, as we do: shape (). Those of compressed-tensors'
+    divide, so the stored number is its inverse: shape (1,).
+    """
+    for codes, block_scale, global_scale in fp4_gemm.unpack(layer.base.W):
+        if format == "modelopt":
+            yield {"weight": codes, "weight_scale": block_scale, "weight_scale_2": global_scale}
+        else:
+            yield {
+                "weight_packed": codes,
+                "weight_scale": block_scale,
+                "weight_global_scale": 1 / global_scale.view(1),
+            }
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="export.py", description=__doc__.splitlines()[0])
     parser.add_argument("source", help="folder of a run, or a model as train.py's --model takes it")
     parser.add_argument("destination", help="folder to make")
-    parser.add_argument("--format", required=True, choices=LIMITS)
+    parser.add_argument("--format", required=True, choices=TOLERANCE)
     parser.add_argument(
         "--adapter", default="", help="folder of a PEFT adapter (default: the run's)"
     )
@@ -220,10 +296,10 @@ if __name__ == "__main__":
     )
     flags = parser.parse_args()
     try:
-        off = export(**vars(flags))
+        deviation = export(**vars(flags))
     except (ValueError, OSError) as error:
-        print(f"export.py: {error}", file=sys.stderr)
-        sys.exit(2)
+        parser.exit(2, f"export.py: {error}\n")
     print(
-        f"done: {flags.destination}, whose logits are the model's but for {off:.1e} of their size"
+        f"done: {flags.destination}, whose logits are the model's but for {deviation:.1e} of "
+        "their size"
     )

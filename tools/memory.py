@@ -2,27 +2,40 @@
 
     python -m tools.memory --model 32b --memory-gb 40
 
-    peak = weights + adapter and optimizer + the larger of rollout and update
+    peak    = weights + adapter + max(rollout, update)
 
-    weights    0.5625 byte a quantised weight (4 bits, and 8 bits for each 16), 2 for lm_head;
-               embeddings that are not tied to it lie in host memory
-    adapter    12 bytes a parameter (itself and AdamW's two moments, fp32) and 2 for its bf16 copy.
-               With bf16 weights another copy of lora_B, as a block-diagonal matrix with its zeros
-    rollout    keys and values of every slot, logits twice, one weight in bf16, a prefill's
-               activations
-    update     the gradient, and what autograd saves of a micro-batch: with gradient checkpointing
-               the residual stream between layers (fp32), without it every activation. On top the
-               larger of: logits in chunks; one layer's backward: its activations, gradients, one
-               weight in bf16
+    weights = layers · layer_weights    NVFP4: 0.5625 byte a weight, which are 4 bits, and 8 bits
+                                        of scale for each 16 weights. bf16: 2 bytes
+            + 2 V D                     lm_head, bf16
+    adapter = 14 · trained              fp32 parameters (4 bytes), AdamW's two moments in fp32 (8),
+                                        and a bf16 copy of the parameters (2)
+            + layers · block_diagonal   with bf16 weights only: lora_B once more, with its zeros
+    rollout = kv_cache                  keys and values of every slot, bf16
+            + logits                    of every slot, fp32, twice
+            + decoded                   with NVFP4 only: the largest weight in bf16, for cuBLAS
+            + prefill_bytes             the activations of a prefill
+    update  = 4 · trained               the gradient, fp32
+            + activations               micro_tokens · (layers · kept + around): they wait for
+                                        backward
+            + max(logit_chunk,          the logits of a chunk of tokens, and
+                  layer_backward)       the backward of one layer: never at the same time
+
+`plan` computes these terms under these names. D is the width of the model, F that of its MLP, V the
+vocabulary. A slot holds one of the answers that are sampled at once. Sampling frees its memory
+before the update starts, so the peak has only the larger of the two.
+
+The terms of rollout and update are approximate: tests/test_memory.py compares the peak with
+measured ones. Left out as small: norms, biases, the scale of each row, the kernels' counters.
+Embeddings that are not tied to lm_head lie in host memory. The formulas are a GPU's: a CPU computes
+in fp32 and keeps each weight twice, packed and decoded.
 
 A line of the table: a card; the GB needed to sample and train one answer at a time; the most
 answers sampled at a time; the most --micro-tokens; the longest prompt plus answer, 8 at a time; the
 parts of that first peak. 0: nothing fits. The update has --gradient-checkpointing. A card's GB and
-`needs` are 2³⁰ bytes, a part's 10⁹. The formulas are a GPU's: a CPU computes in fp32 and keeps each
-weight twice, packed and decoded.
+`needs` are 2³⁰ bytes, a part's 10⁹.
 
-Needs: transformers; tools/weights.py for configs; model, rollout, fp4_gemm, logprobs for sizes and
-families.
+Needs: transformers; tools/weights.py for configs; model.py, rollout.py, fp4_gemm.py,
+ops/logprobs.py for sizes and families.
 """
 
 import argparse
@@ -39,12 +52,19 @@ from ops.logprobs import LOGITS_AT_ONCE
 from rollout import PREFILL_TOKENS, SLOTS, cached_bytes, prefill_bytes
 from tools import weights
 
-CARDS = 12, 16, 24, 40, 48, 80
+CARDS = 12, 16, 24, 40, 48, 80  # GB as cards are sold: 2³⁰ bytes
 BESIDE = 1.5e9  # bytes for CUDA's context, a display, and the gaps that the allocator leaves
 
-# hidden, layers, query heads, key heads, width of the MLP, vocabulary, lm_head tied to the
-# embeddings
-MODELS = {
+SIZES = (  # of a model, by transformers' names
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+MODELS = {  # the SIZES of released models
     "135m": (576, 30, 9, 3, 1536, 49152, True),  # SmolLM2; the others are Qwen2.5
     "0.5b": (896, 24, 14, 2, 4864, 151936, True),
     "1.5b": (1536, 28, 12, 2, 8960, 151936, True),
@@ -57,24 +77,17 @@ MODELS = {
 
 
 def config(shape):
-    """transformers' config of a name in MODELS."""
-    D, layers, H, Hkv, F, V, tied = MODELS[shape]
+    """→ transformers' config of a name in MODELS."""
     name, context = ("Llama", 8192) if shape == "135m" else ("Qwen2", 32768)
     return getattr(transformers, f"{name}Config")(
-        hidden_size=D,
-        num_hidden_layers=layers,
-        num_attention_heads=H,
-        num_key_value_heads=Hkv,
-        intermediate_size=F,
-        vocab_size=V,
-        tie_word_embeddings=tied,
+        **dict(zip(SIZES, MODELS[shape], strict=True)),
         max_position_embeddings=context,
         architectures=[f"{name}ForCausalLM"],
     )
 
 
 class Plan(NamedTuple):
-    """Bytes. rollout and update never run at the same time, so the peak counts the larger one."""
+    """Bytes on a GPU. Rollout and update take turns, so the peak counts the larger one."""
 
     weights: float
     adapter: float
@@ -98,12 +111,12 @@ class Linear(NamedTuple):
 
     @property
     def stored(self):
-        """Weights with the padding to whole tiles, in which NVFP4 is stored."""
+        """→ N · K with the padding to whole tiles, in which fp4_gemm stores NVFP4."""
         return math.ceil(self.N / ROWS) * ROWS * math.ceil(self.K / COLS) * COLS
 
 
 def linears(c):
-    """→ {name: Linear}. c: a transformers config."""
+    """→ {name: Linear} of the four GEMMs of a layer. c: a transformers config."""
     D, F, Dh = c.hidden_size, c.intermediate_size, head_dim(c)
     q, kv = c.num_attention_heads * Dh, c.num_key_value_heads * Dh
     return {
@@ -124,92 +137,106 @@ def plan(
     checkpointing=True,
     prefill=PREFILL_TOKENS,
 ):
-    """→ Plan. c: a transformers config; slots: answers sampled at once; length: tokens of prompt
-    and answer; prefill: prompt tokens in one forward pass.
+    """The formulas above → Plan, in bytes. ValueError: this decoder does not support the model.
+
+    c: a transformers config. quant: a key of model.QUANT. slots: answers sampled at once. length:
+    tokens of a prompt plus its answer. micro_tokens: tokens of a micro-batch of the update.
+    checkpointing: each layer keeps its input alone, and backward computes the rest again. prefill:
+    prompt tokens in one forward pass.
     """
     D, F, V, layers = c.hidden_size, c.intermediate_size, c.vocab_size, c.num_hidden_layers
     gemms = linears(c).values()
-    numbers = sum(gemm.N * gemm.K for gemm in gemms)  # of a layer's weights
-    largest = max(gemm.N * gemm.K for gemm in gemms)
-    layer = 2 * numbers if quant == "bf16" else 0.5625 * sum(gemm.stored for gemm in gemms)
-    weights = layers * layer + 2 * V * D
-
-    # lora_A has rank rows for each part, lora_B rank columns
-    learned = layers * rank * sum(len(gemm.parts) * gemm.K + gemm.N for gemm in gemms)
-    adapter = 14 * learned
     if quant == "bf16":
-        adapter += 2 * layers * rank * sum(len(gemm.parts) * gemm.N for gemm in gemms)
-    decoded = 0 if quant == "bf16" else 2 * largest  # a weight in bf16, for cuBLAS
-
-    keys_and_values = slots * length * cached_bytes(c)
-    rollout = keys_and_values + slots * 8 * V + decoded + prefill_bytes(c, prefill)
-
-    # What autograd saves per token and layer, in bytes: two residual sums (fp32) and their norms,
-    # qkv before and after RoPE, attention's output, gate, up, SwiGLU's output, x @ A.T. Qwen3's
-    # head norms save fp32 q and k.
-    qkv, q = linears(c)["qkv"].N, linears(c)["o"].K
-    saved = 14 * D + 4 * qkv + 6 * F + 14 * rank
-    *_, head_norm = family(c)
-    if head_norm:
-        saved += 2 * (q + qkv)
-    # The most that one layer's backward adds: gate's and up's gradients (4 F); or, once gate, up
-    # and their product (6 F) are freed, these gradients beside the decoded weight.
-    added = max(micro_tokens * (8 * D + 4 * F), micro_tokens * (8 * D - 2 * F) + decoded)
-    if checkpointing:  # all layers keep their input; one layer at a time is recomputed
-        kept, recomputed = 4 * D * layers, saved
+        layer_weights = sum(2 * gemm.N * gemm.K for gemm in gemms)
+        block_diagonal = 2 * rank * sum(len(gemm.parts) * gemm.N for gemm in gemms)  # (N, S·r)
+        decoded = 0
     else:
-        kept, recomputed = saved * layers, 0
-    on_top = max(6 * LOGITS_AT_ONCE, micro_tokens * recomputed + added)
-    update = 4 * learned + micro_tokens * (kept + 12 * D) + on_top
+        layer_weights = 0.5625 * sum(gemm.stored for gemm in gemms)
+        block_diagonal = 0
+        decoded = max(2 * gemm.N * gemm.K for gemm in gemms)
+    weights = layers * layer_weights + 2 * V * D
+
+    # A GEMM of S parts has lora_A (S·r, K) and lora_B (N, r).
+    trained = layers * rank * sum(len(gemm.parts) * gemm.K + gemm.N for gemm in gemms)
+    adapter = 14 * trained + layers * block_diagonal
+
+    kv_cache = slots * length * cached_bytes(c)
+    logits = slots * 8 * V
+    rollout = kv_cache + logits + decoded + prefill_bytes(c, prefill)
+
+    kept = saved_bytes(c, rank)  # a token, in every layer, from forward until backward
+    recomputed = 0  # a token, in one layer at a time
+    if checkpointing:
+        recomputed = kept
+        kept = 4 * D  # the layer's input: the residual stream, fp32
+    # An allowance for what follows the layers: the last residual sum (fp32), its norm, the states
+    # before answer tokens and the derivatives of the log-probabilities in them (bf16).
+    around = 12 * D
+    activations = micro_tokens * (layers * kept + around)
+    logit_chunk = 6 * LOGITS_AT_ONCE  # logits in fp32, their derivative in bf16
+    # The MLP's backward makes the gradients of gate and up (4 F). It still holds them when it
+    # decodes the weight of gate_up, but then gate, up and SwiGLU's output (6 F) are free.
+    mlp_backward = max(micro_tokens * 4 * F, decoded - micro_tokens * 2 * F)
+    # 8 D: gradients of the residual stream, fp32, the arriving one and the one passed on
+    layer_backward = micro_tokens * (recomputed + 8 * D) + mlp_backward
+    update = 4 * trained + activations + max(logit_chunk, layer_backward)
     return Plan(weights, adapter, rollout, update)
 
 
-def plan_of(config, c, slots, length, prefill=PREFILL_TOKENS, longest=0):
-    """The plan of a run. config: a flags.Config; longest: tokens of the longest row, if it is
-    known.
+def saved_bytes(c, rank):
+    """→ bytes that autograd saves of a token in one layer, by the GPU's kernels.
+
+    c: a transformers config. Approximate where q is not D wide: attention's output has q's width.
     """
-    return plan(
-        c,
-        config.quant,
-        config.rank,
-        slots,
-        length,
-        max(config.micro_tokens, longest or length),
-        config.gradient_checkpointing,
-        prefill,
+    D, F = c.hidden_size, c.intermediate_size
+    q, kv, _ = linears(c)["qkv"].parts
+    *_, head_norm = family(c)
+    return (
+        8 * D  # the residual stream after each of its two sums, fp32
+        + 4 * D  # the norms of both, bf16: what qkv and gate_up multiply
+        + 4 * (q + 2 * kv)  # q, k and v before and after RoPE, bf16
+        + 2 * D  # attention's output, bf16: what o multiplies
+        + 6 * F  # gate, up and SwiGLU's output, bf16
+        + 14 * rank  # x @ lora_A.T of the seven projections, bf16
+        + (4 * (q + kv) if head_norm else 0)  # Qwen3's norm of each head: q and k, fp32
     )
 
 
 class Row(NamedTuple):
-    """A line of the table: what fits on a card."""
+    """A line of the table: what fits on a card. A number is 0 if not even 1 fits."""
 
-    card: float  # 2³⁰ bytes
     needs: float  # 2³⁰ bytes, to sample and train one answer at a time
     answers: int  # most sampled at a time
-    micro_tokens: int  # most
-    longest: int  # tokens of prompt and answer, 8 at a time
+    micro_tokens: int  # most, in whole answers of the length that the table is for
+    longest: int  # tokens of the longest prompt plus answer, 8 sampled and 1 trained at a time
     plan: Plan  # of one answer at a time
 
 
 def row_of(c, quant, rank, prompt, new, gb):
-    """→ Row. c: a transformers config; prompt, new: tokens; gb: of the card."""
+    """What fits on a card of `gb` · 2³⁰ bytes → Row, with gradient checkpointing.
+
+    c: a transformers config. prompt, new: tokens of a prompt, and at most of an answer. ValueError:
+    this decoder does not support the model.
+    """
     room, length = gb * 2**30 - BESIDE, prompt + new
 
-    def peak(slots, micro_tokens, length=length):
+    def planned(slots, length, batch=1):
+        """→ Plan of slots answers at a time in the rollout, of batch in the update."""
         prefill = max(prompt, min(PREFILL_TOKENS, slots * prompt))
-        return plan(c, quant, rank, slots, length, micro_tokens, prefill=prefill).peak
+        return plan(c, quant, rank, slots, length, batch * length, prefill=prefill)
 
-    def most(limit, peak_of):
-        """→ the largest number up to limit whose peak fits; 0 if none does."""
-        return bisect.bisect(range(1, limit + 1), room, key=peak_of)
+    def most(limit, plan_of_number):
+        """→ the largest number up to limit whose plan fits the card; 0 if none does."""
+        # A peak grows with the number, so the peaks are sorted, as bisect requires.
+        return bisect.bisect(range(1, limit + 1), room, key=lambda n: plan_of_number(n).peak)
 
+    one = planned(1, length)
     return Row(
-        card=gb,
-        needs=(peak(1, length) + BESIDE) / 2**30,
-        answers=most(SLOTS, lambda n: peak(n, length)),
-        micro_tokens=most(128, lambda n: peak(1, n * length)) * length,
-        longest=most(c.max_position_embeddings, lambda n: peak(8, n, n)),
-        plan=plan(c, quant, rank, 1, length, length, prefill=prompt),
+        needs=(one.peak + BESIDE) / 2**30,
+        answers=most(SLOTS, lambda n: planned(n, length)),
+        micro_tokens=most(128, lambda n: planned(1, length, n)) * length,
+        longest=most(c.max_position_embeddings, lambda n: planned(8, n)),
+        plan=one,
     )
 
 
@@ -241,12 +268,11 @@ def main(arguments):
                 f"{min(cards)}: give 1 or more, within the context of {context} tokens"
             )
         for gb in cards:
-            line = row_of(c, args.quant, rank, prompt, new, gb)
-            parts = line.plan
+            row = row_of(c, args.quant, rank, prompt, new, gb)
             print(
-                f"{line.card:6g}{line.needs:7.1f}{line.answers:9}{line.micro_tokens:16}"
-                f"{line.longest:9}{parts.weights / 1e9:9.2f}{parts.adapter / 1e9:9.2f}"
-                f"{parts.rollout / 1e9:9.2f}{parts.update / 1e9:8.2f}  {name}"
+                f"{gb:6g}{row.needs:7.1f}{row.answers:9}{row.micro_tokens:16}{row.longest:9}"
+                f"{row.plan.weights / 1e9:9.2f}{row.plan.adapter / 1e9:9.2f}"
+                f"{row.plan.rollout / 1e9:9.2f}{row.plan.update / 1e9:8.2f}  {name}"
             )
 
 
