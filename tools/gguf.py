@@ -2,14 +2,21 @@
 
     file = GGUFFile(Path("SmolLM2-135M-Instruct.Q4_1.gguf"))
     file.config                                       transformers' config
-    file.read("model.layers.0.mlp.down_proj.weight")  fp32, whatever type of weights it has
+    file.read("model.layers.0.mlp.down_proj.weight")  (N, K) fp32, whatever type the file stores
 
-GGUF stores q and k of Llama models with the two halves of each head interleaved, because llama.cpp
-rotates neighbors where transformers rotates i with i + Dh/2. Of a head with Dh = 8, its rows
-0 4 1 5 2 6 3 7 become 0 1 2 3 4 5 6 7 again.
+llama.cpp's RoPE rotates row 2i of a head together with row 2i + 1, transformers' rotates row i
+together with row i + Dh/2. So llama.cpp's converter interleaves the two halves of each head of q
+and k of a Llama model, and read() undoes that. With Dh = 8, a head of transformers' rows
 
-Here are also two helpers that tools/weights.py shares. Needs: torch, transformers, numpy, gguf (the
-library); nvfp4.py.
+    0 1 2 3 4 5 6 7  is stored as  0 4 1 5 2 6 3 7
+
+Qwen models are stored in transformers' order. Without the step a Llama still loads, and writes
+nonsense.
+
+tools/weights.py also takes `readable` and `tensor_names` from this file. All of it runs on the CPU.
+
+Needs: torch, transformers, numpy, gguf (llama.cpp's library); nvfp4.py. The library is imported in
+functions, because safetensors load without it.
 """
 
 import re
@@ -25,13 +32,17 @@ import nvfp4
 
 
 class GGUFFile:
-    """names: {transformers' name: gguf's tensor}. unread: names, and tensors that no model has a
-    place for.
+    """A parsed .gguf file. Its tensors stay in the mapped file until read() dequantises them.
+
+    path: the file. reader: the library's GGUFReader. config: transformers' config. names:
+    {transformers' name: the library's ReaderTensor}, of the tensors that a model can ask for.
+    unread: the keys of names, and llama.cpp's names of all other tensors in the file. The caller
+    discards what it reads; what remains has no place in the model.
     """
 
     def __init__(self, path):
-        """ValueError: no .gguf that can be read, of another architecture, or with RoPE scaling that
-        is not read.
+        """path: a pathlib.Path. ValueError: the file is damaged, of an architecture that
+        transformers does not read, one part of several, or scales RoPE in a way that we do not.
         """
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
@@ -43,12 +54,14 @@ class GGUFFile:
             raise ValueError(
                 f"{path} is one part of {parts}: join them with llama-gguf-split --merge"
             )
-        with self.given_to_transformers(), readable(path):
+        with self.shared_with_transformers(), readable(path):
             self.config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        # a config from a GGUF names no architecture: LlamaConfig → LlamaForCausalLM
         self.config.architectures = [type(self.config).__name__.replace("Config", "ForCausalLM")]
-        architecture = self.field("general.architecture", None)
+        architecture = self.field("general.architecture", None)  # "llama", "qwen2", "qwen3"
         stored = {tensor.name: tensor for tensor in self.reader.tensors}
         self._scale_rope(stored.pop("rope_freqs.weight", None), f"{architecture}.rope.")
+        # model.layers.0.mlp.down_proj.weight → blk.0.ffn_down.weight
         number = next(key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
         short = get_tensor_name_map(number, self.config.num_hidden_layers)
         self.names = {}
@@ -59,13 +72,17 @@ class GGUFFile:
         self.unread = set(self.names) | set(stored)
 
     def field(self, key, default):
-        """→ the value of a key of the file's header."""
+        """→ the value of a key in the file's header, or the default if the header lacks the key."""
         return self.reader.fields[key].contents() if key in self.reader.fields else default
 
     @contextmanager
-    def given_to_transformers(self):
-        """transformers parses the file again, for a config and for a tokenizer, which takes
-        seconds. In this context it gets our reader.
+    def shared_with_transformers(self):
+        """Inside the block transformers gets our reader instead of parsing the file again.
+
+        transformers parses the file once for the config and once for the tokenizer, and each time
+        takes seconds. It offers no way to pass a reader, but it looks up gguf.GGUFReader at each
+        call. So the block replaces this class by a function that returns our reader for any path.
+        Hence inside the block nothing else may open a .gguf file, in another thread neither.
         """
         import gguf
 
@@ -76,72 +93,94 @@ class GGUFFile:
         finally:
             gguf.GGUFReader = theirs
 
-    def _scale_rope(self, factors, prefix):
-        """transformers ignores a GGUF's RoPE scaling. Llama 3's is stored as one divisor per
-        frequency, factors; the largest is `factor`, which alone differs between its models.
-        ValueError: any other scaling. prefix: of the keys.
+    def _scale_rope(self, divisors, prefix):
+        """Put Llama 3's RoPE scaling into the config, because transformers ignores a GGUF's.
+
+        divisors: the file's tensor of one divisor per frequency, (Dh/2,) f32, or None. prefix: of
+        the header's keys, such as "llama.rope.". ValueError: any other scaling, because the model
+        would load and compute wrong positions.
         """
         kind = self.field(f"{prefix}scaling.type", "none")
-        # llama.cpp scales linearly by a factor without a type; 0 stands for none
+        # An old file may have a factor without a type, and llama.cpp then scales linearly. A factor
+        # of 0 means none.
         scales = {self.field(f"{prefix}scaling.factor", 1), self.field(f"{prefix}scale_linear", 1)}
         if kind == "none" and scales - {0, 1}:
             kind = "a factor"
-        if factors is not None:
-            factors = torch.from_numpy(factors.data.copy())
-            rope = self.config.rope_parameters
-            rope |= dict(
-                rope_type="llama3",
-                factor=factors.max().item(),
-                low_freq_factor=1.0,
-                high_freq_factor=4.0,
-                original_max_position_embeddings=8192,
-            )
-            scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](self.config, "cpu")  # (Dh/2,)
-            plain = rope["rope_theta"] ** -(torch.arange(len(scaled)) / len(scaled))
-            if len(factors) != len(scaled) or not torch.allclose(
-                plain / scaled, factors, rtol=1e-3
-            ):
-                kind = "factors that are not Llama 3's"
+        if divisors is not None and not self._use_llama3_rope(
+            torch.from_numpy(divisors.data.copy())
+        ):
+            kind = "factors that are not Llama 3's"
         if kind != "none":
             raise ValueError(
                 f"{self.path} scales RoPE by {kind}, which is not read from a GGUF: take this "
                 "model's safetensors"
             )
 
+    def _use_llama3_rope(self, divisors):
+        """Set the config's RoPE to Llama 3's → True if its divisors are those of the file.
+
+        Llama 3 divides low frequencies by `factor`, high ones by 1, and those between by something
+        between. So the largest divisor is `factor`. It alone differs between Llama 3.1 and 3.2; the
+        other three numbers are in every config.json of the two.
+        """
+        rope = self.config.rope_parameters
+        rope |= dict(
+            rope_type="llama3",
+            factor=divisors.max().item(),
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=8192,
+        )
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](self.config, "cpu")  # (Dh/2,) f32
+        plain = rope["rope_theta"] ** -(torch.arange(len(scaled)) / len(scaled))  # θ^(−2i/Dh)
+        # compare lengths first: one divisor would broadcast
+        return len(divisors) == len(scaled) and torch.allclose(plain / scaled, divisors, rtol=1e-3)
+
     def read(self, name):
-        """→ the tensor in fp32, with transformers' shape and order of rows. ValueError: a type that
-        gguf does not know.
+        """→ the tensor in fp32, with transformers' shape and order of rows.
+
+        name: a key of names. ValueError: the library cannot dequantise the type.
         """
         from gguf.quants import dequantize
 
-        stored = self.names[name]
+        stored = self.names[name]  # its data: fp32 or fp16 values, or u8 (N, bytes of a row)
         tensor = torch.empty(stored.shape[::-1].tolist())  # GGUF names the fastest dimension first
 
-        def fill(place, rows):  # one long row, because gguf dequantises 16 rows at a time
+        def fill(place, rows):
+            # The library loops over 16 rows at a time, so pass all rows as one long row. That is
+            # the same, because no quantisation block spans two rows.
             place[:] = dequantize(rows.ravel(), stored.tensor_type).reshape(place.shape)
 
+        # Work in pieces of about nvfp4.CHUNK values: dequantize makes several temporaries of its
+        # input's size, and numpy releases the GIL, so that threads share the work. Both splits cut
+        # the first dimension, at the same rows.
         pieces = (tensor.numel() + nvfp4.CHUNK - 1) // nvfp4.CHUNK
-        places = np.array_split(tensor.numpy(), pieces)
+        places = np.array_split(tensor.numpy(), pieces)  # views: filling them fills the tensor
         rows = np.array_split(stored.data, pieces)
         with (
             readable(self.path, f"holds {name}, which gguf cannot dequantise"),
             ThreadPoolExecutor() as pool,
         ):
-            list(pool.map(fill, places, rows))
+            list(pool.map(fill, places, rows))  # list: raises what a thread raised
         if self.config.architectures == ["LlamaForCausalLM"] and re.search(r"\.[qk]_proj\.", name):
+            # row 2i of a head → row i, row 2i + 1 → row i + Dh/2; the header has an example
             half = self.config.head_dim // 2
-            pairs = tensor.view(-1, half, 2, *tensor.shape[1:])  # (heads, Dh/2, 2, …)
+            pairs = tensor.view(-1, half, 2, *tensor.shape[1:])  # (heads, Dh/2, 2, K), no K: a bias
             tensor = pairs.transpose(1, 2).reshape(tensor.shape)
         return tensor
 
 
 def parse(path):
-    """→ gguf's reader of a file."""
+    """→ the library's reader of a file. It raises errors of many types if the file is damaged."""
     from gguf import GGUFReader
 
     class Reader(GGUFReader):
-        """GGUFReader slices the mapped file 600,000 times. A slice of a memmap is slow, one of an
-        array is not, and reads the same mapped pages.
+        """Parses faster than GGUFReader, because its `data` is an array instead of a memmap.
+
+        GGUFReader assigns np.memmap(path) to self.data and then slices it hundreds of thousands of
+        times, mostly for the vocabulary. Each slice of a memmap is a memmap, which is slow to
+        construct. The array has the same mapped pages, so that the file is still read from disk
+        only where it is used.
         """
 
         @property
@@ -157,7 +196,11 @@ def parse(path):
 
 @contextmanager
 def readable(path, what="cannot be read"):
-    """Inside the block any error becomes a ValueError of one sentence that begins with `path`."""
+    """Inside the block any error becomes a ValueError of one sentence: "PATH WHAT: reason".
+
+    path: the file, or any subject of the sentence. The reason is the error's first line. If that
+    ends in a colon, the next line is appended, because only that line tells something.
+    """
     try:
         yield
     except Exception as error:  # each library raises its own types
@@ -166,7 +209,11 @@ def readable(path, what="cannot be read"):
 
 
 def tensor_names(config):
-    """The name of every tensor that a dense decoder of this depth can have."""
+    """Yield transformers' name of every tensor that a dense Llama or Qwen of this depth can have.
+
+    config: transformers', of which num_hidden_layers is read. A model has some of them only: a
+    tied one has no lm_head, a Llama no q_norm, and few have biases.
+    """
     yield from ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
     for i in range(config.num_hidden_layers):
         at = f"model.layers.{i}."
