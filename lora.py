@@ -265,5 +265,3 @@ if __name__ == "__main__":
     merged = base.weight + layer.scale * layer.lora_B @ layer.lora_A
     print(f"lora_B ≠ 0: differs from the base by {(layer(x) - base(x)).abs().max():.2f},")
     print(f"            from x @ (W + scale·B·A).T by {(layer(x) - x @ merged.T).abs().max():.1e}")
-    learned = layer.lora_A.numel() + layer.lora_B.numel()
-    print(f"{learned} numbers learn beside {base.weight.numel()} frozen ones")
