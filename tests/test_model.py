@@ -113,7 +113,7 @@ def test_smollm2_equals_transformers(smollm2):
     here.
     """
     source, tokenizer = smollm2
-    with source.parsed():
+    with source.file.shared_with_transformers():
         oracle = AutoModelForCausalLM.from_pretrained(
             source.folder, gguf_file=source.path.name, dtype=torch.float32
         )
