@@ -464,7 +464,7 @@ def _scaled_product(x, matrix, scale):
 
 
 def _gradient_of_B(dy, xa, splits):
-    """→ (N, R / S): of dy.T @ xa (N, R) the columns that belong to each row's part."""
+    """→ (N, R / S). dy.T @ xa is (N, R): keep of each row the columns of the row's own part."""
     parts = enumerate((dy.T @ xa).split(splits))
     return torch.cat([rows.chunk(len(splits), 1)[part] for part, rows in parts])
 

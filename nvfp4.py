@@ -145,8 +145,8 @@ def _choose_scale(magnitude, offsets):
 
 
 def _divisor(scale):
-    """scale (…) f32 → the same with inf for 0. A tiny block's scale rounds to 0: divided by 0 its
-    weights would be inf or NaN, divided by inf they are 0 and get the code 0.
+    """scale (…) f32 → the same with inf for 0. The scale of a block of tiny weights rounds to
+    0. Divided by 0 these weights would be inf or NaN; divided by inf they are 0 and get the code 0.
     """
     return scale.masked_fill(scale == 0, math.inf)
 

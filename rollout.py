@@ -164,7 +164,7 @@ class Sampler:
 
     def __init__(self, model, slots=SLOTS):
         self.model, self.slots = model, slots
-        self.stats = {}  # of the last generate
+        self.stats = {}  # measurements of the last call of generate
         self.loaded = set()  # steps whose kernels are loaded: (rows, greedy?, top-p?, stop tokens)
 
     @torch.no_grad()
@@ -407,7 +407,7 @@ class _Batch:
         self.rows.shared_slot[:size] = self.rows.slot[leader]
 
     def run_steps(self, running):
-        """Draw up to 8 tokens for each running row, then read where the rows are: −1 if ended."""
+        """Draw up to 8 tokens for each running row, then copy each row's position from the GPU."""
         size, steps = len(running), 1
         if self.cuda:  # one graph for all sizes up to a power of two
             size = min(self.slots, _power_of_two(size))

@@ -302,7 +302,7 @@ def read(source, check):
             if line.strip():
                 record = {**json.loads(line)}  # TypeError for an array
                 problems.append(check(record))
-    except Exception as error:  # datasets raises a dozen kinds
+    except Exception as error:  # the library datasets raises a dozen types of errors
         if number:
             remedy = REMEDIES.get(type(error), "")
             raise ValueError(f"{source}, line {number}: {error}{remedy}") from None

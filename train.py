@@ -208,8 +208,8 @@ def advantages_of(config, rewards):
 
 
 def batch_of(problems, config, step, attempt=0):
-    """→ the P problems of (step, attempt), P over all ranks. Steps and attempts read on through
-    all problems, which are shuffled anew in each epoch.
+    """→ the P problems of (step, attempt), P over all ranks. Each attempt of each step takes the
+    next P problems of the shuffled list, which is shuffled anew in each epoch.
     """
     start = (step * (1 + config.resample) + attempt) * config.prompts
     picked, epoch = [], None

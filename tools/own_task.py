@@ -31,8 +31,8 @@ def load_task_file(path, held_out=32):
     ValueError: file, line and reason. The rewards and prompts of the Task raise such errors, too.
     """
     path = os.path.abspath(path)
-    # Behind our own folder, whose modules keep their names. The folder stays on the path, because
-    # reward() may import from it much later.
+    # Behind our own folder, so that no file of the user hides one of our modules. The folder stays
+    # on the path, because reward() may import from it much later.
     sys.path.insert(1, os.path.dirname(path))
     module = _call(path, "import", lambda: runpy.run_path(path))
     missing = {"problems", "reward"} - module.keys()

@@ -150,7 +150,9 @@ def jsonl(path):
             f"{path.parent} holds no {path.name}: name the folder of a run that has made a step"
         )
     for text in path.read_bytes().split(b"\n"):
-        with suppress(ValueError, RecursionError):  # cut off, or brackets nested too deep
+        with suppress(
+            ValueError, RecursionError
+        ):  # the line was cut off, or its brackets nest too deep
             yield json.loads(text)
 
 
