@@ -8,26 +8,33 @@ r"""Tasks: problems, a prompt for each, and a reward that a program can verify: 
 An answer scores 1 if the model ended it (finished) and if it is right:
 
     multiplication, addition    the last number in the text equals the result exactly
-    gsm8k                       the number after the last "####" that a number follows equals the
-                                solution's. "#### 1. First step" is a heading, and skipped;
-                                "#### 6 * 3 = 18" answers 18. Without such a mark: the last number
-                                in the last \boxed{…}, else in the text
+    gsm8k                       its number equals the solution's. The mark is the last "####". Its
+                                line is what follows on that line or, if that has no digit, the next
+                                line that is not empty. Behind the last "=" of this line, the first
+                                number counts. Without a mark it is the number in the last
+                                \boxed{…}, else the last number in the text
     math                        math-verify finds the last \boxed{…} equal to the solution
 
-    "7 * 8 = 56."         56    "-7", "−7", "-$7"       −7      "1,000" is 1000; "1,00" ends with 00
-    "$56", "56%", "56kg"  56    "5-3", "5 - 3", "5 -3"   3      "3/4", "\frac{3}{4}" ¾; "1 1/2" 1½
-    "7.0", "7 m^2"         7    "5e3", "2.5E-1"    5000, ¼      "3^2", "9**9": powers score 0
+    "7 * 8 = 56."         56    "-7", "−$7", "- 7"      −7      "1,000" is 1000; "3/4", "\frac34" ¾
+    "$56", "56%", "56kg"  56    "7.0", "7 m^2", "**7**"  7      "1 1/2", "5e3", "5E-1"  1½ 5000 ½
 
-A minus that touches a number is its sign, unless it subtracts. Units and percent signs are ignored.
-Only ASCII digits and the last 2,000 characters are read; a number of over 40 digits scores 0. No
-text is evaluated as code. Judging takes at most a few milliseconds, or 1 s of processor time where
-math-verify judges.
+A number that something changes is no answer and scores 0, because a part of it would reward a wrong
+answer: 18², 2^18, √18, 18!, 18 * 2, 5 apples + 3 apples, 10–18, 5k, 5 million, 18,5, 1'000, 1 000,
+0x12. Only ASCII digits are read, at most 40 of them. No text is evaluated as code. Judging takes a
+few milliseconds, or at most 1 s of processor time where math-verify judges.
+
+math-verify leaves out some parts of a formula, so tasks.py decides about these: a base (52_8),
+dots, a prime or a word such as "million" must be the same in both texts; 5\% is 1/20; (1, 2) is
+not {1, 2}; of 5 = 6, both sides must be right.
 
 data is a JSONL file, or a dataset of the hub as owner/name[/config][:split], whose records have
 
     gsm8k    question; answer, which ends with "#### 18"           openai/gsm8k/main
     math     problem, question or prompt, which may be a chat; and HuggingFaceH4/MATH-500:test
              answer, reward_model.ground_truth, solution          open-r1/DAPO-Math-17k-Processed/en
+
+Questions that differ in blanks or case only are one problem. A gold that nobody could answer is
+refused with its line: prose, two numbers, two answers to one question.
 
 tools/own_task.py makes a Task of a Python file of the user's.
 
@@ -44,56 +51,60 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
-from itertools import accumulate, combinations
+from itertools import accumulate, combinations, starmap
 from typing import NamedTuple
 
 GSM8K = "{question}\nThink step by step, and end with a line of the form #### <number>."
 MATH = "{problem}\nThink step by step, and put the final answer into \\boxed{{}}."
 
 MAX_PAIRS = 1_000_000  # of operands: all pairs of 0-999 are held in memory
-MAX_TEXT = 2000  # characters at the end of an answer, which alone are read
-MAX_DIGITS = 40  # of a number, and its largest exponent
 MAX_FORMULA = 500  # characters of a formula in LaTeX
 MAX_DEPTH = 8  # levels of nested brackets in a formula
 
-# One number: a sign, a currency, then a fraction (3/4, or 1 1/2 with a whole part) or a decimal
-# (1,000.5, or .5 unless a word or a point precedes) with an exponent (5e3).
+# What LaTeX stands for in plain text, replaced in this order. An operator becomes ×, a root √.
+PLAIN = (
+    (r"\\[dt]?frac *([0-9]) *([0-9])", r"\\frac{\1}{\2}"),
+    (r"([0-9]?) ?\\[dt]?frac *\{ *(-?[0-9]+) *\} *\{ *([0-9]+) *\}", r"\1 \2/\3"),
+    (r"\{,\}", ","),
+    (r"\\(?:times|cdot|div|pm)(?![a-z])", " × "),
+    (r"\\(?:sqrt|log|ln|sin|cos|tan)(?:\[[^]]{0,9}\])?[ ({]*", "√"),
+    (r"\^ *\{? *\\circ *\}?", "°"),
+    (r"\\(?:text|textbf|mathrm|mathbf|mbox|left|right) *|\\(?=[$%#])|[{}]", ""),
+    (r"\\[,;:! ]", " "),
+    (r"\\(?:boxed|[\\()[\]])", "|"),
+    # the exponent of a unit, which does not change the number before it: 540 m^2, 540 cm3, m²
+    (r"(?<![A-Za-z])([ms]|[A-Za-z]{2,20})([$.]?)(?:\^?[23]|[²³])(?![0-9])", r"\1\2"),
+)
+# A word; and a word that is a number: 18, -$1,000.50, 3/4, 1 1/2, 5e3. It may have a unit (18kg,
+# 18th, 5%), emphasis (**18**), another word in front of it (total:18, COVID-19) and punctuation.
+WORD = re.compile(r"[-–−$]*[0-9]+ [0-9]+/[^\s)]+|[^\s=<>≈~()\[\]|;“”&→—]+")
 NUMBER = re.compile(
-    r"""
-    (?P<sign>[-\u2212])? (?:\\?[$€£])?
-    (?: (?:(?P<whole>[0-9]+)[ ])? (?P<numerator>[0-9]+) / (?P<denominator>[0-9]+) (?![.]?[0-9])
-      | (?P<decimal> (?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]) | [0-9]+) (?:[.][0-9]+)?
-                   | (?<![\w.])[.][0-9]+ )
-        (?:[eE](?P<exponent>[+-]?[0-9]+))? )
-    """,
-    re.VERBOSE,
+    r"(?:[^\W\d_]+[:.…-]+)?[*_`'\"#]*[-–−+]?(?:[A-Z]*[$€£¥₹])?[-–−]?"
+    r"(?P<value>(?:[0-9]{1,20} )?[0-9]{1,20}/0*[1-9][0-9]{0,19}"
+    r"|(?:[1-9][0-9]{0,2}(?:,[0-9]{3}){1,12}|[0-9]{1,40})(?:\.[0-9]{1,40})?"
+    r"(?:[eE][+-]?[0-9]{1,2})?"
+    r"|\.[0-9]{1,40})"
+    r"(?P<unit>[%°$€£¥₹]*[^\W\d_]*(?:[-/–][^\W\d_]+)*)[*_`'\".,:?…$]*"
 )
-# A fraction in LaTeX, \frac{3}{4}, which a whole part of one digit may precede.
-FRACTION = re.compile(r"(?:([0-9]) ?)?\\[dt]?frac\{ ?(-?[0-9]+) ?\}\{ ?([0-9]+) ?\}")
-# The mark "####". If an equation follows, as in "#### 6 * 3 = 18", the match includes all of it up
-# to the result.
-MARK = re.compile(
-    r"####[ \t=:*_`(<\\$]*(?:[-−]?[0-9][0-9.,/]*[ )]*(?:[-+*−×÷x]|/ |\\(?:times|cdot|div))"
-    r"(?:[-+*/−×÷x0-9.,$() ]|\\[a-z]+)*=[ $]*)*"
+# What changes the number before it: 5 million, 5k; 18 000; 18 * 2, 5 apples + 3 apples.
+MULTIPLE = (
+    r"[kKMBπ]|[bm]n|mil|pi|(?i:(?:hundred|thousand|[mbtr]+illion|lakh|crore)s?|squared|cubed)"
 )
-# "1. First step" after the mark: a heading, which answers nothing.
-HEADING = re.compile(r"[0-9]{1,2}[.)] +[*_]*[^\W\d_]")
-# A number and its unit with an exponent, which is no power of the number and is removed:
-# 540 m^2, 540\text{ m}^2, 9.8 m/s^2, 540 cm2.
-UNIT_EXPONENT = re.compile(
-    r"([0-9](?:[ ~$]|\\[,; ])*(?:\\(?:text|mathrm|mbox)\{[ ~]*)?(?:[a-zA-Z]{1,20}/)?"
-    r"(?:[ms]|[a-zA-Z]{2,20}))(?:([.}$]*)\^(?:\{[23]\}|[23])|[23])(?![0-9])"
+OPERATOR = r"(?:\s+[^\W\d_]+){0,3}(?:\s*[-–−+*×x·/÷^±]+\s*|\s+(?:plus|minus|times)\s+)"
+BEHIND = re.compile(
+    rf"[\s-]*(?:{MULTIPLE})(?![^\W\d_])|\s+[\d²³½¼¾]|\(\d+\)|\s+[-–−+*×·/÷^±]+\s+\(\d"
+    rf"|[\w%°$)]*{OPERATOR}\$?\d"
 )
-# \boxed{…} with braces up to 5 deep, those of the box included.
-BOXED = re.compile(r"\\boxed *\{(" + r"(?:[^{}]|\{" * 4 + "[^{}]*" + r"\})*" * 4 + r")\}")
-# \boxed 2 without braces, as in some solutions of MATH: the box ends where its formula ends.
-BARE_BOX = re.compile(r"\\boxed +((?:\\\$|[^ ${])(?:\\\$|[^$])*?) *(?=\$|\\[])]|\\end)")
-# The end of a text after which a minus subtracts: a word, a closing bracket, a number.
-MINUEND = re.compile(r"(?:[^\W_]|[)\]}%]|[0-9]\$|[0-9%][ \t]{1,8})\Z")
-# The end of a text after which a number is an exponent: 2**, 2 ** or x^.
-BASE = re.compile(r"(?:[0-9)]\*\*|[0-9)] \*\* |\^ ?[({]?)\Z")
-# What makes the number before it the base of a power. 90^\circ is 90 degrees.
-RAISED = re.compile(r"\^(?!\{?\\circ)|\*\*[0-9(]| \*\* [0-9(]")
+# What changes the number behind it: 18 000; 2 * 18; sqrt(18); √18.
+BEFORE = re.compile(rf"(?:\d\s+|[\d)%][^\W\d_]*{OPERATOR}[$(]*|[\w^]\(|√\s*)\Z")
+MINUS = re.compile(r"(?<!\w)[-–−][\s$€£¥₹]*\Z")
+# \boxed{…} with braces up to 5 deep, those of the box included; or, as in some solutions of MATH,
+# \boxed 2 without braces: a number, or what ends where its formula ends.
+BOX = re.compile(
+    r"\\(?:boxed|fbox) *(?:\{(" + r"(?:[^{}]|\{" * 4 + "[^{}]*" + r"\})*" * 4 + r")\}"
+    r"|(-?[0-9][0-9.,/]*(?<=[0-9])(?![^\s.,$\\])"
+    r"|(?:\\\$|[^ ${])(?:\\\$|[^$\n])*?(?= *(?:\$|\\[])]|\\end|\n|\Z))))"
+)
 # owner/name[/config][:split], a dataset of the hub. What ends with .json or .jsonl is a file.
 HUB = re.compile(r"(?!.*\.jsonl?\Z)([\w-][\w.-]*/[\w.-]+)(?:/([\w.-]+))?(?::([\w.%:[\]-]+))?")
 # The instructions around each problem of DAPO. They ask for another form of answer than
@@ -108,6 +119,17 @@ HEAVY = re.compile(
     r"|(?:!|[0-9]{6})(?:\\right|[)} ])*!|(?:\^|binom)[{( -]*[0-9]{6}"
     r"|\w *[-+][^()]*\) *\^[{ ]*[0-9]{3}"
 )
+
+
+# Parts of a formula that math-verify leaves out: the base of a number, dots, a prime, …
+IGNORED = re.compile(
+    r"[0-9]\}?_|\\[a-z]*dots|\.\.\.|…|[0-9)}]'|\\(?:dot|not|neg|lnot|prime)(?![a-z])"
+    r"|hundred|thousand|million|billion|trillion|squared|cubed"
+)
+TUPLE = re.compile(r"[(\[][^()\[\]]*,[^()\[\]]*[)\]]")
+EQUATION = re.compile(r"=|\\(?:approx|to|implies|[a-zA-Z]*arrow)(?![a-z])")
+# signs that math-verify does not read, each with LaTeX for it
+SIGNS = r"½ \frac12 ⅓ \frac13 ⅔ \frac23 ¼ \frac14 ¾ \frac34 ² ^2 ³ ^3 · \cdot ∞ \infty ° ^\circ – -"
 
 
 class Task(NamedTuple):
@@ -181,8 +203,15 @@ def gsm8k(data=None, operands=None, held_out=256):
 
     ValueError: no data, or a line that cannot be read; under 4 problems; operands are given.
     """
-    problems = read(data, _word_problem)
-    return split_problems(problems, held_out, data, operands, gsm8k_reward, GSM8K.format_map)
+    return split_problems(
+        read(data, _word_problem),
+        held_out,
+        data,
+        reward=gsm8k_reward,
+        prompt=GSM8K.format_map,
+        operands=operands,
+        gold=lambda problem: final_answer(problem["answer"]),
+    )
 
 
 def gsm8k_reward(problem, text, finished):
@@ -193,44 +222,85 @@ def gsm8k_reward(problem, text, finished):
 def _word_problem(record):
     """→ the problem of a line of the data. ValueError: it has no single number as its answer."""
     problem = {key: _text(record, key) for key in ("question", "answer")}
-    number = _marked_number(_plain_end(problem["answer"]))
-    if not number or _value(number) is None:
-        raise ValueError("its answer must end with '#### number'; --task math takes a plain answer")
-    # After the number only a unit may follow, and a remark in parentheses. Further digits, as in
-    # "1 000", would mean that the number was read in part, and a wrong answer would be rewarded.
-    rest = number.string[number.end() :].partition("\n")[0]
-    if re.search(r"\A *[!^²³]|[0-9]", re.sub(r"\(.*?\)", "", rest)):
+    _, mark, end = problem["answer"].rpartition("####")
+    line = re.sub(r"\(.*?\)", "", end.partition("\n")[0])
+    number = final_answer(mark + line)
+    # behind the number only a remark in parentheses may have digits: "17 or 18" is no answer
+    if not mark or number is None or number != last_number(line.rpartition("=")[2]):
         raise ValueError(
-            f"its answer {number[0] + rest!r} is read as {number[0]}: write one plain number"
+            f"its answer must end with '#### number', one plain number, not with {line[:60]!r}; "
+            "--task math takes other answers"
         )
     return problem
 
 
 def math(data=None, operands=None, held_out=256):
-    """→ the Task of problems, or chats' user messages, whose answers are formulas in LaTeX.
+    """→ the Task of problems, or chats' messages, whose answers are formulas in LaTeX.
 
     ValueError: as gsm8k; math-verify does not run.
     """
     equal("1", "1")  # starts the judge: without math-verify, raise now and not in the first step
-    problems = read(data, _latex_problem)
-    return split_problems(problems, held_out, data, operands, math_reward, MATH.format_map)
+    return split_problems(
+        read(data, _latex_problem),
+        held_out,
+        data,
+        reward=math_reward,
+        prompt=MATH.format_map,
+        operands=operands,
+        gold=operator.itemgetter("answer"),
+    )
 
 
 def math_reward(problem, text, finished):
     r"""→ 1.0 if the formula in the last \boxed{…} equals the solution, and the text is finished;
-    else 0.0. A formula that could keep sympy busy for hours scores 0 without being computed, unless
-    the solution is such a formula, too.
+    else 0.0.
     """
-    gold = problem["answer"]
-    answer = _last_box(text[-MAX_TEXT:]).rstrip(" .")
-    if not finished or not 0 < len(answer) <= MAX_FORMULA:
-        return 0.0
+    answer = _last_box(text).rstrip(" .")
+    return float(finished and _same_formula(problem["answer"], answer))
+
+
+def _same_formula(gold, answer):
+    """→ whether two texts in LaTeX are equal. math-verify decides, but for parts that it leaves
+    out, and for an answer that could keep sympy busy for hours: this one is equal only if the gold
+    is such a formula, too.
+    """
+    if not 0 < len(answer) <= MAX_FORMULA:
+        return False
+    if HEAVY.search(answer) and not HEAVY.search(gold):
+        return False
     steps = [(c in "([{") - (c in ")]}") for c in answer]  # 1 down, -1 up, 0 at other characters
     if max(accumulate(steps)) > MAX_DEPTH:
-        return 0.0
-    if HEAVY.search(answer) and not HEAVY.search(gold):
-        return 0.0
-    return float(equal(gold, answer))
+        return False
+    gold, answer = _rewrite(gold), _rewrite(answer)
+    if IGNORED.search(gold + answer):
+        blanks = r"\\(?:left|right|text|[,;:! ])|[\s{}]"
+        return re.sub(blanks, "", gold) == re.sub(blanks, "", answer)
+    # math-verify takes "5\%" for 5 and for 1/20. If the gold has no %, 1/20 is meant.
+    if "%" not in gold:
+        answer = answer.replace("\\%", "/100")
+    # math-verify takes (1, 2) for {1, 2}, and the tuples of (1, 2), (3, 4) in any order.
+    pairs = [(gold, answer)]
+    golds, answers = TUPLE.findall(gold), TUPLE.findall(answer)
+    if "," in gold and "," in answer and len(golds) != len(answers):
+        return False
+    if not re.search(r"\\\{|cup", gold):
+        pairs += zip(golds, answers, strict=False)
+    # math-verify takes "5 = 6" for 6. A side without a variable must equal the gold, too.
+    for side in EQUATION.split(answer)[:-1]:
+        if not re.search(r"(?<![\\A-Za-z])[A-Za-z]", side):
+            pairs.append((gold, side))
+    return all(starmap(equal, pairs))
+
+
+def _rewrite(formula):
+    r"""→ a formula with LaTeX for signs that math-verify does not read: √3, ½, 0.\overline{3}."""
+    signs = SIGNS.split()
+    for sign, latex in zip(signs[::2], signs[1::2], strict=True):
+        formula = formula.replace(sign, f"{latex} ")
+    formula = re.sub(r"√ *([0-9.]+|\w)", r"\\sqrt{\1}", formula)
+    formula = re.sub(r"\\?%|(\\text\{)? *percent\b\}?", r"\\%", formula)
+    # 20 times the period: math-verify compares 6 digits
+    return re.sub(r"(\.[0-9]*)\\overline\{?([0-9]+)\}?", lambda m: m[1] + 20 * m[2], formula)
 
 
 def equal(gold, answer):
@@ -250,40 +320,44 @@ def equal(gold, answer):
 def _latex_problem(record):
     """→ the problem of a line of the data. The record is changed.
 
-    ValueError: a field is missing; a long answer without a box; a chat of several turns.
+    ValueError: a field is missing; an answer in prose, or a long one without a box; a chat of
+    several turns.
     """
     if isinstance(record.get("prompt"), list):
         record["prompt"] = _user_message(record["prompt"])
     if isinstance(record.get("reward_model"), dict):
         record["reward_model"] = record["reward_model"].get("ground_truth")
-    answer = BARE_BOX.sub(r"\\boxed{\1}", _text(record, "answer", "reward_model", "solution"))
-    gold = _last_box(answer, default=answer.rpartition("####")[2]).strip()
+    answer = _text(record, "answer", "reward_model", "solution")
+    gold = (_last_box(answer) or answer.rpartition("####")[2]).strip()
     if not 0 < len(gold) <= MAX_FORMULA:
         raise ValueError(
             f"its answer must be short (1 to {MAX_FORMULA} characters) or stand in \\boxed{{…}}"
+        )
+    # math-verify takes the letters of "The answer is 5" for variables, so that 5 would score 0.
+    # "5 apples" is no such gold: the number alone equals it.
+    number = re.sub(r"(?<![\\{A-Za-z])[A-Za-z]{4,}", "", gold)
+    prose = " " in gold and number != gold and "\\text" not in gold and not equal(gold, number)
+    if prose or not _same_formula(gold, gold):
+        raise ValueError(
+            f"no answer would equal its answer {gold[:60]!r}: write the formula alone, and words "
+            "that belong to it as \\text{…}"
         )
     question = _text(record, "problem", "question", "prompt")
     return {"problem": DAPO.sub("", question), "answer": gold}
 
 
 def _user_message(chat):
-    """→ the content of a chat's only message of the user. Messages of the system in front of it are
-    dropped. ValueError: the chat has other messages.
+    """→ the contents of a chat, a message of the user behind messages of the system, as one text.
+
+    ValueError: the chat has other messages.
     """
     roles = [message.get("role") if isinstance(message, dict) else None for message in chat]
     if roles != ["system"] * (len(chat) - 1) + ["user"]:
         raise ValueError("a chat must be one message of the user, behind those of the system")
-    return chat[-1].get("content")
+    return "\n\n".join(_text(message, "content") for message in chat)
 
 
 # --- problems from files
-
-# kind of error in a line → the end of its message
-REMEDIES = {
-    json.JSONDecodeError: "; write one JSON object a line",
-    TypeError: "; write one JSON object a line",
-    UnicodeDecodeError: "; save it as UTF-8",
-}
 
 
 def read(source, check):
@@ -304,7 +378,9 @@ def read(source, check):
                 problems.append(check(record))
     except Exception as error:  # the library datasets raises a dozen types of errors
         if number:
-            remedy = REMEDIES.get(type(error), "")
+            remedy = ""
+            if isinstance(error, (json.JSONDecodeError, TypeError, UnicodeDecodeError)):
+                remedy = "; write one JSON object a line, as plain UTF-8 (no Parquet, no archive)"
             raise ValueError(f"{source}, line {number}: {error}{remedy}") from None
         reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
         raise ValueError(f"{source} cannot be read ({reason}): give {give}") from None
@@ -337,31 +413,49 @@ def _text(record, *keys):
     raise ValueError(f"it must be an object in which {' or '.join(map(repr, keys))} is some text")
 
 
-def split_problems(problems, held_out, source, operands, reward, prompt):
+def split_problems(problems, held_out, source, *, reward, prompt, operands=None, gold=None):
     """→ the Task of problems from source, the name of a file or dataset in messages.
 
-    Problems with the same prompt are one. held_out problems, at most a quarter, are held out: those
-    whose prompts have the smallest hashes. So the split needs no seed, and a line that the user
-    edits or deletes moves at most one other problem between train and held_out.
-    ValueError: operands are given; under 4 problems, or with held_out=0 none.
+    Problems whose prompts differ in blanks or case only are one. held_out problems, at most a
+    quarter, are held out: those whose prompts have the smallest hashes. So the split needs no seed,
+    and a line that the user edits or deletes moves at most one other problem between train and
+    held_out. gold: a function, problem → its right answer.
+    ValueError: operands are given; under 4 problems, or with held_out=0 none; two golds for one
+    prompt.
     """
     if operands:
         raise ValueError(
             f"--operands {operands} has no meaning beside problems from {source}: leave it out"
         )
-    by_prompt = {str(prompt(problem)): problem for problem in problems}
+    by_prompt = {}  # prompt, without blanks and case → its problem
+    for problem in problems:
+        key = _asked(prompt(problem))
+        other = by_prompt.get(key, problem)
+        if gold and gold(other) != gold(problem):
+            raise ValueError(
+                f"{source} has two answers, {gold(other)} and {gold(problem)}, to the problem "
+                f"{str(prompt(problem))[:60]!r}: delete one"
+            )
+        by_prompt[key] = problem
     if len(by_prompt) < (4 if held_out else 1):
         raise ValueError(
             f"{source} has {len(by_prompt)} problems, too few: it takes 4, or 1 to test on"
         )
-    order = sorted(by_prompt, key=lambda text: hashlib.sha256(text.encode()).digest())
+    order = sorted(
+        by_prompt, key=lambda key: hashlib.sha256(str(prompt(by_prompt[key])).encode()).digest()
+    )
     held = set(order[: min(held_out, len(order) // 4)])
     return Task(
-        [by_prompt[text] for text in by_prompt if text not in held],
-        [by_prompt[text] for text in by_prompt if text in held],
+        [by_prompt[key] for key in by_prompt if key not in held],
+        [by_prompt[key] for key in by_prompt if key in held],
         prompt,
         reward,
     )
+
+
+def _asked(prompt):
+    """→ a prompt without what does not make it another: the amount of blanks, and case."""
+    return " ".join(str(prompt).split()).casefold()
 
 
 def with_test_set(name, test, data=None, operands=None, trains=True):
@@ -374,8 +468,9 @@ def with_test_set(name, test, data=None, operands=None, trains=True):
     task = TASKS[name](test, operands, held_out=0)
     train = []
     if given:
-        asked = set(map(task.prompt, task.train))
-        train = [p for p in given.train + given.held_out if task.prompt(p) not in asked]
+        asked = {_asked(task.prompt(problem)) for problem in task.train}
+        problems = given.train + given.held_out
+        train = [problem for problem in problems if _asked(task.prompt(problem)) not in asked]
         if not train:
             raise ValueError(
                 f"every problem of --data {data} is in --test {test}: none is left to train on"
@@ -386,72 +481,65 @@ def with_test_set(name, test, data=None, operands=None, trains=True):
 # --- numbers and boxes in text
 
 
-def last_number(text):
-    """→ the last number in the text, a Fraction. None: it has none; a power; too many digits."""
-    found = list(NUMBER.finditer(_plain_end(text)))
-    return _value(found[-1]) if found else None
-
-
 def final_answer(text):
-    r"""→ the number after the last ####, else in the last \boxed{…}, else in the text: a Fraction
-    or None.
+    r"""→ the answer that a text gives, a Fraction; None if it gives none that can be read.
+
+    It is in the line of the last ####: what follows the mark or, if that has no digit, the next
+    line that is not empty. There, it is the first number behind the last "=". Without a mark it is
+    the first number, behind the last "=", in the last \boxed{…}, else the last number in the text.
     """
-    end = _plain_end(text)
-    marked = _marked_number(end)
-    if marked:
-        return _value(marked)
-    box = _last_box(end)
-    return last_number(box if NUMBER.search(box) else text)
+    _, mark, end = text.rpartition("####")
+    line = _last_box(text)
+    if mark:
+        line, *below = end.splitlines() or [""]
+        if not _has_digit(line):
+            line = next(filter(str.strip, below), "")
+    elif not line:
+        return last_number(text)
+    return _number(line.rpartition("=")[2], 0)
 
 
-def _plain_end(text):
-    """→ the end of a text, in which fractions and thousands in LaTeX are plain numbers and units
-    have no exponent.
+def last_number(text):
+    """→ the last number in the text, a Fraction. None: it has none, or it cannot be read."""
+    for line in reversed(text.splitlines()):
+        if _has_digit(line):
+            return _number(line, -1)
+    return None
+
+
+def _has_digit(text):
+    """→ whether a text has a digit of any script. ½ and 十 are two that cannot be read."""
+    return any(map(str.isnumeric, text))
+
+
+def _number(line, which):
+    """→ the first (which = 0) or the last (-1) number in a line, a Fraction.
+
+    None: the line has no number, or something changes it. A number that is only a part of what is
+    written, as 18 is of 18², 18 * 2, 18,5 and 18 million, would reward a wrong answer.
     """
-    end = text[-MAX_TEXT:]
-    if len(text) > MAX_TEXT:
-        end = end.lstrip("0123456789.,/")  # the rest of a number that was cut in two
-    end = re.sub(r"(\\[dt]?frac) ?([0-9])([0-9])", r"\1{\2}{\3}", end)  # \frac12
-    end = end.replace("{,}", ",")  # 1{,}000
-    end = FRACTION.sub(lambda m: f"{m[1] or ''} {m[2]}/{m[3]}".lstrip(), end)
-    return UNIT_EXPONENT.sub(r"\1\2", end)
-
-
-def _last_box(text, default=""):
-    r"""→ what is inside the last \boxed{…}; default without one."""
-    boxes = BOXED.findall(text)
-    return boxes[-1] if boxes else default
-
-
-def _marked_number(text):
-    """→ the match of the number after the last #### that a number follows; None without one."""
-    number = None
-    for mark in MARK.finditer(text):
-        if not HEADING.match(text, mark.end()):
-            number = NUMBER.match(text, mark.end()) or number
-    return number
-
-
-def _value(number):
-    """→ the match as a Fraction. None: a power; a division by zero; too many digits."""
-    start, end = number.span()
-    before = number.string[max(0, start - 9) : start]  # 9: all that MINUEND looks at
-    exponent = int(number["exponent"] or 0)
-    if sum(map(str.isdigit, number[0])) > MAX_DIGITS or abs(exponent) > MAX_DIGITS:
+    for latex, plain in PLAIN:
+        line = re.sub(latex, plain, line)
+    words = [word for word in WORD.finditer(line) if _has_digit(word[0])]
+    if not words:
         return None
-    denominator = int(number["denominator"] or 1)
-    if denominator == 0 or BASE.search(before) or RAISED.match(number.string, end):
+    number = NUMBER.fullmatch(line, *words[which].span())
+    if not number or _has_digit(number["unit"]) or BEHIND.match(line, number.end("value")):
         return None
-    if number["decimal"]:
-        mantissa = number["decimal"].replace(",", "")
-        value = Fraction(f"{mantissa}e{exponent}")
-    else:
-        value = Fraction(int(number["numerator"]), denominator)
-        if number["whole"] and value >= 1:
-            return value  # "5 48/2" is two numbers, "1 1/2" is one
-        value += int(number["whole"] or 0)
-    negative = number["sign"] and not MINUEND.search(before)
-    return -value if negative else value
+    before = line[: number.start("value")][-60:]
+    if BEFORE.search(before):
+        return None
+    *whole, value = map(Fraction, number["value"].replace(",", "").split())
+    if whole and value >= 1:
+        return None  # "5 48/2" is no mixed number
+    value += sum(whole)
+    return -value if MINUS.search(before) else value
+
+
+def _last_box(text):
+    r"""→ what is inside the last \boxed{…} or \fbox{…} of a text; "" without one."""
+    box = BOX.match(text, max(text.rfind("\\boxed"), text.rfind("\\fbox")))
+    return box[1] or box[2] or "" if box else ""
 
 
 TASKS = {

@@ -33,22 +33,13 @@ LAST = {  # text → its last number
     "= −7": "-7",
     "-$7.50": "-15/2",
     "$-7$": "-7",
-    "5-3": "3",
-    "5 - 3": "3",
-    "5 -3": "3",
-    "5 - -3": "-3",
-    "(2)-3": "3",
     "COVID-19": "19",
-    "$10-$3": "3",
     "1:\n-7": "-7",
     "1\n-7": "-7",
     "1,000": "1000",
     "1,234,567.": "1234567",
     "1, 2, 3": "3",
     "1{,}000": "1000",
-    "1,00": "0",
-    "1,2345": "2345",
-    "1234,567": "567",
     "$18": "18",
     "18$": "18",
     "€18": "18",
@@ -58,7 +49,6 @@ LAST = {  # text → its last number
     "90^\\circ": "90",
     "3/4": "3/4",
     "-3/4": "-3/4",
-    "3/4.5": "4.5",
     "\\frac{3}{4}": "3/4",
     "-\\dfrac{3}{4}": "-3/4",
     "\\frac12": "1/2",
@@ -68,7 +58,6 @@ LAST = {  # text → its last number
     "1 1/2": "3/2",
     "-1 1/2": "-3/2",
     "1\\frac{1}{2}": "3/2",
-    "5 48/2": "24",
     "0.33": "33/100",
     "1e3": "1000",
     "2.5E-1": "1/4",
@@ -78,15 +67,14 @@ LAST = {  # text → its last number
     "9 ** 9": None,
     "3^{2}": None,
     "3^2": None,
-    "2*3": "3",
     "٣": None,
     "x²": None,
     "1" * 40: "1" * 40,
     "1" * 41: None,
     "\ud800 7": "7",
-    "7" + " " * 1999: "7",
-    "7" + " " * 2000: None,
-    "12" + " " * 1999: None,
+    "7" + " " * 10**5: "7",
+    "- 7": "-7",
+    "5 - 3 = 2": "2",
 }
 
 FINAL = {  # text → its answer: after ####, else in \boxed, else the last number
@@ -100,7 +88,6 @@ FINAL = {  # text → its answer: after ####, else in \boxed, else the last numb
     "#### 17 or 18": "17",
     "\\boxed{17} #### 18": "18",
     "#### 17 \\boxed{18}": "17",
-    "#### Step 2\nso it is 18": "18",
     "#### <number>\n18": "18",
     "####": None,
     "#### 9**9": None,
@@ -110,7 +97,6 @@ FINAL = {  # text → its answer: after ####, else in \boxed, else the last numb
     "\\boxed{\\frac{3}{4}} of 20": "3/4",
     "\\boxed{\\boxed{18}} of 20": "18",
     "\\boxed{x = 18} of 20": "18",
-    "\\boxed{many} or 18": "18",
     "\\boxed{17": "17",
     "17 of them, so 18": "18",
     "": None,
@@ -126,7 +112,6 @@ SQUARED = {  # a unit's exponent is ignored, a variable's is a power: no answer
     "540 $m^3$": "540",
     "$540$ ft$^2$": "540",
     "9.8 m/s^2": "9.8",
-    "540 sq. ft.^2": None,
     "4 mp3 players": "4",
     "540 m^2 in 2 rooms": "2",
     "540 m^24": None,
@@ -134,10 +119,7 @@ SQUARED = {  # a unit's exponent is ignored, a variable's is a power: no answer
     "it is m^2": None,
 }
 
-MARKED = {  # #### before a heading, and before an equation
-    "#### 1. First step\n6 * 3 = 18": "18",
-    "#### 1. Add\n6\n#### 2. Multiply\n18": "18",
-    "#### 2) **Then** 17\n\\boxed{18} of 20": "18",
+MARKED = {  # the line of the last ####, behind its last "=": the first number
     "#### 1. First step\n#### 18": "18",
     "#### 18. She has 18 pens.": "18",
     "#### 18.": "18",
@@ -145,16 +127,60 @@ MARKED = {  # #### before a heading, and before an equation
     "#### 118. A hundred": "118",
     "#### 18 (6 * 3)": "18",
     "#### 6 * 3 = 18": "18",
-    "#### 18 = 6 * 3": "18",
     "#### $6 × 3 = $18": "18",
     "#### 6 \\times 3 = 18": "18",
-    "#### 36 / 2 = 18": "18",
     "#### 36/2 = 18": "18",
-    "#### 1/3 = 0.33": "1/3",
     "#### 2 * 9 = 3 * 6 = 18": "18",
     "#### (2 + 4) * 3 = 18 pens": "18",
     "#### 3 - 5 = -2": "-2",
+    "#### 5 apples + 3 apples = 8 apples": "8",
+    "#### 60 minutes / 2 = 30 minutes": "30",
+    "#### Answer: 18\n(3 packs of 6)": "18",
+    "####\n\n18 packs\n3": "18",
+    "#### Answer:\n\n**18**": "18",
+    "#### ~18 in 3 days": "18",
+    "#### ≈18.5 in 3 days": "18.5",
+    "#### - 18": "-18",
+    "#### – $18": "-18",
+    "#### −€18 in 3 days": "-18",
+    "#### $-18": "-18",
+    "#### ¥500 for 2 days": "500",
+    "#### US$500 for 2 days": "500",
+    "#### Rs. 500 for 2 days": "500",
+    "#### 500₹ for 2 days": "500",
+    "#### **18** (3 packs of 6)": "18",
+    "#### 18-packs in 3 days": "18",
+    "#### 18km/h for 3 hours": "18",
+    "#### \\$18.50 in 3 days": "18.5",
+    "#### eighteen\n": None,
+    "#### 42\n" + "so it is, as shown. " * 110: "42",
+    "#### 42\n" + "It took 3 steps.\n" * 10**4: "42",
+    "#### 42\n" + "long" * 10**5 + " 3": "42",
+    "\\fbox{18} of 20": "18",
+    "so \\boxed 18 of 20": "18",
+    "\\boxed{ten} of 20": None,
+    "\\boxed{3 packs = 18} of 20": "18",
 }
+
+CHANGED = (  # something changes the number, so none is read
+    "18 * 2,18*2,18 × 2,18 x 2,18 / 2,18 ÷ 2,18 + 2,18 · 2,18 - 2,18 – 2,10–18,10-18,5 -3,18 ± 2,"
+    "18 times 2,18 * (3 + 2),5 apples + 3 apples,60 minutes / 2,18kg + 3kg,18^2,18^{2},18**2,"
+    "18 ** 2,18²,18³,18 ²,√18,\\sqrt{18},\\sqrt[3]{18},2\\sqrt{3},sqrt(18),\\log 18,18!,2^{10},x²,"
+    "18 squared,5 lakh,5k,5K,5 k,5M,5 million,5 Million,5 millions,5-million,5bn,5 billion,"
+    "5 thousand,5 hundred,5\\text{ million},18π,18\\times 2,18½,½,18万,十,٣,１８,1'000,1’000,1_000,"
+    "1 000,10:30,1.2.3,1/2/3,2024-05-18,0x12,0b11,1e400,18(3),5 48/2,3/4.5,x18,18x2,"
+    "\\frac{1.5}{2},\\frac{x}{18},(2)-3,$10-$3,2*3,18 = 6 * 3"
+).split(",") + [
+    "18,5",
+    "12,34,567",
+    "1,00",
+    "1,2345",
+    "1234,567",
+    "0,500",
+    "1.000,00",
+    "1\\,000",
+    "1\u202f000",
+]
 
 
 def jsonl(path, records):
@@ -182,6 +208,15 @@ def test_the_last_number_counts(text, number):
 @pytest.mark.parametrize("text, number", (FINAL | SQUARED | MARKED).items())
 def test_gsm8k_prefers_the_mark_then_the_box_then_the_last_number(text, number):
     assert tasks.final_answer(text) == (number and Fraction(number))
+
+
+@pytest.mark.parametrize("text", CHANGED)
+def test_a_number_that_something_changes_is_no_answer(text):
+    """Nor is another number of the text, whether the text has a mark, a box or neither."""
+    assert tasks.last_number(f"7\n{text}") is None
+    assert tasks.final_answer(f"7\n#### {text}") is None
+    assert tasks.final_answer(f"7\n#### {text}\n7") is None
+    assert tasks.final_answer(f"\\boxed{{{text}}} of 7") is None
 
 
 def test_arithmetic_prompts_and_rewards():
@@ -262,11 +297,15 @@ ANY = st.text() | st.lists(st.sampled_from(PIECES) | st.integers().map(str)).map
 
 
 def test_hostile_texts_score_0_in_10_ms():
-    """Of a text the last 2,000 characters are read. Towers such as 9**9**9 are not computed."""
-    texts = [start + piece * (1900 // len(piece)) for start in BEGINNINGS for piece in PIECES]
-    for text in [*texts, "1" * 10**6]:
-        for reward, problem in JUDGES:
-            assert judge_quickly(reward, problem, text) == 0
+    """Towers such as 9**9**9 are not computed. So that the time grows with the length alone, 95,000
+    characters are judged, too: with its square, this test would take an hour.
+    """
+    for start in BEGINNINGS:
+        for piece in PIECES:
+            text = start + piece * (1900 // len(piece))
+            for reward, problem in JUDGES:
+                assert judge_quickly(reward, problem, text) == 0
+                assert reward(problem, text * 50, True) == 0
 
 
 @pytest.mark.parametrize("examples", [100, pytest.param(2000, marks=pytest.mark.slow)])
@@ -331,13 +370,14 @@ def test_gsm8k_reads_plain_answers_and_holds_out_a_quarter_of_a_small_file(tmp_p
         "5 m^2",
         "6 * 3 = 18",
         "1. First step\n#### 18",
+        "3 + 3 = 6 apples",
     ]
     data = jsonl(
         tmp_path / "some.jsonl",
         [{"question": f"Is {{it}} {gold}?", "answer": f"2\n#### {gold}"} for gold in golds],
     )
     task = tasks.TASKS["gsm8k"](data)
-    assert len(task.train) == 12 and len(task.held_out) == 3
+    assert len(task.train) == 12 and len(task.held_out) == 4
     for problem in task.train + task.held_out:
         prompt, right = task.prompt(problem), problem["answer"]
         assert prompt.startswith(problem["question"]) and "#### <number>" in prompt
@@ -346,6 +386,47 @@ def test_gsm8k_reads_plain_answers_and_holds_out_a_quarter_of_a_small_file(tmp_p
         assert task.reward(problem, f"{right}\n#### {tasks.final_answer(right) + 1}", True) == 0
     with pytest.raises(ValueError, match=f"--operands 2-3 .*{data}"):
         tasks.TASKS["gsm8k"](data, "2-3")
+
+
+def test_questions_that_differ_in_blanks_or_case_are_one_problem(tmp_path):
+    """None is held out and trained on, also if one stands in the test file."""
+    questions = [f"Is  it {n}?" for n in range(8)]
+    forms = [str, str.upper, lambda text: f" {text}\n", lambda text: text.replace("  ", "\t")]
+    records = [{"question": form(q), "answer": "#### 3"} for q in questions for form in forms]
+    data = jsonl(tmp_path / "data.jsonl", records)
+    task = tasks.TASKS["gsm8k"](data)
+    assert len(task.train) == 6 and len(task.held_out) == 2
+    test = jsonl(tmp_path / "test.jsonl", [{"question": "IS IT 5?", "answer": "#### 3"}])
+    assert len(tasks.with_test_set("gsm8k", test, data).train) == 7
+
+
+@pytest.mark.parametrize(
+    "name, first, second, same",
+    [
+        ("gsm8k", "#### 5", "#### 6", False),
+        ("gsm8k", "2 + 3 = 5\n#### 5", "#### 5.0", True),
+        ("math", "5", "6", False),
+        ("math", "5", "\\boxed{5}", True),
+    ],
+)
+def test_two_golds_for_one_question_are_refused(tmp_path, name, first, second, same):
+    records = [{"question": f"{n}?", "answer": first} for n in range(4)]
+    records.append({"question": " 3?", "answer": second})
+    data = jsonl(tmp_path / "some.jsonl", records)
+    if same:
+        assert len(tasks.TASKS[name](data).train) == 3
+        return
+    with pytest.raises(ValueError, match="some.jsonl has two answers, 5 and 6, .*'3?"):
+        tasks.TASKS[name](data)
+
+
+@pytest.mark.parametrize(
+    "begins", [b"PAR1\x15\x04\x15", b"\x1f\x8b\x08\x00\xff", b"PK\x03\x04\x80"]
+)
+def test_a_file_that_is_no_text_is_told_from_a_text_in_another_encoding(tmp_path, begins):
+    (tmp_path / "some.jsonl").write_bytes(begins + b"\x00\n\xff")
+    with pytest.raises(ValueError, match="line 1: .*no Parquet, no archive"):
+        tasks.TASKS["gsm8k"](str(tmp_path / "some.jsonl"))
 
 
 def test_a_line_taken_out_moves_one_problem_at_most(tmp_path):
@@ -421,7 +502,7 @@ BROKEN = {  # task → third line of a file → what its refusal names beside th
         '{"question": "a"}': "'answer'",
         '{"question": "", "answer": "#### 3"}': "'question'",
         '{"question": "a", "answer": "3"}': "--task math",
-        '{"question": "a", "answer": "#### 1. First step"}': "#### number",
+        '{"question": "a", "answer": "#### 17 or 18"}': "#### number",
         '{"question": "\\ud83d", "answer": "#### 3"}': ".",
         '{"question": "é"}'.encode("latin-1"): "UTF-8",
         '{"question": "é"}\n'.encode("utf-16"): "UTF-8",
@@ -452,12 +533,27 @@ def test_a_broken_line_is_named_with_its_number(task, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "gold", ["1 000", "3,5", "1.000,00", "12:30", "1,234,56", "5!", "3²", "3 * 4", "5-3", "1\t0"]
+    "gold",
+    [
+        "1 000",
+        "3,5",
+        "1.000,00",
+        "12:30",
+        "1,234,56",
+        "5!",
+        "3²",
+        "3 * 4",
+        "5-3",
+        "1\t0",
+        "5k",
+        "17 or 18",
+        "5 of 6",
+    ],
 )
 def test_a_gold_that_would_be_read_in_part_is_refused(gold, tmp_path):
     """Or its first number would be rewarded."""
     path = jsonl(tmp_path / "some.jsonl", [{"question": "q", "answer": f"#### {gold}\n"}])
-    with pytest.raises(ValueError, match="line 1: .* write one plain number"):
+    with pytest.raises(ValueError, match="line 1: .* one plain number"):
         tasks.gsm8k(path)
 
 
@@ -552,6 +648,25 @@ EQUAL = [  # gold, boxed
     ("2^{2004}", "2^{2004}"),
     ("\\binom{10}{3}", "120"),
     ("6!", "720"),
+    ("5", "500\\%"),
+    ("50\\%", "50\\text{ percent}"),
+    ("\\sqrt{3}", "√3"),
+    ("\\sqrt{12}", "2√3"),
+    ("\\frac{1}{2}", "½"),
+    ("\\frac{3}{2}", "1½"),
+    ("x^2", "x²"),
+    ("\\infty", "∞"),
+    ("-5", "–5"),
+    ("0.\\overline{3}", "\\frac13"),
+    ("\\frac16", "0.1\\overline{6}"),
+    ("52_8", "52_{8}"),
+    ("1, 2, \\ldots, n", "1,2,\\ldots,n"),
+    ("(1, 2), (3, 4)", "(1,2),(3,4)"),
+    ("\\{(1, 2), (3, 4)\\}", "\\{(3,4),(1,2)\\}"),
+    ("(-\\infty, 1) \\cup (2, 3)", "(2,3) \\cup (-\\infty,1)"),
+    ("6", "2 \\cdot 3 = 6"),
+    ("\\frac{1}{2^{99}}", "2^{-99}"),
+    ("x > 2", "(2, \\infty)"),
 ]
 
 DIFFERENT = [  # gold, boxed
@@ -571,6 +686,32 @@ DIFFERENT = [  # gold, boxed
     ("5", ""),
     ("5", "."),
     ("9", "9**9**9**9"),
+    ("5", "5\\%"),
+    ("5", "5\\text{ percent}"),
+    ("0.5", "0.5\\%"),
+    ("52_8", "52_9"),
+    ("52_8", "52"),
+    ("10101_2", "10101"),
+    ("12_{5} + 3_5", "12_6 + 3_6"),
+    ("1, 2, \\ldots, n", "1, 3, 5, \\ldots, 2n-1"),
+    ("1, 2, 3", "1, 2, 3, \\dots"),
+    ("3", "1, 2, …, 3"),
+    ("6", "6'"),
+    ("6", "x \\not= 6"),
+    ("6", "6\\text{ million}"),
+    ("6", "\\neg 6"),
+    ("\\frac{1}{2^{99}}", "\\frac{1}{2^{98}}"),
+    ("\\frac{1}{100!}", "\\frac{1}{99!}"),
+    ("0.0000001", "0.0000002"),
+    ("e^{-50}", "e^{-51}"),
+    ("(1, 2^{-99})", "(1, 2^{-98})"),
+    ("(1, 2)", "\\{1, 2\\}"),
+    ("\\{1, 2\\}", "(1, 2)"),
+    ("1, 2", "(1, 2)"),
+    ("(1, 2), (3, 4)", "(3, 4), (1, 2)"),
+    ("6", "5 = 6"),
+    ("6", "5 \\to 6"),
+    ("6", "x = 5 = 6"),
 ]
 
 
@@ -618,7 +759,8 @@ def test_math_reads_the_field_names_of_the_known_datasets(tmp_path, record):
     task = tasks.TASKS["math"](jsonl(tmp_path / "some.jsonl", [record, *others]))
     assert len(task.train) == 3 and len(task.held_out) == 1
     answers = {p["problem"]: p["answer"] for p in task.train + task.held_out}
-    assert answers == {"Half of one?": "\\frac{1}{2}", "1?": "1", "2?": "2", "3?": "3"}
+    assert "be brief\n\n" * (len(record.get("prompt", "")) == 2) + "Half of one?" in answers
+    assert sorted(answers.values()) == ["1", "2", "3", "\\frac{1}{2}"]
     prompt = task.prompt({"problem": "Half of one?"})
     assert prompt.startswith("Half of one?\n") and prompt.endswith("\\boxed{}.")
 
@@ -630,11 +772,47 @@ def test_a_box_without_braces_ends_with_its_formula(tmp_path):
         "\\[x = \\boxed 7 \\] Hence $y$": "7",
         "$\\boxed \\$32.50$": "\\$32.50",
         "\\begin{align*} x&=\\boxed \\frac12 \\end{align*}": "\\frac12",
-        "no formula: \\boxed 2": "no formula: \\boxed 2",
+        "no formula: \\boxed 2": "2",
+        "\\boxed 1,234. Done": "1,234",
+        "It is \\fbox{6}": "6",
+        "\\boxed{8}, no, \\fbox 9": "9",
     }
     records = [{"problem": solution, "solution": solution} for solution in golds]
     task = tasks.TASKS["math"](jsonl(tmp_path / "some.jsonl", records))
     assert {p["problem"]: p["answer"] for p in task.train + task.held_out} == golds
+    for text, gold in golds.items():
+        assert tasks.math_reward({"answer": gold}, text, True) == 1
+
+
+PROSE = [
+    "The answer is 5",
+    "See the figure.",
+    "5 (five)",
+    "no real solutions",
+    "about 5 dollars",
+    "\\boxed{It is 5, because x > 4}",
+    "(" * 9 + "1" + ")" * 9,
+]
+NO_PROSE = [
+    "Evelyn",
+    "\\text{no real solutions}",
+    "5 apples",
+    "10 \\mbox{ square inches}",
+    "\\begin{pmatrix} 1 & 2 \\end{pmatrix}",
+    "x \\in [0, \\infty)",
+    "\\frac{1}{2} \\sin x",
+    "1:30 p.m.",
+]
+
+
+@pytest.mark.parametrize("gold", PROSE + NO_PROSE)
+def test_a_gold_that_no_answer_would_equal_is_refused_with_its_line(gold, tmp_path):
+    data = jsonl(tmp_path / "some.jsonl", [{"problem": f"{n}?", "answer": gold} for n in range(4)])
+    if gold in NO_PROSE:
+        assert len(tasks.TASKS["math"](data).train) == 3
+        return
+    with pytest.raises(ValueError, match="some.jsonl, line 1: .*text"):
+        tasks.TASKS["math"](data)
 
 
 TOWERS = [  # of powers and factorials; series; huge exponents: the guard refuses each
