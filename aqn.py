@@ -70,9 +70,7 @@ def norms(model):
     """
     found = [m for name, m in model.named_modules() if name.rpartition(".")[2] in NORMS]
     if not found:
-        raise ValueError(
-            f"no module of this model is called {' or '.join(NORMS)}: noise would do nothing"
-        )
+        raise ValueError(f"no module is called {' or '.join(NORMS)}: noise would do nothing")
     return found
 
 
@@ -94,9 +92,7 @@ def noisy_norms(model, sigma, seed, step):
     """
     changed = norms(model) if sigma > 0 else []
     if is_noisy(model):
-        raise RuntimeError(
-            "the norms are noisy already: noise is drawn from clean weights, never added to noise"
-        )
+        raise RuntimeError("the norms are noisy already: noise is added to clean weights alone")
     try:
         for index, norm in enumerate(changed):
             norm.clean_weight = norm.weight.detach().clone()

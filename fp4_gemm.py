@@ -109,6 +109,8 @@ ROWS, COLS = 64, 128  # weights of a stored tile: 4 KB of words, 512 B of scales
 # The most rows of x that the main kernel takes. It decodes W again for each tile of x, so with more
 # rows it is faster to decode W once, for cuBLAS.
 FUSED_MAX = 256
+# largest rank: with more, a tile of lora_B and one of xa exceed a GPU's shared memory
+MAX_RANK = 256
 # The shrink kernel's counters, at the start of a weight's counters: one for each tile of 16 rows of
 # x and 32 of A, so enough for FUSED_MAX rows and R = 4096. The main kernel uses the counters behind
 # them, because with PDL both kernels run at the same time.
@@ -357,8 +359,9 @@ def _check_arguments(rows, weight, bias, lora):
         N, K = weight.shape
         (R, K_of_A), (N_of_B, rank) = lora.A.shape, lora.B.shape
         splits = lora.splits
+        assert rank <= MAX_RANK or not rows.is_cuda, f"rank {rank} exceeds {MAX_RANK}"
         assert (R, K_of_A, N_of_B, sum(splits)) == (len(splits) * rank, K, N, N), (
-            f"A {R, K_of_A}, B {N_of_B, rank} and splits {splits} do not fit a weight {N, K}"
+            f"A {R, K_of_A}, B {N_of_B, rank}, splits {splits} do not fit {N, K}"
         )
         if isinstance(weight, Dense):
             assert weight.weight_and_B.shape[1] == K + R, "this Dense has no B: call its adapt"

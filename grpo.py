@@ -53,9 +53,7 @@ def advantages(rewards, scale="group"):
     """
     P, G = rewards.shape
     if G < 2:
-        raise ValueError(
-            f"a group of {G} has no mean to compare with: take at least 2 samples per prompt"
-        )
+        raise ValueError(f"a group of {G} has no mean to compare with: take 2 samples or more")
     if scale not in ("group", "none"):
         raise ValueError(f"scale={scale!r} must be 'group' or 'none'")
     if not rewards.isfinite().all():
@@ -214,7 +212,7 @@ if __name__ == "__main__":
     logprobs = torch.full((12, 3), -1.0, requires_grad=True)
     lengths = torch.arange(12) % 3 + 1
     mask = torch.arange(3) < lengths[:, None]
-    print("on-policy: the loss, and the gradient of the first answer, one token and two of padding")
+    print("on-policy: the loss, and the gradient of the first answer's token and padding")
     for kind in CLIP:
         loss, _ = policy_loss(logprobs, logprobs, adv, mask, normalizer(kind, lengths, 3), kind)
         (grad,) = torch.autograd.grad(loss, logprobs)

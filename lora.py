@@ -239,7 +239,7 @@ def load_adapter(model, folder):
     for key, value in {"r": layer.rank, "lora_alpha": layer.alpha}.items():
         if config.get(key) != value:
             raise ValueError(
-                f"{Path(folder) / CONFIG} has {key}={config.get(key)!r}; this model takes {value}"
+                f"{folder}/{CONFIG} has {key}={config.get(key)!r}, this model takes {value}"
             )
     own = adapter_tensors(model)
     has = {name: tuple(t.shape) for name, t in stored.items()}
@@ -248,7 +248,8 @@ def load_adapter(model, folder):
     if odd:
         raise ValueError(
             f"{folder}: {len(odd)} tensors do not fit the model's layers; {odd[0]} is "
-            f"{has.get(odd[0], 'missing')}, the model has {takes.get(odd[0], 'no such tensor')}"
+            f"{has.get(odd[0], 'missing')}, "
+            f"the model has {takes.get(odd[0], 'no such tensor')}"
         )
     for name, tensor in stored.items():
         own[name].copy_(tensor)

@@ -69,9 +69,7 @@ def quantize(w, method="sweep", global_scale=None):
     if method not in ("sweep", "rtn"):
         raise ValueError(f"method={method!r} must be 'sweep' or 'rtn'")
     if w.dim() != 2 or w.shape[1] % BLOCK:
-        raise ValueError(
-            f"weight of shape {tuple(w.shape)} must be a matrix (N, K) with K a multiple of {BLOCK}"
-        )
+        raise ValueError(f"a weight {tuple(w.shape)} must be (N, K) with K a multiple of {BLOCK}")
     own_scale = shared_global_scale(w)  # refuses NaN and infinity
     global_scale = own_scale if global_scale is None else global_scale
     N, K = w.shape
@@ -111,9 +109,7 @@ def shared_global_scale(*weights):
     amax = torch.stack([w.detach().abs().max() for w in weights]).max().item()
     if not math.isfinite(amax):
         bad = sum(int((~w.isfinite()).sum()) for w in weights)
-        raise ValueError(
-            f"{bad} weights are NaN or infinite: the checkpoint is damaged, it cannot be quantised"
-        )
+        raise ValueError(f"{bad} weights are NaN or infinite: the checkpoint is damaged")
     if amax == 0:
         return 1.0
     # Stay at or above 2⁻¹²⁶, the smallest normal fp32: dividing by a subnormal scale loses bits.

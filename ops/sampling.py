@@ -11,6 +11,10 @@ is a function without any state, from a counter and a key to four random 32-bit 
     sequence  the number of the answer in its step, unique over all prompts, batches and ranks
     position  the index of the new token in its answer, from 0
 
+A uniform number has 23 bits, so the noise is at most 16.6. Rare tokens are drawn too rarely: one of
+probability 3e-8 about half as often as it should, and one below 1e-9 never. More bits would change
+every draw.
+
 So a draw depends neither on the other rows of its batch nor on the order in which answers end. The
 sampler may drop an answer, or move it to another row, and draws the same tokens again.
 

@@ -20,7 +20,7 @@ import train
 from rollout import Sampler
 from tasks import Task
 from tools import launch, report, weights
-from tools.flags import Config, check, parse
+from tools.flags import FIELDS, Config, check, parse
 
 # what the run of an adapter was trained with; each differs from its default
 SCORED = dict(
@@ -83,8 +83,8 @@ def test_every_field_is_a_flag_with_its_default_and_a_help(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="0"):
         parse(["--help"])
     said = capsys.readouterr().out
-    for name, default in vars(Config()).items():
-        entry = rf"^ +{flag(name)}(, --no-\S+| [A-Z_]+)\s+[^(\s].* \(default: {default}\)$"
+    for name, field in FIELDS.items():
+        entry = rf"^ +{flag(name)}(, --no-\S+| [A-Z_]+)\s+[^(\s].* \(default: {field.default}\)$"
         assert re.search(entry, said, re.M), name
 
 
@@ -96,7 +96,7 @@ def test_every_flag_of_a_number_or_a_switch_sets_its_field():
             values[f.name] = not f.default
             given.append(f"--no-{f.name}" if f.default else flag(f.name))
         elif f.type is not str:
-            values[f.name] = 3 if f.type is int else 0.5
+            values[f.name] = {"warmup": 2}.get(f.name, 3 if f.type is int else 0.5)
             given.append(f"{flag(f.name)}={values[f.name]}")
     want = Config(**values)
     assert repr(parse(given)) == repr(want)  # 3 is not 3.0
@@ -141,7 +141,7 @@ def test_an_unknown_flag_names_those_nearest_to_it(case):
         ),
         ("group_size", 2, 10**9, 1),
         ("sigma_stages", 3, 10**9, 2),
-        ("rank", 1, 512, 0),
+        ("rank", 1, 256, 0),
         ("seed", 0, 2**32 - 1, -1),
         ("beta clip_low clip_high lr weight_decay", 0, 10**9, -0.1),
         ("temperature max_grad_norm sigma_start sigma_end", 1e-9, 10**9, 0.0),
@@ -156,6 +156,43 @@ def test_a_number_outside_its_range_is_refused_by_name_and_value(names, least, m
         for value in (below, math.nan, math.inf):
             with pytest.raises(ValueError, match=f"^{flag(name)} {value} .* {least} to {most}$"):
                 check(Config(**{name: value}))
+
+
+@pytest.mark.parametrize(
+    "words", ["--steps 16 --warmup 100", "--warmup 16", "--steps 1 --warmup 1"]
+)
+def test_a_warm_up_that_never_ends_is_refused(words):
+    with pytest.raises(ValueError, match="^--warmup [0-9]+ must be under --steps [0-9]+"):
+        parse(words.split())
+
+
+@pytest.mark.parametrize(
+    "words, idle",
+    [
+        ("--no-aqn --sigma-start 1 --sigma-stages 4", "sigma_start sigma_stages"),
+        ("--no-aqn --sigma-schedule cosine --sigma-end 1e-3", "sigma_schedule sigma_end"),
+        ("--eval-problems 0 --eval-samples 3", "eval_samples"),
+        ("--eval-problems 0 --eval-top-p .5", "eval_top_p"),
+        ("--clip-low .1 --clip-high .3", "clip_low clip_high"),
+        ("--clip-high .3 --correction tis --loss gspo", "clip_high"),
+        ("--clip-high .3 --loss cispo --updates-per-step 2", "clip_high"),
+        ("--steps 0 --lr 1 --loss grpo --prompts 4", "lr loss prompts"),
+        ("--clip-high .3 --correction bypass", ""),
+        ("--clip-low .3 --updates-per-step 2", ""),
+        ("--sigma-start 1 --eval-samples 3 --lr 1 --steps 2", ""),
+        ("--steps 0 --eval-samples 3 --seed 1 --device cpu", ""),
+    ],
+)
+def test_a_flag_that_does_nothing_beside_the_others_is_named(words, idle, capsys):
+    parse(words.split())
+    warnings = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in warnings] == list(map(flag, idle.split()))
+
+
+def test_the_longest_answer_depends_on_the_task():
+    tasks = {"addition": 16, "gsm8k": 512, "math": 512, "mine.py": 512}
+    assert {task: Config(task=task).max_new_tokens for task in tasks} == tasks
+    assert Config(task="gsm8k", max_new_tokens=16).max_new_tokens == 16
 
 
 @pytest.mark.parametrize(

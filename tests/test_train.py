@@ -4,10 +4,12 @@ import inspect
 import itertools
 import math
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from command import forks, main
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -18,7 +20,7 @@ import model as decoder
 import train
 from rollout import Rollout, Sampler
 from tasks import Task
-from tools import launch, report, weights
+from tools import diagnostics, launch, report, weights
 from tools.diagnostics import mismatch
 from tools.flags import Config
 from tools.launch import Environment
@@ -337,6 +339,38 @@ def test_a_reward_belongs_to_the_prompt_and_the_sample_that_earned_it(tiny_chat)
     assert stats["length"] == sampled.lengths.double().mean()
 
 
+def test_every_token_weighs_the_same_in_the_mismatch_of_several_ranks(monkeypatch):
+    """12 tokens at 1.5 on one rank and 4 at 1.1 on the other give 1.4."""
+
+    def rollout(count, factor):
+        logprobs = torch.full((1, count), -1.0)
+        part = SimpleNamespace(
+            logprobs=logprobs,
+            answer_mask=lambda: logprobs < 0,
+            scored_by=lambda model, temperature: (logprobs + math.log(factor), None),
+        )
+        return SimpleNamespace(
+            tokens=logprobs, micro_batches=lambda rows, most: [rows], rows=lambda rows: part
+        )
+
+    ranks = []
+
+    def sum_over_ranks(metrics):
+        ranks.append({name: float(value) for name, value in metrics.items()})
+        return {name: sum(rank[name] for rank in ranks) for name in metrics}
+
+    monkeypatch.setattr(diagnostics, "sum_over_ranks", sum_over_ranks)
+    assert mismatch(config(), None, rollout(4, 1.1)) == pytest.approx(1.1)
+    assert mismatch(config(), None, rollout(12, 1.5)) == pytest.approx(1.4)
+
+
+def test_a_masked_answer_counts_in_the_mean_of_its_group():
+    """As in TRL. Of two answers that are right and two that were cut, the right ones learn."""
+    flags = config(overlong="mask", group_size=4)
+    right, *_, cut = train.advantages_of(flags, torch.tensor([1.0, 1, 0, 0])).tolist()
+    assert right == -cut == pytest.approx(0.866, abs=1e-3)
+
+
 @pytest.mark.parametrize("resample, attempts", [(0, 1), (1, 2), (9, 4)])
 def test_resampling_replaces_groups_without_signal(tiny_chat, monkeypatch, resample, attempts):
     """One problem in three has unequal rewards. Others are drawn until 4 have, or no draw is
@@ -576,3 +610,19 @@ def test_the_learning_rate_by_hand():
         assert rates == pytest.approx(want, abs=1e-5)
     warm = config(schedule="constant", warmup=2, **flags)
     assert [learning_rate(warm, step) for step in range(4)] == pytest.approx([1, 2, 3, 3])
+
+
+@pytest.mark.parametrize("steps, warmup", [(20, 8), (16, 1), (100, 99), (7, 0)])
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+def test_the_rate_reaches_its_maximum_and_then_falls_as_in_transformers(name, steps, warmup):
+    """transformers' first step has a rate of 0. Ours has none that is lost."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    theirs = transformers.get_scheduler(name, optimizer, warmup, steps)
+    given = config(schedule=name, steps=steps, warmup=warmup, lr=1.0)
+    rates = [learning_rate(given, step) for step in range(steps)]
+    assert max(rates) == rates[warmup] == 1 and min(rates) > 0
+    for step, rate in enumerate(rates):
+        if step >= warmup:
+            assert rate == pytest.approx(theirs.get_last_lr()[0])
+        optimizer.step()
+        theirs.step()

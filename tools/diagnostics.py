@@ -7,7 +7,7 @@ import dataclasses
 
 import torch
 
-from tools.ranks import all_sum, rank_and_count
+from tools.ranks import all_sum, rank_and_count, sum_over_ranks
 from tools.report import PREFLIGHT_PROMPTS, preflight_report
 from tools.run import peak_memory_gb
 
@@ -18,7 +18,7 @@ def mismatch(config, model, rollout):
 
     Both use the same weights and the same noise, so all that differs is the order of sums in their
     kernels. Call it inside the noise that the rollout was sampled under. It reads at most 127 of
-    the rollout's answers, evenly spread. A mean over ranks.
+    the rollout's answers, evenly spread. All tokens of all ranks weigh the same.
     """
     every = max(1, len(rollout.tokens) // 64)
     rows = torch.arange(0, len(rollout.tokens), every)
@@ -27,8 +27,9 @@ def mismatch(config, model, rollout):
         part = rollout.rows(micro)
         logprobs, _ = part.scored_by(model, config.temperature)
         factors.append((logprobs - part.logprobs)[part.answer_mask()].abs().exp())
-    _, ranks = rank_and_count()
-    return all_sum(torch.cat(factors).mean()).item() / ranks
+    factors = torch.cat(factors)
+    sums = sum_over_ranks(dict(factors=factors.double().sum(), tokens=len(factors)))
+    return sums["factors"] / sums["tokens"]
 
 
 def preflight(config, model, environment, sampler, run, trial):

@@ -55,8 +55,8 @@ class Config:
         choices=QUANT,
         fixed=True,
     )
-    # 512: the kernel keeps lora_B in shared memory
-    rank: int = flag(32, "LoRA r", low=1, high=512, fixed=True)
+    # 256: fp4_gemm's kernel keeps a tile of lora_B and of x @ lora_A.T in shared memory
+    rank: int = flag(32, "LoRA r", low=1, high=256, fixed=True)
     alpha: int = flag(32, "LoRA α; the adapter is scaled by α/r", low=1, fixed=True)
     adapter: str = flag("", "a PEFT adapter to start from, or a run with its model, task, …")
 
@@ -81,13 +81,19 @@ class Config:
     group_size: int = flag(
         8, "G, answers to each prompt (paper: 8 for GSM8K, 16 for BigMath)", low=2
     )
-    max_new_tokens: int = flag(16, "longest answer", low=1, scored=True)
+    max_new_tokens: int = flag(
+        None,
+        "longest answer; left out: 16 for arithmetic tasks, 512 for all others",
+        low=1,
+        scored=True,
+    )
     temperature: float = flag(
         1.0, "divides the logits, in the sampler and in the trainer", low=LITTLE, scored=True
     )
     overlong: str = flag(
         "none",
-        "truncated answers: none, mask (QeRL: not trained), penalty (DAPO)",
+        "truncated answers: none, mask (QeRL, as TRL: not trained, but in their group's mean), "
+        "penalty (DAPO)",
         choices=("none", "mask", "penalty"),
     )
     resample: int = flag(0, "dynamic sampling: most extra rollouts to replace equal rewards", low=0)
@@ -135,7 +141,9 @@ class Config:
         "learning rate: linear (to 0), constant, cosine (released scripts)",
         choices=("constant", "linear", "cosine"),
     )
-    warmup: int = flag(0, "steps in which the learning rate rises from 0", low=0)
+    warmup: int = flag(
+        0, "steps in which the learning rate rises from 0; --schedule begins after them", low=0
+    )
     weight_decay: float = flag(0.0, "AdamW's (released scripts: 0.1)", low=0)
     max_grad_norm: float = flag(
         1.0, "longer gradients are scaled down to it (released scripts: 0.2)", low=LITTLE
@@ -176,6 +184,10 @@ class Config:
         False, "sample 32 prompts, give advice, update nothing; exit 3: pointless"
     )
 
+    def __post_init__(self):
+        if self.max_new_tokens is None:
+            self.max_new_tokens = 16 if self.task in ("multiplication", "addition") else 512
+
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 
@@ -201,7 +213,9 @@ def parse(arguments):
     for name in paths:  # absolute, because a resume may start elsewhere
         if os.path.exists(flags[name]) and flags[name] != "smollm2":
             flags[name] = os.path.abspath(flags[name])
-    return check(Config(**flags))
+    config = check(Config(**flags))
+    warn_of_idle_flags(config, given)
+    return config
 
 
 def _given(arguments):
@@ -299,6 +313,8 @@ def check(config):
         _refuse(config, "task", "takes no --data, --test, --operands")
     if config.prompts % int(os.environ.get("WORLD_SIZE", 1)):
         _refuse(config, "prompts", "must be a multiple of the ranks")
+    if config.steps and config.warmup >= config.steps:
+        _refuse(config, "warmup", f"must be under --steps {config.steps}, or --lr is never reached")
     if config.preflight and config.resume:
         _refuse(config, "preflight", f"takes no --resume, but --adapter {config.resume}/adapter")
     if (config.loss, config.correction) == ("gspo", "bypass"):
@@ -309,6 +325,31 @@ def check(config):
             "clip of 3e-4 and would silence nearly all answers",
         )
     return config
+
+
+def warn_of_idle_flags(config, given):
+    """Print a line for each flag that was given and that does nothing beside the others.
+
+    given: {name: value} of the flags on the command line.
+    """
+    one_policy = config.updates_per_step == 1 and config.correction != "bypass"
+    evaluating = {"steps", "adapter", "resume", "preflight", "device", "out"}
+    evaluating |= {name for name, field in FIELDS.items() if field.metadata["scored"]}
+    rules = (  # beginnings of names, when they do nothing, why
+        (
+            FIELDS.keys() - evaluating,
+            not (config.steps or config.preflight),
+            "--steps 0 trains nothing",
+        ),
+        (["sigma"], not config.aqn, "without --aqn there is no noise"),
+        (["clip"], config.loss == "cispo", "cispo bounds each weight by 5, and clips nothing"),
+        (["clip"], one_policy, "one update a step leaves every ratio 1; see --updates-per-step"),
+        (["eval_samples", "eval_top_p"], config.eval_problems == 0, "nothing is evaluated"),
+    )
+    for beginnings, idle, why in rules:
+        for name in given:
+            if idle and name.startswith(tuple(beginnings)):
+                print(f"warning: {spelled(name)} does nothing: {why}")
 
 
 def _refuse(config, name, why):

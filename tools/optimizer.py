@@ -19,17 +19,17 @@ def adamw(config, model):
 
 
 def learning_rate(config, step):
-    """→ the learning rate of a step, counted from 0: --lr · warm-up · --schedule.
+    """→ the learning rate of a step, counted from 0: --lr · a share.
 
-    warm-up: rises linearly over the first --warmup steps. schedule, with u = step / --steps:
-    constant 1; linear 1 − u; cosine (1 + cos πu) / 2.
+    In the first --warmup steps the share rises linearly to 1. Then --schedule begins, with u from 0
+    to 1 over the steps that are left: constant 1; linear 1 − u; cosine (1 + cos πu) / 2.
     """
-    u = step / config.steps
-    warm = min(1.0, (step + 1) / (config.warmup + 1))
+    if step < config.warmup:
+        return config.lr * (step + 1) / (config.warmup + 1)
+    u = (step - config.warmup) / (config.steps - config.warmup)
+    share = 1.0
     if config.schedule == "linear":
         share = 1 - u
     elif config.schedule == "cosine":
         share = (1 + math.cos(math.pi * u)) / 2
-    else:
-        share = 1.0
-    return config.lr * warm * share
+    return config.lr * share
