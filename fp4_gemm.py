@@ -146,10 +146,11 @@ class PackedNVFP4(NamedTuple):
     words: torch.Tensor  # (N/64, K/128, 64, 16) int32, 8 codes each
     scales: torch.Tensor  # (N/64, K/128, 64, 2) int32, 4 block scales each
     global_scales: torch.Tensor  # (N,) fp32: the parts of a foreign checkpoint may differ in theirs
-    sizes: tuple  # N_i
     shape: tuple  # (N, K)
     counters: torch.Tensor  # int32, 0 between launches: CTAs done per tile, see section 4
-    dense: torch.Tensor  # (N, K) fp32: what a CPU multiplies by; None on a GPU
+    # None on a GPU. On a CPU:
+    dense: torch.Tensor  # (N, K) fp32: what a CPU multiplies by
+    parts: tuple  # what was packed, for who writes the weight to a file
 
 
 class Dense:
@@ -208,8 +209,11 @@ def pack(*qs):
     rows = torch.cat([g.float().expand(n) for g, n in zip(global_scales, sizes, strict=True)])
     # The main kernel's tiles: for each 64 rows of W at most 32, of 8 rows of x (FUSED_MAX = 256).
     counters = words.new_zeros(SHRINK_COUNTERS + 32 * len(words))
-    dense = torch.cat([_decode_on_cpu(*q) for q in qs]) if device.type == "cpu" else None
-    return PackedNVFP4(words, scales, rows, sizes, (N, K), counters, dense)
+    dense = parts = None
+    if device.type == "cpu":
+        dense = torch.cat([_decode_on_cpu(*q) for q in qs])
+        parts = qs
+    return PackedNVFP4(words, scales, rows, (N, K), counters, dense, parts)
 
 
 def _check_part(nibbles, block_scale, global_scale, K, device):
@@ -268,32 +272,9 @@ def _pack_scales(scale):
     return words
 
 
-def unpack(packed):
-    """The inverse of pack → its tuples, bit for bit, but with codes of 0 where the scale is 0."""
-    N, K = packed.shape
-    sub_tiles = []
-    for positions in CODE_BITS:
-        pair = 0  # as in _pack_codes
-        for bit, position in enumerate(positions):
-            pair = pair | (_rotate(packed.words, -position % 32) & 0x00010001) << bit
-        sub_tiles.append(pair & 15 | pair >> 12 & 240)
-    nibbles = _from_tiles(sub_tiles)[:N, : K // 2].to(torch.uint8)
-    sub_tiles = [_rotate(packed.scales, -low_bit % 32) & 255 for low_bit in SCALE_BITS]
-    ue5m3 = _from_tiles(sub_tiles)[:N, : K // BLOCK]
-    scale = (ue5m3 + UE5M3_OFFSET << 20).view(torch.float32)
-    scale = torch.where(ue5m3 == ZERO_SCALE, 0.0, scale).to(torch.float8_e4m3fn)
-    columns = (t.split(packed.sizes) for t in (nibbles, scale, packed.global_scales))
-    return [(part, s, rows[0].clone()) for part, s, rows in zip(*columns, strict=True)]
-
-
 def _to_tiles(matrix, *sub_tiles):
     """(64 n, columns) → (n, k, 64, *sub_tiles). sub_tiles: the shape of a tile's row, (4, …)."""
     return matrix.view(len(matrix) // ROWS, ROWS, -1, *sub_tiles).transpose(1, 2)
-
-
-def _from_tiles(sub_tiles):
-    """The inverse: a list of four sub-tiles (n, k, 64, columns of one) → (64 n, columns)."""
-    return torch.stack(sub_tiles, 3).transpose(1, 2).flatten(0, 1).flatten(1)
 
 
 def _rotate(word, left):

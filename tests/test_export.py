@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from test_weights import IDS, bits, foreign, logits
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-import fp4_gemm
 import lora
 import model
 import nvfp4
@@ -39,7 +38,7 @@ def projections(m):
     ]
     parts = []
     for layer in lora.lora_layers(m).values():
-        parts += [nvfp4.NVFP4Tensor(*q) for q in fp4_gemm.unpack(layer.base.W)]
+        parts += [nvfp4.NVFP4Tensor(*q) for q in layer.base.W.parts]
     return dict(zip(names, parts, strict=True))
 
 

@@ -272,7 +272,7 @@ def packed(layer, format):
     Readers of ModelOpt's layout multiply by it, as we do: shape (). Those of compressed-tensors'
     divide, so the stored number is its inverse: shape (1,).
     """
-    for codes, block_scale, global_scale in fp4_gemm.unpack(layer.base.W):
+    for codes, block_scale, global_scale in layer.base.W.parts:
         if format == "modelopt":
             yield {"weight": codes, "weight_scale": block_scale, "weight_scale_2": global_scale}
         else:
