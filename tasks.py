@@ -51,7 +51,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
-from itertools import accumulate, combinations, starmap
+from itertools import combinations, starmap
 from typing import NamedTuple
 
 GSM8K = "{question}\nThink step by step, and end with a line of the form #### <number>."
@@ -59,7 +59,6 @@ MATH = "{problem}\nThink step by step, and put the final answer into \\boxed{{}}
 
 MAX_PAIRS = 1_000_000  # of operands: all pairs of 0-999 are held in memory
 MAX_FORMULA = 500  # characters of a formula in LaTeX
-MAX_DEPTH = 8  # levels of nested brackets in a formula
 
 # What LaTeX stands for in plain text, replaced in this order. An operator becomes ×, a root √.
 PLAIN = (
@@ -121,6 +120,8 @@ HEAVY = re.compile(
 )
 
 
+# More than 8 levels of nested brackets
+DEEP = re.compile(r"(?:[(\[{][^()\[\]{}]*){9}")
 # Parts of a formula that math-verify leaves out: the base of a number, dots, a prime, …
 IGNORED = re.compile(
     r"[0-9]\}?_|\\[a-z]*dots|\.\.\.|…|[0-9)}]'|\\(?:dot|not|neg|lnot|prime)(?![a-z])"
@@ -203,15 +204,8 @@ def gsm8k(data=None, operands=None, held_out=256):
 
     ValueError: no data, or a line that cannot be read; under 4 problems; operands are given.
     """
-    return split_problems(
-        read(data, _word_problem),
-        held_out,
-        data,
-        reward=gsm8k_reward,
-        prompt=GSM8K.format_map,
-        operands=operands,
-        gold=lambda problem: final_answer(problem["answer"]),
-    )
+    task = Task(read(data, _word_problem), [], GSM8K.format_map, gsm8k_reward)
+    return hold_out(task, held_out, data, operands, lambda p: final_answer(p["answer"]))
 
 
 def gsm8k_reward(problem, text, finished):
@@ -240,15 +234,8 @@ def math(data=None, operands=None, held_out=256):
     ValueError: as gsm8k; math-verify does not run.
     """
     equal("1", "1")  # starts the judge: without math-verify, raise now and not in the first step
-    return split_problems(
-        read(data, _latex_problem),
-        held_out,
-        data,
-        reward=math_reward,
-        prompt=MATH.format_map,
-        operands=operands,
-        gold=operator.itemgetter("answer"),
-    )
+    task = Task(read(data, _latex_problem), [], MATH.format_map, math_reward)
+    return hold_out(task, held_out, data, operands, operator.itemgetter("answer"))
 
 
 def math_reward(problem, text, finished):
@@ -264,12 +251,9 @@ def _same_formula(gold, answer):
     out, and for an answer that could keep sympy busy for hours: this one is equal only if the gold
     is such a formula, too.
     """
-    if not 0 < len(answer) <= MAX_FORMULA:
+    if not 0 < len(answer) <= MAX_FORMULA or DEEP.search(answer):
         return False
     if HEAVY.search(answer) and not HEAVY.search(gold):
-        return False
-    steps = [(c in "([{") - (c in ")]}") for c in answer]  # 1 down, -1 up, 0 at other characters
-    if max(accumulate(steps)) > MAX_DEPTH:
         return False
     gold, answer = _rewrite(gold), _rewrite(answer)
     if IGNORED.search(gold + answer):
@@ -413,43 +397,41 @@ def _text(record, *keys):
     raise ValueError(f"it must be an object in which {' or '.join(map(repr, keys))} is some text")
 
 
-def split_problems(problems, held_out, source, *, reward, prompt, operands=None, gold=None):
-    """→ the Task of problems from source, the name of a file or dataset in messages.
+def hold_out(task, count, source, operands=None, gold=None):
+    """→ the Task with `count` of its problems, at most a quarter, held out.
 
-    Problems whose prompts differ in blanks or case only are one. held_out problems, at most a
-    quarter, are held out: those whose prompts have the smallest hashes. So the split needs no seed,
-    and a line that the user edits or deletes moves at most one other problem between train and
-    held_out. gold: a function, problem → its right answer.
-    ValueError: operands are given; under 4 problems, or with held_out=0 none; two golds for one
-    prompt.
+    Those are held out whose prompts have the smallest hashes. So the split needs no seed, and a
+    line that the user edits or deletes moves at most one other problem between train and held_out.
+    Problems whose prompts differ in blanks or case only are one. task: a Task with all its problems
+    in train. source: the name of their file or dataset. gold: problem → its right answer.
+    ValueError: operands are given; under 4 problems, or with count 0 none; two golds for a prompt.
     """
     if operands:
         raise ValueError(
             f"--operands {operands} has no meaning beside problems from {source}: leave it out"
         )
     by_prompt = {}  # prompt, without blanks and case → its problem
-    for problem in problems:
-        key = _asked(prompt(problem))
+    for problem in task.train:
+        key = _asked(task.prompt(problem))
         other = by_prompt.get(key, problem)
         if gold and gold(other) != gold(problem):
             raise ValueError(
                 f"{source} has two answers, {gold(other)} and {gold(problem)}, to the problem "
-                f"{str(prompt(problem))[:60]!r}: delete one"
+                f"{key[:60]!r}: delete one"
             )
         by_prompt[key] = problem
-    if len(by_prompt) < (4 if held_out else 1):
+    if len(by_prompt) < (4 if count else 1):
         raise ValueError(
             f"{source} has {len(by_prompt)} problems, too few: it takes 4, or 1 to test on"
         )
-    order = sorted(
-        by_prompt, key=lambda key: hashlib.sha256(str(prompt(by_prompt[key])).encode()).digest()
-    )
-    held = set(order[: min(held_out, len(order) // 4)])
-    return Task(
-        [by_prompt[key] for key in by_prompt if key not in held],
-        [by_prompt[key] for key in by_prompt if key in held],
-        prompt,
-        reward,
+
+    def digest(key):
+        return hashlib.sha256(str(task.prompt(by_prompt[key])).encode()).digest()
+
+    held = set(sorted(by_prompt, key=digest)[: min(count, len(by_prompt) // 4)])
+    return task._replace(
+        train=[problem for key, problem in by_prompt.items() if key not in held],
+        held_out=[problem for key, problem in by_prompt.items() if key in held],
     )
 
 

@@ -44,7 +44,7 @@ def load_task_file(path, held_out=32):
     reward = partial(_reward, path, module["reward"], _takes_finished(signature))
     prompt = partial(_prompt, path, module.get("prompt", lambda problem: problem.get("prompt")))
     problems = _call(path, "problems", lambda: list(module["problems"]()))
-    return tasks.split_problems(problems, held_out, path, reward=reward, prompt=prompt)
+    return tasks.hold_out(tasks.Task(problems, [], prompt, reward), held_out, path)
 
 
 def _takes_finished(signature):
