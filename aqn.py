@@ -96,9 +96,9 @@ def noisy_norms(model, sigma, seed, step):
     try:
         for index, norm in enumerate(changed):
             norm.clean_weight = norm.weight.detach().clone()
-            # A generator for each norm, on the CPU: so a draw depends neither on the sizes of the
-            # norms before nor on the device. The factor exceeds every step and index, so no two
-            # draws of a run share a key.
+            # Seed a CPU generator for each norm, so that a draw depends neither on the sizes of
+            # the norms before nor on the device. The factor exceeds every index, so no two draws of
+            # a run share a key.
             key = (seed * 1_000_003 + step) * 1_000_003 + index
             generator = torch.Generator().manual_seed(key % 2**63)
             noise = torch.randn(norm.weight.shape, generator=generator)

@@ -448,7 +448,9 @@ def _scaled_product(x, matrix, scale):
 
 
 def _gradient_of_B(dy, xa, splits):
-    """→ (N, R / S). dy.T @ xa is (N, R): keep of each row the columns of the row's own part."""
+    """→ (N, R / S). dy.T @ xa (N, R) is the gradient of _block_diagonal(B). Keep only its diagonal
+    blocks, because B does not contain the others, which are constant zeros.
+    """
     parts = enumerate((dy.T @ xa).split(splits))
     return torch.cat([rows.chunk(len(splits), 1)[part] for part, rows in parts])
 

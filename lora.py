@@ -38,6 +38,8 @@ from torch import nn
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 PREFIX = "base_model.model.model."  # how every tensor name in PEFT's files begins
+# a name of ours, and the one on the hub, which PEFT needs
+ON_THE_HUB = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's two files
 
 
@@ -185,8 +187,7 @@ def save_adapter(model, folder, base_name=""):
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {k: v.contiguous().cpu() for k, v in adapter_tensors(model).items()}
     layer = next(iter(lora_layers(model).values()))
-    # "smollm2" is a name of ours: PEFT needs the one on the hub
-    base_name = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}.get(base_name, base_name)
+    base_name = ON_THE_HUB.get(base_name, base_name)
     config = dict(
         peft_type="LORA",
         task_type="CAUSAL_LM",

@@ -283,10 +283,11 @@ class Decoder(nn.Module):
         for i, layer in enumerate(self.layers):
             where = Where(positions, cos, sin, cache, i, decoding)
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                # Reentrant checkpointing stores the layer's input, which must require a gradient.
-                # The other kind hooks every saved tensor, which takes longer than the kernels of a
-                # small model, and its first forward runs with gradients on, for which `summed`
-                # returns no usable sum.
+                # Use reentrant checkpointing, for two reasons. Non-reentrant checkpointing calls a
+                # hook for every tensor that autograd saves, and on a small model these hooks take
+                # longer than the kernels. It also runs the first forward with gradients enabled:
+                # `summed` would take that call for the recomputation and skip the last GEMM.
+                # Reentrant checkpointing computes gradients only if an input requires one.
                 x = recompute(
                     layer.summed,
                     x.requires_grad_(),

@@ -120,8 +120,9 @@ def shared_global_scale(*weights):
 def _choose_scale(magnitude, offsets):
     """magnitude (n, K/16, 16) f32, |weights| / global_scale → (n, K/16) e4m3, each block's scale.
 
-    Of the scales at `offsets` from amax / 6, counted in e4m3 codes, take the one with the least
-    squared error, of equals the first. Offset 0 alone is "rtn".
+    For each block, try the scale amax / 6, rounded to e4m3 and then moved by each of `offsets` e4m3
+    codes. Take the scale with the least squared error, and on a tie the one tried first. offsets
+    (0,) is the method "rtn".
     """
     nearest = (magnitude.amax(-1) / FP4_MAX).clamp(max=FP8_MAX).to(torch.float8_e4m3fn)
     # Positive e4m3 numbers sort as their bytes, so byte + 1 is the next larger scale. Byte 126 is

@@ -51,7 +51,8 @@ except ImportError:  # a CPU machine may lack Triton: its kernel is then never l
 
 SLOTS = 256  # most sequences that run at once
 STEPS = 8  # decode steps between the host's reads of which rows have finished
-PREFILL_TOKENS = 8192  # most prompt tokens in one forward pass; a longer prompt has its own
+# most prompt tokens, with padding, in one forward pass; a longer prompt is prefilled alone
+PREFILL_TOKENS = 8192
 MIN_PIECES = 4  # pieces of 256 positions that a graph covers at least: fewer graphs to capture
 
 

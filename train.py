@@ -55,6 +55,7 @@ class Batch(NamedTuple):
     texts: list  # of B pairs (prompt, answer)
     stats: dict  # measurements over all ranks
     fresh: Rollout  # the first B rows drawn, before --resample replaced any
+    drawn: int  # problems that the run has drawn, over all ranks, this step's included
 
 
 def train(config, model, environment, sampler, run):
@@ -73,7 +74,7 @@ def train(config, model, environment, sampler, run):
 
             sigma = noise_level(config, step)
             with aqn.noisy_norms(model, sigma, config.seed, step):
-                batch = collect(config, sampler, environment, step)
+                batch = collect(config, sampler, environment, step, run.drawn)
                 if step % 10 == 0:  # it costs a few forward passes
                     batch.stats["mismatch"] = mismatch(config, model, batch.fresh)
             advantages = advantages_of(config, batch.rewards)  # (B,)
@@ -82,6 +83,7 @@ def train(config, model, environment, sampler, run):
 
             with run.signals_deferred():  # until the step is made, logged and saved
                 stats = update(config, model, optimizer, batch.rollout, advantages.to(model.device))
+                run.drawn = batch.drawn
                 run.made(step, batch.stats | stats | dict(sigma=sigma, lr=lr))
                 if evaluating:
                     run.sample(step, batch.texts, batch.rewards.tolist(), advantages.tolist())
@@ -102,9 +104,10 @@ def noise_level(config, step):
 # --- answers and their rewards
 
 
-def collect(config, sampler, environment, step):
+def collect(config, sampler, environment, step, drawn=0):
     """Sample this rank's answers and reward them → Batch.
 
+    drawn: problems that the run has drawn before, over all ranks: the next ones follow in the data.
     --resample is DAPO's dynamic sampling (arXiv 2503.14476, §3.2): groups of equal rewards are
     replaced by groups of further problems, as long as there are such groups and draws are left.
     """
@@ -113,7 +116,8 @@ def collect(config, sampler, environment, step):
     P = config.prompts // ranks
     useful, flat = [], []
     for attempt in range(1 + config.resample):
-        groups = sample_groups(config, sampler, environment, step, attempt)
+        problems = batch_of(environment.task.train, config, drawn + attempt * config.prompts)
+        groups = sample_groups(config, sampler, environment, problems, step, attempt)
         if attempt == 0:
             fresh = Rollout.join([group.rollout for group in groups])
         useful += [group for group in groups if group.has_signal]
@@ -128,6 +132,7 @@ def collect(config, sampler, environment, step):
         texts += group.texts
     rewards = torch.tensor(rewards, dtype=torch.float64)
     seconds = gather_numbers(time.perf_counter() - began)
+    attempts = max(gather_numbers(attempt + 1))  # a rank may need fewer than others
 
     sums = sum_over_ranks(
         dict(
@@ -153,14 +158,15 @@ def collect(config, sampler, environment, step):
     )
     if ranks > 1:
         stats["rollout_idle"] = 1 - sum(seconds) / ranks / max(seconds)
-    return Batch(rollout, rewards, texts, stats, fresh)
+    drawn += int(attempts) * config.prompts
+    return Batch(rollout, rewards, texts, stats, fresh, drawn)
 
 
-def sample_groups(config, sampler, environment, step, attempt):
-    """→ a Group for each of this rank's P problems of (step, attempt)."""
+def sample_groups(config, sampler, environment, problems, step, attempt):
+    """→ a Group for each of this rank's share of the problems."""
     rank, ranks = rank_and_count()
     P, G = config.prompts // ranks, config.group_size
-    problems = batch_of(environment.task.train, config, step, attempt)[rank * P : (rank + 1) * P]
+    problems = problems[rank * P : (rank + 1) * P]
     how = dict(temperature=config.temperature, step=step, progress=f"step {step}")
     how["first_sequence"] = (attempt * ranks + rank) * P * G
     rollout, answers, rewards = answer(config, sampler, environment, problems, G, **how)
@@ -207,11 +213,10 @@ def advantages_of(config, rewards):
     return grpo.advantages(rewards.view(-1, config.group_size), scale).flatten()
 
 
-def batch_of(problems, config, step, attempt=0):
-    """→ the P problems of (step, attempt), P over all ranks. Each attempt of each step takes the
-    next P problems of the shuffled list, which is shuffled anew in each epoch.
+def batch_of(problems, config, start):
+    """→ the --prompts problems from number `start` on of a list without end: all problems,
+    shuffled, once for each epoch.
     """
-    start = (step * (1 + config.resample) + attempt) * config.prompts
     picked, epoch = [], None
     for index in range(start, start + config.prompts):
         if index // len(problems) != epoch:

@@ -11,13 +11,13 @@ gradient too, while it has the logits:
     d_hidden[t]  = d logprob[t] / d hidden[t]  = d_z[t] @ W                       (D,), kept
     d loss / d hidden[t]  = d loss / d logprob[t] · d_hidden[t]                   backward
 
-That works because a token's log-probability depends on its own hidden state alone. The loss reaches
-it through one number, d loss / d logprob[t], which scales d_hidden[t] and is all that backward has
-to wait for. W is frozen, so no other gradient needs the logits. d_hidden has D numbers a token, as
-the hidden state has, where the logits have V.
+That works because a token's log-probability depends on its own hidden state alone. The gradient of
+the loss reaches that hidden state through one number, d loss / d logprob[t]. Backward multiplies
+d_hidden[t] by this number, the only factor that forward does not know. W is frozen, so no other
+gradient needs the logits. d_hidden has only D numbers a token, while the logits have V.
 
-On a GPU one kernel reads a chunk's logits twice and writes all results. On a CPU plain torch lines
-compute the same, and they are its definition.
+On a GPU one kernel reads a chunk's logits twice and writes all results. On a CPU plain torch code
+computes the same results, and defines what the kernel must compute.
 
 Left out: gradients of W and of the entropy. Needs: torch; on a GPU also triton.
 """

@@ -45,8 +45,9 @@ NUCLEUS = 4096  # most tokens of a nucleus: topk finds so many sooner than sort(
 
 
 def uses_kernels(x):
-    """→ bool: launch Triton kernels for x? Only on a GPU and under torch.no_grad(), because these
-    kernels have no backward. The plain lines have one and run everywhere.
+    """→ bool: launch Triton kernels for x? Only if x is on a GPU and gradients are disabled,
+    because these kernels have no backward. In all other cases the caller runs plain torch code,
+    which autograd can differentiate and which runs on every device.
     """
     return x.is_cuda and not torch.is_grad_enabled()
 
@@ -116,10 +117,11 @@ def _sample(logits, temperature, seed, step, sequence, position):
     tiles = triton.cdiv(V, VOCAB_TILE)
     # Scratch memory between the kernels. With z = logits / temperature, a row holds four lines of
     # `tiles` numbers, a number for each tile:
-    #     line 0   max z                          lines 0 and 1 give ln Σ exp z of the row
-    #     line 1   Σ exp(z − max z)
-    #     line 2   max (z + noise)                the tile with the largest one holds the token
-    #     line 3   z of the token that has it     minus ln Σ exp z: the log-probability
+    #     line 0   max z
+    #     line 1   Σ exp(z − max z)       lines 0 and 1 of all tiles give the row's ln Σ exp z
+    #     line 2   max (z + noise)        the row's token is in the tile where this is largest
+    #     line 3   z of the tile's token with the largest z + noise. For the row's token, this z
+    #              minus ln Σ exp z is the log-probability
     found = logits.new_empty(B, 4, tiles, dtype=torch.float32)
     winner = sequence.new_empty(B, tiles)  # int64: the id of that token
     token = torch.empty_like(sequence)

@@ -16,10 +16,12 @@ import torch
 from command import FLAGS, ROOT, TIMINGS, Command, lines, main
 from torch.distributed.run import main as torchrun
 
+import lora
 import train
 from rollout import Sampler
 from tasks import Task
 from tools import launch, report, weights
+from tools.adapter import other_base
 from tools.flags import FIELDS, Config, check, parse
 
 # what the run of an adapter was trained with; each differs from its default
@@ -312,6 +314,66 @@ def test_a_resume_takes_the_runs_own_flags_and_those_given_beside_it_win(
     assert parse(given + again) == want
 
 
+@pytest.mark.parametrize("name", ["--resume", "--adapter"])
+def test_a_program_that_a_stored_config_names_runs_only_if_it_is_named_again(
+    ended, tmp_path, name, monkeypatch
+):
+    """Whoever made the folder could otherwise run code by it."""
+    evil = tmp_path / "evil.py"
+    evil.write_text("raise KeyboardInterrupt('it ran')")
+    folder = ended(task=str(evil), data="", operands="")
+    with pytest.raises(ValueError, match=f"{evil}.* add --task {evil}"):
+        main(name, folder, "--steps", 0)
+    monkeypatch.chdir(tmp_path)
+    for spelling in (evil, "evil.py", "./evil.py"):
+        assert parse([name, folder, "--task", str(spelling)]).task == str(evil)
+
+
+def test_another_task_does_not_inherit_the_operands_and_the_data_of_an_adapters_run(
+    ended, tmp_path
+):
+    mine = tmp_path / "mine.py"
+    mine.touch()
+    folder = ended(data="", operands="3-9", temperature=0.5)
+    for task in (str(mine), "addition"):
+        config = parse(["--adapter", folder, "--task", task])
+        assert (config.operands, config.temperature) == ("", 0.5)
+    assert parse(["--adapter", folder, "--task", "multiplication"]).operands == "3-9"
+
+
+def test_only_the_first_rank_tells_where_flags_come_from(ended, monkeypatch, capsys):
+    folder = ended(data="")
+    for rank, told in (("1", 0), ("0", 1)):
+        monkeypatch.setenv("RANK", rank)
+        parse(["--adapter", folder])
+        assert len(capsys.readouterr().out.splitlines()) == told
+
+
+@pytest.mark.parametrize("ranks, code", [(1, 3), (2, 0)])
+def test_torchrun_does_not_take_a_pointless_preflight_for_a_crash(
+    monkeypatch, tiny_chat, ranks, code
+):
+    monkeypatch.setattr(launch, "preflight", lambda *_: 3)
+    monkeypatch.setattr(launch, "rank_and_count", lambda: (0, ranks))
+    assert main(*FLAGS, "--model", tiny_chat, "--preflight") == code
+
+
+@pytest.mark.parametrize(
+    "base, model, other",
+    [
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2", False),
+        ("Qwen/Qwen2.5-7B", "/models/qwen2.5-7b", False),
+        ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B-Instruct", True),
+        ("/tmp/base", "smollm2", True),
+        ("", "smollm2", False),
+    ],
+)
+def test_an_adapter_of_another_base_model_is_told(tmp_path, monkeypatch, base, model, other):
+    settings = {"base_model_name_or_path": base}
+    monkeypatch.setattr(lora, "read_adapter", lambda folder: (settings, {}))
+    assert other_base("adapter", model) == (base if other else "")
+
+
 @pytest.mark.parametrize(
     "text, words",
     [
@@ -357,8 +419,10 @@ def test_a_run_of_ones_own_task_goes_on_and_is_scored_from_anywhere(
     assert "30 problems to train on, 5 held out" in said and "evaluating 5 problems" in said
     monkeypatch.chdir("there")
     run = tmp_path / "run"
-    assert main("--resume", run, "--steps", 2) == 0
-    assert main("--steps", 0, "--device", "cpu", "--out", "score", "--adapter", run) == 0
+    mine = "--task", "../mine.py"
+    assert main("--resume", run, "--steps", 2, *mine) == 0
+    score = "--steps", 0, "--device", "cpu", "--out", "score", "--adapter", run
+    assert main(*score, *mine) == 0
     want, (got,) = report.read(run)["eval", 2], report.read("score").values()
     scores = operator.itemgetter("eval_greedy", "eval_greedy_loose", "eval_sampled", "problems")
     assert scores(got) == scores(want) and got["problems"] == 5

@@ -21,6 +21,7 @@ import pytest
 import torch
 from command import FLAGS, ROOT, Command, lines, main, outcome
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 import lora
 import model as decoder
@@ -260,14 +261,17 @@ def test_the_end_names_the_best_adapter_which_has_its_accuracy(
         == 0
     )
     first = report.read(folder)["eval", 1]
+    before = report.read(folder)["eval", 0]["eval_greedy"]
+    better = "" if first["eval_greedy"] > before else f"; before training it was {before:.2f}"
     assert capsys.readouterr().out.splitlines()[-1] == (
         f"done: {folder}/curves.png, adapter in {folder}/adapter, the best "
-        f"({first['eval_greedy']:.2f}) in {folder}/adapter-best"
+        f"({first['eval_greedy']:.2f}) in {folder}/adapter-best{better}"
     )
     adapter, _, best = outcome(folder)
     assert adapter != best
     again = tmp_path / "again"
-    assert start("--steps", 0, "--adapter", folder / "adapter-best", "--out", again) == 0
+    score = "--steps", 0, "--adapter", folder / "adapter-best", "--out", again
+    assert start(*score, "--task", tmp_path / "digits.py") == 0
     (got,) = report.read(again).values()
     keys = "eval_greedy", "eval_greedy_loose", "eval_sampled", "problems"
     assert [got[key] for key in keys] == [first[key] for key in keys]
@@ -533,6 +537,97 @@ def test_a_resume_to_fewer_steps_than_were_made_is_refused_and_spoils_nothing(en
     assert contents(ended) == before
 
 
+@pytest.mark.parametrize("gone", ["checkpoint*", "checkpoint* adapter", "checkpoint* adapter-best"])
+def test_a_run_that_has_lost_its_checkpoint_never_begins_anew(ended, gone):
+    """Its adapter would be overwritten. The adapter is the way on."""
+    for pattern in gone.split():
+        for path in list(ended.glob(pattern)):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    before = contents(ended)
+    with pytest.raises(ValueError, match=f"made 6 steps .*--adapter {ended}/adapter"):
+        run_file.Run(Config(resume=str(ended), steps=6, save_every=2))
+    assert contents(ended) == before
+
+
+def test_a_run_without_a_saved_step_begins_again(begun):
+    """SIGKILL before the first save leaves a log and no adapter."""
+    for name in ("adapter", "adapter-best", "checkpoint.safetensors"):
+        path = begun / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    assert run_file.Run(Config(resume=str(begun), steps=6, save_every=5)).done == 0
+
+
+def test_a_checkpoint_goes_on_with_its_own_problems_only(tmp_path, tiny_chat):
+    """An edited file, and problems that are drawn anew by each import, are other problems. So is
+    another gold."""
+    data, run = tmp_path / "data.jsonl", tmp_path / "run"
+    records = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(40)]
+    data.write_text("\n".join(map(json.dumps, records)))
+    flags = *FLAGS, "--model", tiny_chat, "--out", run, "--task", "gsm8k", "--data", data
+    assert main(*flags, "--steps", 1, "--operands", "") == 0
+    for edited in (records[:-1], [*records[:-1], records[-1] | {"answer": "#### 9"}]):
+        data.write_text("\n".join(map(json.dumps, edited)))
+        with pytest.raises(ValueError, match=f"other problems.*--adapter {run}/adapter"):
+            main("--resume", run, "--steps", 2)
+    data.write_text("\n".join(map(json.dumps, records)))
+    assert main("--resume", run, "--steps", 2) == 0
+    task, mine = tmp_path / "mine.py", tmp_path / "mine"
+    task.write_text(
+        "import random\nrandom.seed(None)\n"
+        "problems = lambda: [{'prompt': str(random.random())} for _ in range(40)]\n"
+        "reward = lambda problem, text: 0\n"
+    )
+    flags = *FLAGS, "--model", tiny_chat, "--out", mine, "--task", task, "--operands", ""
+    assert main(*flags, "--steps", 1) == 0
+    with pytest.raises(ValueError, match="other problems"):
+        main("--resume", mine, "--steps", 2, "--task", task)
+
+
+def test_a_checkpoint_from_before_the_hash_resumes_where_it_would_have(ended):
+    """Its metadata has the step and a checksum alone; each step drew (1 + resample) batches."""
+    run, model, optimizer = resumed(ended)
+    path = ended / "checkpoint.safetensors"
+    tensors, metadata = run_file.read_checkpoint(path)
+    assert metadata["drawn"] == str(6 * run.config.prompts) and len(metadata["problems"]) == 64
+    old = {"step": "6"}
+    save_file(tensors, path, metadata=old | {"sha256": run_file.checksum(tensors, old)})
+    flags = json.loads((ended / "config.json").read_text()) | {"resample": 2, "prompts": 8}
+    (ended / "config.json").write_text(json.dumps(flags))
+    run.problems = "0" * 64
+    assert run.load(model, optimizer) == 6 and run.drawn == 6 * 3 * 8
+
+
+def test_a_resumed_run_that_resamples_ends_like_an_unbroken_one(tiny_chat, tmp_path, monkeypatch):
+    """Where it stands in the data depends on how many groups were replaced."""
+    flags = *FLAGS, "--model", tiny_chat, "--resample", 2, "--steps", 4, "--eval-problems", 0
+    assert main(*flags, "--out", tmp_path / "whole") == 0
+    with monkeypatch.context() as patch:
+        from_call(patch, 3, train, "collect", sys.exit, 143)
+        assert main(*flags, "--out", tmp_path / "run") == 143
+    assert main("--resume", tmp_path / "run") == 0
+    assert saved(tmp_path / "run") == saved(tmp_path / "whole")
+    assert int(saved(tmp_path / "run")["drawn"]) < 4 * 3 * 4
+
+
+def test_ranks_that_see_different_folders_or_problems_say_so(ended, monkeypatch):
+    run, model, optimizer = resumed(ended)
+    monkeypatch.setattr(run_file, "gather_numbers", lambda number: [number, 0])
+    with pytest.raises(ValueError, match=f"must share {ended}"):
+        run.load(model, optimizer)
+    monkeypatch.setattr(launch, "gather_numbers", lambda number: [number, number + 1])
+    with pytest.raises(ValueError, match="the ranks have different problems of multiplication"):
+        main("--steps", 1)
+
+
+def test_the_memory_of_a_step_is_that_of_the_rank_that_needs_most(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_file, "gather_numbers", lambda number: [number, 1e6])
+    run = run_file.Run(Config(out=str(tmp_path / "run")))
+    run.began, run.first_step, run.model = 0, 0, None
+    whole = dict.fromkeys(report.LINES["step"].replace("{", " ").replace(":", " ").split(), 0)
+    run.made(0, whole | dict(signal=1, finished=1, mismatch=None))
+    assert report.read(tmp_path / "run")["step", 0]["memory_gb"] == 1e6
+
+
 def test_a_checkpoint_of_another_rank_is_refused(ended):
     """A config.json that was changed by hand. copy_ would spread a rank of 1 over all ranks."""
     run, *parts = resumed(ended, rank=8)
@@ -693,7 +788,8 @@ def test_a_list_has_a_line_for_each_run(tmp_path, monkeypatch, capsys):
     cannot be read."""
     monkeypatch.chdir(tmp_path)
     mine = dict(task="/home/mine.py", model="/home/qwen", steps=16, updates_per_rollout=2)
-    for name, config in (("mine", json.dumps(mine)), ("new/one", "{")):
+    odd = '{"task": null, "model": null, "steps": [1]}'
+    for name, config in (("mine", json.dumps(mine)), ("new/one", "{"), ("odd", odd)):
         folder = tmp_path / "runs" / name
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(config)
@@ -709,6 +805,7 @@ def test_a_list_has_a_line_for_each_run(tmp_path, monkeypatch, capsys):
     assert [row.split() for row in rows] == [
         "runs/mine mine qwen 8/16 0.10 0.50 0.25 40.5".split(),
         "runs/new/one – – 0/– – – – 0.0".split(),
+        "runs/odd None None 0/[1] – – – 0.0".split(),
     ]
 
 

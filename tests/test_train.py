@@ -313,12 +313,14 @@ def collected(folder, rewards, sampler=Sampler, **flags):
         assert tokenizer.decode(row[:n]) == f"<s>{prompt}=" and text == answer
     asked = [int(prompt[:-1]) for prompt, _ in batch.texts]
     batch.stats["mismatch"] = mismatch(flags, model, batch.fresh)
+    batch.stats["drawn"] = batch.drawn
     return asked, batch.rewards.tolist(), batch.stats, sampled
 
 
 def drawn(attempt=0, **flags):
     """→ the numbers of the problems of collected()."""
-    return train.batch_of(range(40), config(**flags), 0, attempt)
+    flags = config(**flags)
+    return train.batch_of(range(40), flags, attempt * flags.prompts)
 
 
 def test_a_reward_belongs_to_the_prompt_and_the_sample_that_earned_it(tiny_chat):
@@ -421,18 +423,27 @@ def test_a_rank_has_its_own_problems_and_numbers(tiny_chat, monkeypatch):
     assert asked[::G] == drawn(resample=1)[2:]
 
 
-@pytest.mark.parametrize("resample", [0, 2])
-def test_batch_follows_seed_and_step_and_each_epoch_covers_every_problem(resample):
-    """20 problems, 8 per rollout: five rollouts are two epochs of different orders."""
-    flags, line = config(prompts=8, resample=resample), []
-    for where in itertools.product(range(40), range(1 + resample)):
-        line += train.batch_of(range(20), flags, *where)
+def test_batches_follow_the_seed_and_each_epoch_covers_every_problem():
+    """20 problems, 8 per rollout: five rollouts are two epochs of different orders. Batches of
+    another size go on where the others have ended.
+    """
+    flags, line = config(prompts=8), []
+    for start in range(0, 320, 8):
+        line += train.batch_of(range(20), flags, start)
     epochs = [tuple(line[i : i + 20]) for i in range(0, len(line) - 19, 20)]
     assert all(sorted(epoch) == [*range(20)] for epoch in epochs)
     assert len(set(epochs)) == len(epochs) >= 2
-    assert train.batch_of(range(20), flags, 0) == line[:8]
+    assert train.batch_of(range(20), config(prompts=3), 30) == line[30:33]
     flags.seed = 1
     assert train.batch_of(range(20), flags, 0) != line[:8]
+
+
+@pytest.mark.parametrize("solved, attempts", [(1, 1), (3, 4), (41, 4)])
+def test_the_next_batch_begins_where_the_last_attempt_ended(tiny_chat, solved, attempts):
+    """One problem of `solved` has unequal rewards. Nothing is skipped if nothing was replaced."""
+    rewards = lambda i, g: float(i % solved == solved - 1 and g == 1)  # noqa: E731
+    *_, stats, _ = collected(tiny_chat, rewards, resample=3)
+    assert stats["drawn"] == 4 * attempts and stats["resampled"] == 4 * (attempts - 1)
 
 
 # --- evaluation

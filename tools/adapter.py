@@ -42,6 +42,16 @@ def load_adapter(model, folder):
     lora.load_adapter(model, folder)
 
 
+def other_base(folder, name):
+    """→ the base model that an adapter names, if it is another than `name`; else "". Only the last
+    part of each name counts, because a folder and an id of the hub may hold the same model.
+    """
+    config, _ = lora.read_adapter(folder)
+    base = str(config.get("base_model_name_or_path") or "")
+    same = Path(base).name.lower() == Path(lora.ON_THE_HUB.get(name, name)).name.lower()
+    return "" if same else base
+
+
 def _check_settings(config, file):
     """ValueError: the adapter is no plain LoRA. config: the settings in `file`."""
     kind = config.get("peft_type")

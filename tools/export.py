@@ -183,8 +183,8 @@ def copy_tokenizer(source, folder):
 def write_config(config, folder, format):
     """Write config.json, and for modelopt hf_quant_config.json.
 
-    config: transformers' config of the base, changed in place. A foreign 4-bit checkpoint's own
-    quantization_config is replaced.
+    config: transformers' config of the base, changed in place. A quantization_config of the base is
+    removed, because it describes the base's layout. The 4-bit formats get one of their own.
     """
     config.dtype = torch.bfloat16
     config.__dict__.pop("quantization_config", None)

@@ -206,15 +206,18 @@ def parse(arguments):
         stored = _of_resumed_run(given)
     elif given.get("adapter"):
         stored = _of_adapters_run(given)
-    flags = vars(Config()) | stored | given
-    paths = ["model", "data", "test", "adapter"]
-    if flags["task"].endswith(".py"):
-        paths.append("task")
-    for name in paths:  # absolute, because a resume may start elsewhere
-        if os.path.exists(flags[name]) and flags[name] != "smollm2":
-            flags[name] = os.path.abspath(flags[name])
-    config = check(Config(**flags))
-    warn_of_idle_flags(config, given)
+    config = Config(**stored | given)
+    own_task = config.task.endswith(".py")
+    if own_task and "task" not in given:
+        raise ValueError(
+            f"the run's task is {config.task}, a program that would be started: "
+            f"if you trust it, add --task {config.task}"
+        )
+    for name in ["model", "data", "test", "adapter"] + ["task"] * own_task:
+        value = getattr(config, name)
+        if os.path.exists(value) and value != "smollm2":
+            setattr(config, name, os.path.abspath(value))  # a resume may start elsewhere
+    warn_of_idle_flags(check(config), given)
     return config
 
 
@@ -262,13 +265,20 @@ def _of_adapters_run(given):
     if not os.path.isfile(f"{run}/metrics.jsonl"):
         return {}
     flags, stored = flags_of_run(run), {}
+    of_its_task = {"data", "test", "operands"}
     for name, field in FIELDS.items():
+        if "task" in given and given["task"] != flags["task"] and name in of_its_task:
+            continue
         if field.metadata["scored"] and name not in given and flags[name]:
             stored[name] = flags[name]
-    print(
-        f"from {run}/config.json:", *(f"{spelled(name)} {value}" for name, value in stored.items())
-    )
+    _say(f"from {run}/config.json:", *(f"{spelled(name)} {stored[name]}" for name in stored))
     return stored
+
+
+def _say(*words):
+    """Print, but of several ranks only on the first."""
+    if os.environ.get("RANK", "0") == "0":
+        print(*words)
 
 
 def flags_of_run(folder):
@@ -277,7 +287,8 @@ def flags_of_run(folder):
     path = Path(folder) / "config.json"
     try:
         given = {**json.loads(path.read_text())}  # TypeError: no object
-        updates = given.pop("updates_per_rollout", 1)  # until 2026-11, when updates were steps
+        # in a config.json from before 2026-11, when each update of a rollout counted as a step
+        updates = given.pop("updates_per_rollout", 1)
         if updates != 1:
             raise ValueError(
                 f"it counts {updates} updates of a rollout as {updates} steps; now a step is a "
@@ -349,7 +360,7 @@ def warn_of_idle_flags(config, given):
     for beginnings, idle, why in rules:
         for name in given:
             if idle and name.startswith(tuple(beginnings)):
-                print(f"warning: {spelled(name)} does nothing: {why}")
+                _say(f"warning: {spelled(name)} does nothing: {why}")
 
 
 def _refuse(config, name, why):

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 a traceback, 2 other errors, 3 --preflight finds training 
 signal n. Needs: torch; model.py, rollout.py, tasks.py and files of tools/.
 """
 
+import hashlib
 import signal
 import sys
 import time
@@ -16,11 +17,11 @@ from model import load
 from rollout import Sampler
 from tasks import TASKS, Task, with_test_set
 from tools import weights
-from tools.adapter import load_adapter
+from tools.adapter import load_adapter, other_base
 from tools.diagnostics import preflight
 from tools.flags import parse
 from tools.own_task import load_task_file
-from tools.ranks import join_ranks, leave_ranks, rank_and_count
+from tools.ranks import gather_numbers, join_ranks, leave_ranks, rank_and_count
 from tools.run import Run
 
 LONGEST = 99  # prompts whose length is checked before a run starts
@@ -100,10 +101,13 @@ def start(config, train, trial):
         task, source.tokenizer(), source.stop_ids(), source.config, config.max_new_tokens
     )
     check_longest_prompts(config, environment)
+    problems = hash_of(task)
+    if len(set(gather_numbers(int(problems[:12], 16)))) > 1:
+        raise ValueError(f"the ranks have different problems of {config.task}: fix its random seed")
     task = task._replace(held_out=task.held_out[: config.eval_problems])
     environment = environment._replace(task=task)
-    rank, _ = rank_and_count()
-    run = Run(config, quiet=rank > 0)
+    rank, ranks = rank_and_count()
+    run = Run(config, rank > 0, problems)
     model = load_model(config, source, device, run)
     announce(config, environment, model, run, time.perf_counter() - began)
     exit_on_signals()
@@ -112,7 +116,8 @@ def start(config, train, trial):
     else:
         code = train(config, model, environment, Sampler(model), run)
     leave_ranks()
-    return code
+    # torchrun would report another code than 0 as a crash, with a traceback
+    return code if ranks == 1 else 0
 
 
 def load_task(config):
@@ -144,7 +149,18 @@ def load_model(config, source, device, run):
     model.gradient_checkpointing = config.gradient_checkpointing
     if config.adapter and not run.checkpoints():
         load_adapter(model, config.adapter)
+        base = other_base(config.adapter, config.model)
+        if base:
+            run.say(f"note: {config.adapter} was trained on {base}, not on {config.model}")
     return model
+
+
+def hash_of(task):
+    """→ a hash, in hex, of the prompts and answers of a Task, by which a resume knows them."""
+    sha = hashlib.sha256()
+    for problem in task.train + task.held_out:
+        sha.update(f"{task.prompt(problem)!r} {problem.get('answer')!r}".encode())
+    return sha.hexdigest()
 
 
 def announce(config, environment, model, run, seconds):

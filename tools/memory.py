@@ -184,9 +184,10 @@ def plan(
 
 
 def saved_bytes(c, rank):
-    """→ bytes that autograd saves of a token in one layer, by the GPU's kernels.
+    """→ how many bytes autograd saves per token in one layer when a GPU runs the layer.
 
-    c: a transformers config. Approximate where q is not D wide: attention's output has q's width.
+    c: a transformers config. Approximate if q is not D wide, because attention's output is as wide
+    as q, and its term counts D columns.
     """
     D, F = c.hidden_size, c.intermediate_size
     q, kv, _ = linears(c)["qkv"].parts
@@ -203,7 +204,11 @@ def saved_bytes(c, rank):
 
 
 class Row(NamedTuple):
-    """A line of the table: what fits on a card. A number is 0 if not even 1 fits."""
+    """A line of the table: what fits on a card.
+
+    answers and micro_tokens are 0 if the card cannot hold one answer, longest is 0 if it cannot
+    hold answers of one token.
+    """
 
     needs: float  # 2³⁰ bytes, to sample and train one answer at a time
     answers: int  # most sampled at a time

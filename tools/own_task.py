@@ -2,13 +2,13 @@
 
     problems()                      → a list of dicts
     reward(problem, text)           → a number from -1e6 to 1e6. It judges an answer that the model
-                                    ended; a cut-off answer has 0
+                                    ended; one cut off at --max-new-tokens gets 0
     reward(problem, text, finished) judges both kinds of answers
     prompt(problem)                 → the user's message, or a chat: a list of {"role", "content"}.
-                                    Without this function, problem["prompt"] is one of them
+                                    Without it, problem["prompt"] must be that
 
-The text of an answer keeps special tokens, but the end token. The file may import from its own
-folder. Every error in it becomes one sentence with the file, the line and the reason.
+The text of an answer includes special tokens, except the end token. The file may import from its
+own folder. Every error in it becomes one sentence with the file, the line and the reason.
 
 Needs: tasks.py.
 """

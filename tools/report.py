@@ -251,7 +251,11 @@ def plot(folders):
 
 
 def show(folders):
-    """→ the best and worst samples of each run as text, the last record of each."""
+    """→ the worst and the best sample of each logged step of each run, as text.
+
+    Of several records of one such sample the last counts, because a resumed run repeats steps and
+    appends their samples again.
+    """
     last = {}
     for folder in folders:
         for sample in jsonl(Path(folder) / "samples.jsonl"):
@@ -293,8 +297,8 @@ def summary(folder):
     seconds = sum(r["rollout_s"] + r.get("update_s", 0) for r in records)
     return (
         str(folder),
-        Path(flags["task"]).stem,
-        Path(flags["model"]).name,
+        Path(str(flags["task"])).stem,
+        Path(str(flags["model"])).name,
         f"{made}/{flags['steps']}",
         *scores,  # first, best, last
         f"{seconds / 60:.1f}",

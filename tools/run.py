@@ -26,7 +26,7 @@ resumed run replays the steps after its checkpoint and appends their records aga
 last record of a step. The batch, the noise and every sampled token are functions of (seed, step),
 so on a CPU a resumed run ends with the same bytes as a run without a stop.
 
-Needs: torch, safetensors; lora.py, tools/report.py.
+Needs: torch, safetensors; lora.py, tools/ranks.py, tools/report.py.
 """
 
 import fcntl
@@ -46,6 +46,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import lora
+from tools.ranks import gather_numbers
 from tools.report import diagnose, line, logged, plot
 
 
@@ -57,25 +58,32 @@ class Run:
     between the model is of no step, so it is never saved.
     newest_damaged: checkpoint.safetensors cannot be read. The next save overwrites it, and leaves
     checkpoint.previous as it is: renaming the damaged file would destroy the only good one.
-    best: the highest eval_greedy of the trained model so far, in all segments.
+    best: the highest eval_greedy of the trained model so far, in all segments. first: that of the
+    model before its first step.
+    drawn: problems drawn for all steps that are done, over all ranks.
+    problems: what the run is about, as a hash of its prompts and answers.
     """
 
-    def __init__(self, config, quiet=False):
-        """Take the folder of --resume or --out, or a new one. Nothing is loaded yet.
+    def __init__(self, config, quiet=False, problems=""):
+        """Lock the folder of --resume or --out, or a new one. guarded() loads the checkpoint later.
 
-        config: tools.flags.Config. quiet: do not print or write; of several ranks all but the first
-        are quiet. ValueError: another process or another run has the folder, or its run has made
-        more than --steps.
+        config: tools.flags.Config. quiet: do not print, write or lock; of several ranks all but the
+        first are quiet. ValueError: another process has locked the folder; it holds a run and
+        --resume is not given; the run in it has made more steps than --steps, or has lost its
+        checkpoint.
         """
         named = f"runs/{Path(config.task).stem}-{time.strftime('%m%d-%H%M%S')}"
         self.folder = Path(config.resume or config.out or named)
         self.how_to_resume = f"go on with: python train.py --resume {self.folder}"
+        if config.task.endswith(".py"):
+            self.how_to_resume += f" --task {config.task}"
         self.config = config
         self.quiet = quiet
         self.history = []  # measurements of this segment's steps
         self.warned = set()  # names of problems: each is told once
-        self.done = 0
-        self.best = -math.inf
+        self.done = self.drawn = 0
+        self.problems = problems
+        self.best = self.first = -math.inf
         self.consistent = True
         self.newest_damaged = False
         self.print_error = ""  # why say() could not print, which stops the run
@@ -109,15 +117,30 @@ class Run:
         self.segment = max((record["segment"] + 1 for record in records), default=0)
         for record in records:
             score = record.get("eval_greedy")
-            # the evaluation of step 0 is the untrained model's, which has no adapter to keep
-            if record["step"] and score is not None:
-                self.best = max(self.best, score)
+            if score is not None:
+                self._rank(record["step"], score)
         made = len({record["step"] for record in records if record["kind"] == "step"})
+        adapter = self.folder / "adapter"
+        saved = made >= self.config.save_every or adapter.exists()
+        if self.config.resume and saved and not self.checkpoints():
+            raise ValueError(
+                f"{self.folder} has made {made} steps and lost its checkpoint: "
+                f"begin another run with --adapter {adapter}"
+            )
         if self.config.steps < made:
             raise ValueError(
                 f"--steps {self.config.steps}: {self.folder} has made {made} steps; "
                 f"take at least as many, or evaluate with --steps 0 --adapter {self.folder}"
             )
+
+    def _rank(self, step, score):
+        """Note the score of an evaluation → whether it is the best of the trained model so far."""
+        if step == 0:  # the untrained model has no adapter to keep
+            self.first = score
+            return False
+        better = score > self.best
+        self.best = max(self.best, score)
+        return better
 
     # --- stop at any moment
 
@@ -192,7 +215,8 @@ class Run:
         if self.quiet or not self.consistent:
             return
         tensors = checkpoint_tensors(model, optimizer)
-        metadata = {"step": str(self.done), "sha256": checksum(tensors, self.done)}
+        metadata = dict(step=str(self.done), drawn=str(self.drawn), problems=self.problems)
+        metadata["sha256"] = checksum(tensors, metadata)
         # The checkpoint last: after a crash between the two, a resumed run replays the steps and
         # writes both again. With the checkpoint first, it would have no step to replay after the
         # last save of a run, and adapter/ would stay old.
@@ -212,7 +236,7 @@ class Run:
         """
         for path in self.checkpoints():
             try:
-                tensors, self.done = read_checkpoint(path)
+                tensors, metadata = read_checkpoint(path)
             except (SafetensorError, LookupError, TypeError, ValueError) as error:
                 self.newest_damaged = True
                 self.say(
@@ -220,7 +244,17 @@ class Run:
                     sys.stderr,
                 )
                 continue
+            if self.problems and metadata.get("problems", self.problems) != self.problems:
+                raise ValueError(
+                    f"{path} is of other problems: their prompts or answers have changed since; "
+                    f"bring them back, or begin another run with --adapter {self.folder}/adapter"
+                )
             restore(path, tensors, model, optimizer)
+            self.done = int(metadata["step"])
+            # until November 2026 each step drew the same number of problems
+            flags = json.loads((self.folder / "config.json").read_text())
+            each = flags["prompts"] * (1 + flags["resample"])
+            self.drawn = int(metadata.get("drawn", self.done * each))
             self.say(f"resumed at {self.done / self.config.steps:.0%} of the schedules of lr and σ")
             break
         else:  # no checkpoint was restored
@@ -229,6 +263,8 @@ class Run:
                     f"every checkpoint in {self.folder} is damaged: begin another run with "
                     f"--adapter {self.folder}/adapter, or delete them to begin this one again"
                 )
+        if len(set(gather_numbers(self.done))) > 1:
+            raise ValueError(f"the ranks must share {self.folder}: some find no checkpoint in it")
         if not self.quiet:
             flags = vars(self.config) | {"resume": "", "out": str(self.folder)}
             text = json.dumps(flags, indent=2) + "\n"
@@ -254,7 +290,7 @@ class Run:
         stats: its measurements, by the keys of metrics.jsonl. ValueError: five steps in a row were
         skipped.
         """
-        stats["memory_gb"] = peak_memory_gb()
+        stats["memory_gb"] = max(gather_numbers(peak_memory_gb()))
         self.history.append(stats)
         self.done = step + 1
         self.consistent = True
@@ -274,10 +310,9 @@ class Run:
         values = {name: rounded(value) for name, value in record.items()}
         record = {"kind": kind, "step": step, **values}
         if not self.quiet:
-            if kind == "eval" and step and record["eval_greedy"] > self.best:
+            if kind == "eval" and self._rank(step, record["eval_greedy"]):
                 # The adapter before the record: a resumed run reads `best` from the log, so the log
                 # must not hold a score whose adapter a crash has lost.
-                self.best = record["eval_greedy"]
                 lora.save_adapter(self.model, self.folder / "adapter-best", self.config.model)
             append(self.folder / "metrics.jsonl", record | {"segment": self.segment})
         text = line(record, any_reward=self.config.task.endswith(".py"))
@@ -327,6 +362,8 @@ class Run:
             results += f", adapter in {self.folder}/adapter"
         if (self.folder / "adapter-best").exists():
             results += f", the best ({self.best:.2f}) in {self.folder}/adapter-best"
+            if self.best <= self.first:
+                results += f"; before training it was {self.first:.2f}"
         self.say(results)
 
     def say(self, text, file=None):
@@ -352,8 +389,8 @@ class Run:
 def checkpoint_tensors(model, optimizer):
     """→ {name: tensor on the CPU} of the parameters and of AdamW's state.
 
-    Parameter P has its own name P. P/step, a scalar, and P/exp_avg and P/exp_avg_sq, of the
-    parameter's shape, exist from AdamW's first step on.
+    A parameter named P is stored under the key P. From AdamW's first step on, its state is stored
+    under P/step (a scalar), P/exp_avg and P/exp_avg_sq (both of P's shape).
     """
     tensors = {}
     for name, p in model.named_parameters():
@@ -384,21 +421,24 @@ def restore(path, tensors, model, optimizer):
 
 
 def read_checkpoint(path):
-    """→ the tensors {name: tensor} and the step of a checkpoint.
+    """→ the tensors {name: tensor} and the metadata of a checkpoint.
 
     SafetensorError, LookupError, TypeError, ValueError: the file is not as it was written.
     """
     with safe_open(path, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
         metadata = file.metadata()
-    if metadata["sha256"] != checksum(tensors, metadata["step"]):
+    if metadata.pop("sha256") != checksum(tensors, metadata):
         raise ValueError("its checksum is another")
-    return tensors, int(metadata["step"])
+    return tensors, metadata
 
 
-def checksum(tensors, step):
-    """→ SHA-256, in hex, of a checkpoint's step and its tensors' names, types, shapes and bytes."""
-    sha = hashlib.sha256(str(step).encode())
+def checksum(tensors, metadata):
+    """→ SHA-256, in hex, of a checkpoint's metadata {name: text} and of its tensors' names, types,
+    shapes and bytes. Until November 2026 the metadata had the step alone.
+    """
+    known = [metadata[name] for name in ("step", "drawn", "problems") if name in metadata]
+    sha = hashlib.sha256(" ".join(known).encode())
     for name, tensor in sorted(tensors.items()):
         sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         sha.update(tensor.reshape(-1).view(torch.uint8).numpy())
@@ -433,7 +473,7 @@ def append(path, record):
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":  # a crash has cut the last line: end it
                 text = b"\n" + text
-        while text:  # a nearly full disk takes a part, and raises at the next write
+        while text:  # on a nearly full disk write() writes a part, and the next write() raises
             text = text[file.write(text) :]
         os.fsync(file.fileno())
 
