@@ -113,15 +113,12 @@ def noisy_norms(model, sigma, seed, step):
 
 
 if __name__ == "__main__":
-    print("σ in each tenth of the run\n" + " " * 12 + "".join(f"{stage:9d}" for stage in range(10)))
+    print("σ in each tenth of the run")
     for name in SCHEDULES:
-        print(
-            f"{name:12}" + "".join(f"{sigma(stage, 10, schedule=name):9.1e}" for stage in range(10))
-        )
-
+        print(f"{name:12}", *(f"{sigma(stage, 10, schedule=name):8.1e}" for stage in range(10)))
     block = torch.nn.Module()
-    block.input_layernorm = torch.nn.RMSNorm(8)
-    print("\nweight     ", block.input_layernorm.weight.tolist())
+    block.input_layernorm = torch.nn.RMSNorm(4)
+    print("weight     ", block.input_layernorm.weight.tolist())
     with noisy_norms(block, sigma(1, 10), seed=0, step=1):
-        print("with noise ", [round(v, 3) for v in block.input_layernorm.weight.tolist()])
+        print("with noise ", block.input_layernorm.weight.tolist())
     print("afterwards ", block.input_layernorm.weight.tolist())

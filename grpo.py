@@ -206,14 +206,10 @@ def kl_k3(log_ratio):
 if __name__ == "__main__":
     rewards = torch.tensor([[1.0, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]])
     print("rewards of three prompts, four samples each, and what each sample is worth:")
-    for r, a in zip(rewards.tolist(), advantages(rewards).tolist(), strict=True):
-        print("  ", r, " → ", [round(v, 2) for v in a])
-    adv = advantages(rewards).flatten()
-    logprobs = torch.full((12, 3), -1.0, requires_grad=True)
-    lengths = torch.arange(12) % 3 + 1
-    mask = torch.arange(3) < lengths[:, None]
-    print("on-policy: the loss, and the gradient of the first answer's token and padding")
+    print(rewards, advantages(rewards), sep="\n")
+    logprobs = torch.full((1, 3), -1.0, requires_grad=True)
+    mask = torch.tensor([[True, True, False]])
+    print("on-policy: the gradient of an answer of two tokens and padding, its advantage is 1")
     for kind in CLIP:
-        loss, _ = policy_loss(logprobs, logprobs, adv, mask, normalizer(kind, lengths, 3), kind)
-        (grad,) = torch.autograd.grad(loss, logprobs)
-        print(f"   {kind:8} {loss:+.4f}", [round(v, 4) for v in grad[0].tolist()])
+        loss, _ = policy_loss(logprobs, logprobs, torch.ones(1), mask, 2, kind)
+        print(f"   {kind:8}", *torch.autograd.grad(loss, logprobs))

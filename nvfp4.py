@@ -176,13 +176,10 @@ def dequantize(q, dtype=torch.bfloat16):
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    print("one block of 16, then what NVFP4 keeps of it")
     w = torch.randn(1, BLOCK)
     q = quantize(w)
-    print(" ".join(f"{v:6.2f}" for v in w[0]))
     print(
-        " ".join(f"{v:6.2f}" for v in dequantize(q, torch.float32)[0]),
-        f"  block_scale {q.block_scale.item():g}, global_scale 2^{math.log2(q.global_scale):.0f}",
+        "one block of 16, then what NVFP4 keeps of it", w, dequantize(q, torch.float32), q, sep="\n"
     )
     w = torch.randn(512, 1024)
     for method in ("rtn", "sweep"):

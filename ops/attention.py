@@ -499,8 +499,6 @@ def _attention_kernel(
 if __name__ == "__main__":
     angles = torch.arange(3)[:, None] * torch.pi / 2  # of positions 0, 1, 2; Dh = 2 has one angle
     heads = torch.tensor([1.0, 0.0]).expand(3, 1, 2)
-    rotated = rope(heads, angles.cos(), angles.sin())
-    print("the head [1, 0] at positions 0, 1, 2:", rotated[:, 0].round().tolist())
+    print("the head [1, 0] at positions 0, 1, 2:", rope(heads, angles.cos(), angles.sin()))
     v = torch.tensor([1.0, 3.0, 8.0]).view(1, 3, 1, 1)  # (B, T, H, Dh)
-    print("equal scores give the mean of the values 1, 3, 8 so far:")
-    print(causal_attention(v * 0, v * 0, v).flatten().tolist())
+    print("means of the values 1, 3, 8 so far:", causal_attention(v * 0, v * 0, v))

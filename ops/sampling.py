@@ -276,11 +276,9 @@ def philox(seed, c0, c1, c2, c3):
 
 if __name__ == "__main__":
     number = torch.arange(100_000)  # of an answer: a draw for the first token of each
-    logits = torch.tensor([[2.0, 1.0, 0.0, -2.0]])
+    logits = torch.tensor([2.0, 1.0, 0.0, -2.0])
     token, _ = sample(logits.expand(100_000, 4), 0.7, 5, 0, number, number * 0)
-    alone, _ = sample(logits, 0.7, 5, 0, number[11:12], number[:1])
-    shares = token.bincount(minlength=4) / 100_000
-    print("softmax at temperature 0.7   ", *[f"{p:.4f}" for p in (logits[0] / 0.7).softmax(0)])
-    print("shares of 100 000 draws      ", *[f"{share:.4f}" for share in shares])
-    print("drawn for sequences 0 … 11   ", *token[:12].tolist())
-    print("for 11 without the others    ", alone.item())
+    print("softmax at temperature 0.7   ", (logits / 0.7).softmax(0))
+    print("shares of 100 000 draws      ", token.bincount() / 100_000)
+    alone, _ = sample(logits[None], 0.7, 5, 0, number[11:12], number[:1])
+    print("drawn for sequence 11, and for it alone", token[11], alone)
