@@ -209,7 +209,7 @@ if __name__ == "__main__":
     print(rewards, advantages(rewards), sep="\n")
     logprobs = torch.full((1, 3), -1.0, requires_grad=True)
     mask = torch.tensor([[True, True, False]])
-    print("on-policy: the gradient of an answer of two tokens and padding, its advantage is 1")
+    print("on-policy: the gradient of an answer of two tokens and padding, A = 1")
     for kind in CLIP:
         loss, _ = policy_loss(logprobs, logprobs, torch.ones(1), mask, 2, kind)
         print(f"   {kind:8}", *torch.autograd.grad(loss, logprobs))

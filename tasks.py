@@ -153,9 +153,7 @@ def _arithmetic(question, operation, default, data=None, operands=None, held_out
     2·held_out or over MAX_PAIRS problems; data is given.
     """
     if data:
-        raise ValueError(
-            f"{data}: the arithmetic tasks make their own problems: leave out --data and --test"
-        )
+        raise ValueError(f"{data}: this task makes its own problems: leave out --data and --test")
     match = re.fullmatch("([0-9]{1,9})-([0-9]{1,9})", operands or default)
     values = range(int(match[1]), int(match[2]) + 1) if match else ()
     if not values:  # no match, or LOW > HIGH
@@ -222,8 +220,8 @@ def _word_problem(record):
     # behind the number only a remark in parentheses may have digits: "17 or 18" is no answer
     if not mark or number is None or number != last_number(line.rpartition("=")[2]):
         raise ValueError(
-            f"its answer must end with '#### number', one plain number, not with {line[:60]!r}; "
-            "--task math takes other answers"
+            "its answer must end with '#### number', one plain number, "
+            f"not with {line[:60]!r}; --task math takes other answers"
         )
     return problem
 
@@ -314,17 +312,15 @@ def _latex_problem(record):
     answer = _text(record, "answer", "reward_model", "solution")
     gold = (_last_box(answer) or answer.rpartition("####")[2]).strip()
     if not 0 < len(gold) <= MAX_FORMULA:
-        raise ValueError(
-            f"its answer must be short (1 to {MAX_FORMULA} characters) or stand in \\boxed{{…}}"
-        )
+        raise ValueError(f"its answer must have 1 to {MAX_FORMULA} characters, or a \\boxed{{…}}")
     # math-verify takes the letters of "The answer is 5" for variables, so that 5 would score 0.
     # "5 apples" is no such gold: the number alone equals it.
     number = re.sub(r"(?<![\\{A-Za-z])[A-Za-z]{4,}", "", gold)
     prose = " " in gold and number != gold and "\\text" not in gold and not equal(gold, number)
     if prose or not _same_formula(gold, gold):
         raise ValueError(
-            f"no answer would equal its answer {gold[:60]!r}: write the formula alone, and words "
-            "that belong to it as \\text{…}"
+            f"no answer would equal its answer {gold[:60]!r}: write "
+            "the formula alone, and words that belong to it as \\text{…}"
         )
     question = _text(record, "problem", "question", "prompt")
     return {"problem": DAPO.sub("", question), "answer": gold}
@@ -407,9 +403,7 @@ def hold_out(task, count, source, operands=None, gold=None):
     ValueError: operands are given; under 4 problems, or with count 0 none; two golds for a prompt.
     """
     if operands:
-        raise ValueError(
-            f"--operands {operands} has no meaning beside problems from {source}: leave it out"
-        )
+        raise ValueError(f"--operands {operands} has no meaning beside {source}: leave it out")
     by_prompt = {}  # prompt, without blanks and case → its problem
     for problem in task.train:
         key = _asked(task.prompt(problem))

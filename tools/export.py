@@ -97,8 +97,8 @@ def export(source, destination, format, adapter="", quant=""):
         shutil.rmtree(wrong, ignore_errors=True)  # an earlier export may have left one
         os.replace(new, wrong)
     raise ValueError(
-        f"{place} was not made: the logits of what was written, now in {wrong}, are off by "
-        f"{deviation:.1e} of their size, more than {TOLERANCE[format]:.1e}"
+        f"{place} was not made: the logits of what was written, now in {wrong}, "
+        f"are off by {deviation:.1e} of their size, more than {TOLERANCE[format]:.1e}"
     )
 
 
@@ -125,9 +125,7 @@ def resolve(source, format, adapter, quant):
             adapter = adapter or run / "adapter"
             quant = quant or config["quant"]
     if format in LAYOUTS and quant == "bf16":
-        raise ValueError(
-            "a run of --quant bf16 has no 4 bits to write: take --format bf16, or --quant nvfp4"
-        )
+        raise ValueError("--quant bf16 has no 4 bits to write: take --format bf16 or --quant nvfp4")
     return source, quant or "nvfp4", adapter
 
 

@@ -92,8 +92,8 @@ class Config:
     )
     overlong: str = flag(
         "none",
-        "truncated answers: none, mask (QeRL, as TRL: not trained, but in their group's mean), "
-        "penalty (DAPO)",
+        "truncated answers: none, mask (QeRL, as TRL: "
+        "not trained, but in their group's mean), penalty (DAPO)",
         choices=("none", "mask", "penalty"),
     )
     resample: int = flag(0, "dynamic sampling: most extra rollouts to replace equal rewards", low=0)
@@ -300,8 +300,8 @@ def flags_of_run(folder):
                 raise ValueError({name: value})
     except (OSError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(
-            f"{path} has no flags of this version ({error}): name the folder of a run, or copy its "
-            "adapter elsewhere and begin another run with --adapter COPY"
+            f"{path} has no flags of this version ({error}): name the folder of a run, "
+            "or copy its adapter elsewhere and begin another run with --adapter COPY"
         ) from error
     return flags
 
@@ -332,8 +332,8 @@ def check(config):
         _refuse(
             config,
             "loss",
-            "needs --correction none or tis: the noise in an answer's ratio is far beyond gspo's "
-            "clip of 3e-4 and would silence nearly all answers",
+            "needs --correction none or tis: the noise in an answer's ratio "
+            "is far beyond gspo's clip of 3e-4 and would silence nearly all answers",
         )
     return config
 

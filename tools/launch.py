@@ -170,8 +170,8 @@ def announce(config, environment, model, run, seconds):
     if not environment.tokenizer.chat_template:
         plain = ", without a chat template: prompts are plain text"
     run.say(
-        f"{config.model}: {config.quant} on {model.device}, loaded in {seconds:.0f} s{plain}\n"
-        f"{config.task}: "
+        f"{config.model}: {config.quant} on {model.device}, "
+        f"loaded in {seconds:.0f} s{plain}\n{config.task}: "
         f"{len(task.train)} problems to train on, {len(task.held_out)} held out; "
         f"{config.prompts} prompts × {config.group_size} answers a step"
     )

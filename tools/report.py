@@ -73,7 +73,7 @@ ADVICE = dict(
         "{seen} in which no answer ended: raise --max-new-tokens, or check that the "
         "model's chat template and end token are the ones it was trained with."
     ),
-    skipped="loss or gradient was NaN or infinite, and the step was skipped: try a lower --lr.",
+    skipped="a NaN or infinite loss or gradient: the step was skipped, try a lower --lr.",
     mismatch=(
         "sampler and trainer disagree by a factor of {mismatch:.3f} on a token's "
         "probability: the ratios are wrong. Report it, also with --quant bf16."
@@ -147,7 +147,7 @@ def jsonl(path):
     """
     if not path.is_file():
         raise ValueError(
-            f"{path.parent} holds no {path.name}: name the folder of a run that has made a step"
+            f"{path.parent} holds no {path.name}: name the folder of a run with a step"
         )
     for text in path.read_bytes().split(b"\n"):
         with suppress(
