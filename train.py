@@ -20,6 +20,7 @@ tools/run.py to log, save and resume it; tools/{diagnostics,optimizer,ranks}.py.
 import math
 import random
 import time
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ class Group(NamedTuple):
     rollout: Rollout  # G rows
     rewards: list  # of G floats
     texts: list  # of G pairs (prompt, answer)
+    parts: list  # of G dicts, the named parts of each reward
 
     @property
     def has_signal(self):
@@ -126,10 +128,12 @@ def collect(config, sampler, environment, step, drawn=0):
             break
     kept = (useful + flat)[:P]
     rollout = Rollout.join([group.rollout for group in kept])
-    rewards, texts = [], []
+    rewards, texts, parts = [], [], Counter()
     for group in kept:
         rewards += group.rewards
         texts += group.texts
+        for part in group.parts:
+            parts.update(part)  # adds what has the same name
     rewards = torch.tensor(rewards, dtype=torch.float64)
     seconds = gather_numbers(time.perf_counter() - began)
     attempts = max(gather_numbers(attempt + 1))  # a rank may need fewer than others
@@ -143,6 +147,7 @@ def collect(config, sampler, environment, step, drawn=0):
             useful=min(len(useful), P),
             resampled=len(useful) + len(flat) - P,
             sampled_tokens=sum(group.rollout.lengths.sum() for group in useful + flat),
+            **parts,
         )
     )
     answers = sums["answers"]
@@ -156,6 +161,7 @@ def collect(config, sampler, environment, step, drawn=0):
         rollout_s=max(seconds),
         rollout_tok_s=sums["sampled_tokens"] / max(seconds),
     )
+    stats |= {name: sums[name] / answers for name in parts}
     if ranks > 1:
         stats["rollout_idle"] = 1 - sum(seconds) / ranks / max(seconds)
     drawn += int(attempts) * config.prompts
@@ -169,7 +175,7 @@ def sample_groups(config, sampler, environment, problems, step, attempt):
     problems = problems[rank * P : (rank + 1) * P]
     how = dict(temperature=config.temperature, step=step, progress=f"step {step}")
     how["first_sequence"] = (attempt * ranks + rank) * P * G
-    rollout, answers, rewards = answer(config, sampler, environment, problems, G, **how)
+    rollout, answers, rewards, parts = answer(config, sampler, environment, problems, G, **how)
     if config.overlong == "penalty":
         last = max(1, config.max_new_tokens // 4)  # tokens over which the penalty falls to −1
         penalties = grpo.overlong_penalty(rollout.lengths, config.max_new_tokens, last).tolist()
@@ -182,12 +188,14 @@ def sample_groups(config, sampler, environment, problems, step, attempt):
         rows = slice(p * G, (p + 1) * G)
         prompt = environment.task.prompt(problem)
         texts = [(prompt, text) for text in answers[rows]]
-        groups.append(Group(rollout.rows(range(p * G, (p + 1) * G)), rewards[rows], texts))
+        of_group = rollout.rows(range(p * G, (p + 1) * G))
+        groups.append(Group(of_group, rewards[rows], texts, parts[rows]))
     return groups
 
 
 def answer(config, sampler, environment, problems, samples, **how):
-    """Sample answers, `samples` rows a problem, and judge them → Rollout, texts, rewards.
+    """Sample answers, `samples` rows a problem, and judge them → Rollout, texts, rewards, and the
+    named parts of the rewards.
 
     how: temperature, top_p, first_sequence, step and progress, as Sampler.generate takes them. Step
     −1, the default, is evaluation's: each evaluation draws the same random bits, and training draws
@@ -201,8 +209,7 @@ def answer(config, sampler, environment, problems, samples, **how):
         seed=config.seed,
         **dict(step=-1, progress="eval") | how,
     )
-    texts, rewards = environment.judge(problems, rollout)
-    return rollout, texts, rewards
+    return rollout, *environment.judge(problems, rollout)
 
 
 def advantages_of(config, rewards):
@@ -364,15 +371,16 @@ def evaluate(config, sampler, environment, say=print):
     problems = held_out[start : count * (rank + 1) // ranks]
     right = dict(greedy=0.0, loose=0.0, sampled=0.0)
     if problems:
-        _, texts, rewards = answer(
+        _, texts, rewards, _ = answer(
             config, sampler, environment, problems, 1, temperature=0.0, first_sequence=start
         )
         right["greedy"] = sum(rewards)
         for problem, text in zip(problems, texts, strict=True):
-            right["loose"] += environment.task.reward(problem, text, True)
+            reward, _ = environment.score(problem, text, True)
+            right["loose"] += reward
         how = dict(temperature=config.temperature, top_p=config.eval_top_p)
         how["first_sequence"] = start * samples
-        _, _, rewards = answer(config, sampler, environment, problems, samples, **how)
+        _, _, rewards, _ = answer(config, sampler, environment, problems, samples, **how)
         right["sampled"] = sum(rewards) / samples
     right = sum_over_ranks(right)
     return dict(

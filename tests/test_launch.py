@@ -9,11 +9,13 @@ import shutil
 import signal
 import socket
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 from command import FLAGS, ROOT, TIMINGS, Command, lines, main
+from matplotlib.axes import Axes
 from torch.distributed.run import main as torchrun
 
 import lora
@@ -410,7 +412,7 @@ def test_a_run_of_ones_own_task_goes_on_and_is_scored_from_anywhere(
     (tmp_path / "there/mine.py").write_text("1 / 0")
     (tmp_path / "mine.py").write_text(
         "problems = lambda: [{'prompt': str(n)} for n in range(40)]\n"
-        "reward = lambda p, text, finished: len(text)"
+        "reward = lambda finished, text: len(text)"
     )
     monkeypatch.chdir(tmp_path)
     flags = "--eval-samples", 2, "--eval-problems", 5, "--seed", 3
@@ -515,6 +517,98 @@ def test_a_prompt_that_the_model_cannot_take_is_named_by_its_text(tiny_chat):
     source.config.vocab_size = last
     with pytest.raises(ValueError, match=f"token {last} of the prompt '12', .* ends at {last}: "):
         encoded("12")
+
+
+def environment_of(folder, task=None, **flags):
+    """→ the Environment that train.py would make of a model's folder and a Task."""
+    task = task or Task([{"prompt": "1"}], [{"prompt": "2"}], operator.itemgetter("prompt"), None)
+    config = Config(**dict(model=str(folder), max_new_tokens=8) | flags)
+    return launch.load_environment(config, task, weights.open(str(folder)))
+
+
+@pytest.mark.parametrize("where", ["train", "held_out"])
+def test_every_prompt_is_read_before_the_first_step(tiny_chat, where):
+    """Not only those with the most characters: the one that has no tokens is the shortest."""
+    short = [{"prompt": "1" * 100} for _ in range(140)]
+    tokenizer = weights.open(str(tiny_chat)).tokenizer()
+    problems = {"train": short, "held_out": short} | {where: [*short[:70], {"prompt": ""}, *short]}
+    task = Task(**problems, prompt=operator.itemgetter("prompt"), reward=None)
+    source = types.SimpleNamespace(
+        tokenizer=lambda: tokenizer,
+        stop_ids=lambda: [2],
+        config=weights.open(str(tiny_chat)).config,
+    )
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="prompt '' has 0 tokens"):
+        launch.load_environment(Config(max_new_tokens=8), task, source)
+
+
+@pytest.mark.parametrize("most, left", [(7, (3, 1)), (5, (2, 1)), (4, (1, 0))])
+def test_longer_prompts_are_dropped_and_counted(tiny_chat, capsys, most, left):
+    """A prompt has its text, a start and "="."""
+    train, held_out = [{"prompt": "1" * n} for n in (2, 3, 5)], [{"prompt": "1" * 3}]
+    task = Task(train, held_out, operator.itemgetter("prompt"), None)
+    kept = environment_of(tiny_chat, task, max_prompt_tokens=most).task
+    assert (len(kept.train), len(kept.held_out)) == left
+    said = capsys.readouterr().out
+    assert f"keeps {left[0]} of 3 (train)" in said and f"keeps {left[1]} of 1 (held_out)" in said
+    with pytest.raises(ValueError, match="--max-prompt-tokens 3: every prompt is longer"):
+        environment_of(tiny_chat, task, max_prompt_tokens=3)
+
+
+def test_a_stop_text_must_be_one_token(tiny_chat):
+    assert environment_of(tiny_chat).stop_ids == [2]
+    assert environment_of(tiny_chat, stop="=").stop_ids[1:] == environment_of(
+        tiny_chat
+    ).tokenizer.encode("=", add_special_tokens=False)
+    for stop in ("12", "==", "1 "):
+        with pytest.raises(ValueError, match=f"--stop '{stop}' is 2 tokens"):
+            environment_of(tiny_chat, stop=stop)
+
+
+def test_arguments_reach_the_chat_template_or_are_refused(tiny_chat, tmp_path):
+    """One that the template does not read would do nothing."""
+    folder = shutil.copytree(tiny_chat, tmp_path / "model")
+    template = "{{ bos_token }}{{ messages[0]['content'] }}{% if thinks %}?{% endif %}="
+    (folder / "chat_template.jinja").write_text(template)
+    problem = [{"prompt": "1"}]
+    plain = environment_of(folder).encode_prompts(problem)
+    off = environment_of(folder, template_kwargs='{"thinks": false}').encode_prompts(problem)
+    thinks = environment_of(folder, template_kwargs='{"thinks": true}')
+    assert plain == off and len(thinks.encode_prompts(problem)[0]) == len(plain[0]) + 1
+    for given in (
+        '{"enable_thinking": false}',
+        '{"add_generation_prompt": false}',
+        '{"tokenize": 1}',
+    ):
+        name = given.split('"')[1]
+        with pytest.raises(ValueError, match=f"chat template reads no '{name}'"):
+            environment_of(folder, template_kwargs=given)
+    for given in ("[1]", "{", "thinks", "3"):
+        with pytest.raises(ValueError, match=f"--template-kwargs {re.escape(given)} is no JSON"):
+            environment_of(folder, template_kwargs=given)
+
+
+def test_the_named_parts_of_a_reward_are_logged_and_drawn(tiny_chat, tmp_path):
+    """Their sum trains."""
+    (tmp_path / "mine.py").write_text(
+        "problems = lambda: [{'prompt': str(n)} for n in range(40)]\n"
+        "def reward(text, finished):\n    return {'length': len(text) / 8, 'ended': finished}\n"
+    )
+    task, out = tmp_path / "mine.py", tmp_path / "run"
+    flags = *FLAGS, "--model", tiny_chat, "--out", out, "--task", task, "--overlong", "none"
+    assert main(*flags, "--steps", 2) == 0
+    for (kind, _), record in report.read(out).items():
+        if kind == "step":
+            total = record["reward/length"] + record["reward/ended"]
+            assert record["reward"] == pytest.approx(total, rel=1e-4)
+            assert record["reward/ended"] == pytest.approx(record["finished"], rel=1e-4)
+    with pytest.MonkeyPatch.context() as patch:
+        drawn = []
+        plot = Axes.plot
+        patch.setattr(Axes, "plot", lambda *a, **k: (drawn.append(k["label"]), plot(*a, **k))[1])
+        report.plot([out])
+    assert {"reward/length", "reward/ended"} <= set(drawn)
 
 
 def test_a_chat_is_trained_on_or_refused_before_the_model_loads(

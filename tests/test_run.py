@@ -233,7 +233,7 @@ def test_the_end_names_the_best_adapter_which_has_its_accuracy(
     one is saved though it is not due."""
     (tmp_path / "digits.py").write_text(
         "problems = lambda: [{'prompt': f'{n} + {m}'} for n in range(10) for m in range(10)]\n"
-        "reward = lambda problem, text, end: -sum(map(str.isdigit, text)) - (not end) / 7\n"
+        "reward = lambda text, finished: -sum(map(str.isdigit, text)) - (not finished) / 7\n"
     )
     folder, evaluate, made = tmp_path / "run", train.evaluate, itertools.count(1)
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tasks
-from tools import judge
+from tools import judge, own_task
 from tools.own_task import load_task_file
 
 LAST = {  # text → its last number
@@ -928,17 +928,93 @@ def test_the_readmes_example_of_a_task_of_ones_own(own):
 @pytest.mark.parametrize(
     "third, value, judged",
     [
-        ("end", "1 + end", [2, 1]),
         ("finished=.5", "1 + finished", [2, 1]),
         ("tolerance=.5", "tolerance", [0.5, 0]),
         ("**more", "1 + len(more)", [1, 0]),
-        ("*, finished=.5", "finished", [0.5, 0]),
+        ("*, finished=.5", "finished", [1, 0]),
+        ("*rest", "1 + len(rest)", [1, 0]),
     ],
 )
-def test_a_third_parameter_of_the_reward_judges_unfinished_answers_too(own, third, value, judged):
-    """Not one of another name with a default, nor one that a positional argument cannot reach."""
+def test_a_reward_that_takes_finished_judges_unfinished_answers_too(own, third, value, judged):
+    """Another parameter with a default keeps it."""
     task = own(f"{MINE}\ndef reward(problem, text, {third}):\n    return {value}\n")
     assert [task.reward({}, "", finished) for finished in (True, False)] == judged
+
+
+@pytest.mark.parametrize(
+    "reward, score",
+    [
+        ("def reward(text, problem): return len(text) + problem['n']", 9),
+        ("def reward(finished, text): return len(text) + finished", 3),
+        ("def reward(problem): return problem['n']", 7),
+        ("def reward(*, text, problem): return problem['n']", 7),
+        ("class Judge:\n    def __call__(self, text, problem): return 5\nreward = Judge()", 5),
+        ("import functools\nreward = functools.partial(lambda text, k: k, k=4)", 4),
+    ],
+)
+def test_arguments_are_passed_by_name_in_any_order(own, reward, score):
+    assert own(f"{MINE}\n{reward}\n").reward({"n": 7}, "ab", True) == score
+
+
+@pytest.mark.parametrize(
+    "function, names",
+    [
+        (
+            "def reward(data_source, solution_str, ground_truth, extra_info=None): pass",
+            "data_source",
+        ),
+        ("def reward(problem, answer): pass", "answer"),
+        ("def reward(p, text): pass", "'p'"),
+        ("def reward(problem, text, end): pass", "'end'"),
+        ("def reward(problem, text, *, weight): pass", "weight"),
+        ("def reward(problem, text, /): pass", "'problem'"),
+        ("def prompt(p): return 'a'", "prompt.. has the parameter 'p'"),
+    ],
+)
+def test_a_parameter_of_another_name_is_refused(own, function, names):
+    """By position, it would get something else than its author meant."""
+    with pytest.raises(ValueError, match=f"mine.py: .*{names}.* by name: rename"):
+        own(f"{MINE}\n{function}\n")
+
+
+def test_a_reward_of_named_parts_keeps_them_and_checks_their_sum(own):
+    task = own(
+        MINE + "def reward(problem, text):\n    return {'right': 1, 'short': problem['n']}\n"
+    )
+    assert task.reward({"n": -0.5}, "", True) == {"right": 1, "short": -0.5}
+    for bad in (float("nan"), 1e7, "x", None):
+        with pytest.raises(ValueError, match="mine.py: .*"):
+            task.reward({"n": bad}, "", True)
+
+
+@pytest.mark.parametrize(
+    "problems",
+    ["{'prompt': ['a', 'b'], 'answer': [1, 2]}", "['a', 'b']", "[('a', 1)]", "'ab'", "[None]"],
+)
+def test_problems_that_are_no_dicts_are_named(own, problems):
+    with pytest.raises(ValueError, match="mine.py: problems.* no dict: .*records"):
+        own(f"{MINE}\nproblems = lambda: {problems}\n")
+
+
+@pytest.mark.parametrize("prompt", ["'\\ud83d'", "[{'role': 'user', 'content': 'a\\udc00'}]"])
+def test_half_an_emoji_in_a_prompt_is_named_with_the_file(own, prompt):
+    with pytest.raises(ValueError, match="mine.py: UnicodeEncodeError"):
+        own(f"{MINE}\nprompt = lambda problem: {prompt}\n")
+
+
+@pytest.mark.parametrize("name", ["reward", "prompt", "problems"])
+def test_a_call_that_does_not_return_is_named(own, name, monkeypatch, capfd):
+    """It goes on: a slow judge may be right."""
+    monkeypatch.setattr(own_task, "SLOW", 0.01)
+    wait = "import time\ndef wait(value):\n    time.sleep(0.1)\n    return value\n"
+    functions = dict(
+        reward="def reward(problem, text): return wait(1)",
+        prompt="def prompt(problem): return wait(str(problem['answer']))",
+        problems="made = problems()\ndef problems(): return wait(made[:4])",
+    )
+    task = own(f"{MINE}{wait}{functions[name]}\n")
+    assert task.reward({"answer": 7}, "7", True) == 1
+    assert re.search(rf"mine.py: after 0.01 s, this still runs: {name}", capfd.readouterr().err)
 
 
 def test_a_prompt_of_ones_own_is_text_or_a_chat(own):

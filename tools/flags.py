@@ -149,6 +149,14 @@ class Config:
         1.0, "longer gradients are scaled down to it (released scripts: 0.2)", low=LITTLE
     )
 
+    max_prompt_tokens: int = flag(
+        None, "drop problems with longer prompts, and say how many", low=1, fixed=True
+    )
+    stop: str = flag("", "a token that ends an answer too, as text (base models)", fixed=True)
+    template_kwargs: str = flag(
+        "", """for the chat template, as JSON: '{"enable_thinking": false}'""", fixed=True
+    )
+
     eval_every: int = flag(
         4,
         "steps between evaluations (also after the last), and printed samples",
@@ -271,11 +279,11 @@ def _of_adapters_run(given):
             continue
         if field.metadata["scored"] and name not in given and flags[name]:
             stored[name] = flags[name]
-    _say(f"from {run}/config.json:", *(f"{spelled(name)} {stored[name]}" for name in stored))
+    say(f"from {run}/config.json:", *(f"{spelled(name)} {stored[name]}" for name in stored))
     return stored
 
 
-def _say(*words):
+def say(*words):
     """Print, but of several ranks only on the first."""
     if os.environ.get("RANK", "0") == "0":
         print(*words)
@@ -360,7 +368,7 @@ def warn_of_idle_flags(config, given):
     for beginnings, idle, why in rules:
         for name in given:
             if idle and name.startswith(tuple(beginnings)):
-                _say(f"warning: {spelled(name)} does nothing: {why}")
+                say(f"warning: {spelled(name)} does nothing: {why}")
 
 
 def _refuse(config, name, why):

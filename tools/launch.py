@@ -6,6 +6,7 @@ signal n. Needs: torch; model.py, rollout.py, tasks.py and files of tools/.
 """
 
 import hashlib
+import json
 import signal
 import sys
 import time
@@ -19,12 +20,12 @@ from tasks import TASKS, Task, with_test_set
 from tools import weights
 from tools.adapter import load_adapter, other_base
 from tools.diagnostics import preflight
-from tools.flags import parse
+from tools.flags import parse, say
 from tools.own_task import load_task_file
 from tools.ranks import gather_numbers, join_ranks, leave_ranks, rank_and_count
 from tools.run import Run
 
-LONGEST = 99  # prompts whose length is checked before a run starts
+GIVEN = "add_generation_prompt", "strftime_now"  # arguments of a chat template by weights.encode
 
 
 class Environment(NamedTuple):
@@ -35,6 +36,7 @@ class Environment(NamedTuple):
     stop_ids: list[int]  # ids of tokens that end an answer
     model_config: object  # transformers' PretrainedConfig
     max_new_tokens: int  # room that a prompt must leave in the model's context
+    template: dict = {}  # arguments for the chat template
 
     def encode_prompts(self, problems):
         """→ the token ids of each problem's prompt, a list of lists. ValueError quotes a prompt
@@ -44,7 +46,7 @@ class Environment(NamedTuple):
         vocab_size = self.model_config.vocab_size
         prompts = []
         for text in map(self.task.prompt, problems):
-            prompt = weights.encode(self.tokenizer, text)
+            prompt = weights.encode(self.tokenizer, text, self.template)
             if not 0 < len(prompt) <= room:
                 raise ValueError(
                     f"the prompt {str(text)[:60]!r} has {len(prompt)} tokens: --max-new-tokens "
@@ -59,15 +61,26 @@ class Environment(NamedTuple):
         return prompts
 
     def judge(self, problems, rollout):
-        """→ the text and the reward of each answer in a Rollout that has equally many adjacent rows
-        for each problem. Texts keep special tokens, but the end token.
+        """→ the text, the reward and the named parts of the reward, {"reward/NAME": float}, of each
+        answer in a Rollout that has equally many adjacent rows for each problem. Texts include
+        special tokens, except the end token.
         """
         samples = len(rollout.lengths) // len(problems)
         texts = [self.tokenizer.decode(ids) for ids in rollout.answers()]
-        rewards = []
+        rewards, parts = [], []
         for row, finished in enumerate(rollout.finished.tolist()):
-            rewards.append(self.task.reward(problems[row // samples], texts[row], finished))
-        return texts, rewards
+            reward, named = self.score(problems[row // samples], texts[row], finished)
+            rewards.append(reward)
+            parts.append(named)
+        return texts, rewards, parts
+
+    def score(self, problem, text, finished):
+        """→ the reward of an answer, a float, and its named parts."""
+        reward = self.task.reward(problem, text, finished)
+        if not isinstance(reward, dict):
+            return reward, {}
+        parts = {f"reward/{name}": float(value) for name, value in reward.items()}
+        return sum(parts.values()), parts
 
 
 def main(train, trial):
@@ -97,13 +110,11 @@ def start(config, train, trial):
     task = load_task(config)
     began = time.perf_counter()
     source = weights.open(config.model)
-    environment = Environment(
-        task, source.tokenizer(), source.stop_ids(), source.config, config.max_new_tokens
-    )
-    check_longest_prompts(config, environment)
+    environment = load_environment(config, task, source)
     problems = hash_of(task)
     if len(set(gather_numbers(int(problems[:12], 16)))) > 1:
         raise ValueError(f"the ranks have different problems of {config.task}: fix its random seed")
+    task = environment.task
     task = task._replace(held_out=task.held_out[: config.eval_problems])
     environment = environment._replace(task=task)
     rank, ranks = rank_and_count()
@@ -131,22 +142,64 @@ def load_task(config):
     return TASKS[config.task](config.data, config.operands)
 
 
-def check_longest_prompts(config, environment):
-    """Encode the prompts with the longest text now, so that an error does not wait until training
-    draws them.
+def load_environment(config, task, source):
+    """→ the Environment of a Task and a weights.Source. All prompts are encoded now, so that an
+    error does not wait until training draws them.
+
+    ValueError: a prompt that the model cannot take; none within --max-prompt-tokens; --stop is no
+    token; --template-kwargs is no JSON object, or has a name that the chat template does not read.
     """
-    task = environment.task
-    problems = list(task.held_out)
-    if config.steps or config.preflight:
-        problems += task.train
-    problems.sort(key=lambda problem: len(str(task.prompt(problem))))
-    environment.encode_prompts(problems[-LONGEST:])
+    tokenizer, stop_ids = source.tokenizer(), source.stop_ids()
+    if config.stop:
+        ids = tokenizer.encode(config.stop, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ValueError(f"--stop {config.stop!r} is {len(ids)} tokens of this model, not one")
+        stop_ids += ids
+    try:
+        template = {**json.loads(config.template_kwargs or "{}")}  # TypeError: no object
+    except (TypeError, ValueError):
+        raise ValueError(f"--template-kwargs {config.template_kwargs} is no JSON object") from None
+    for name in template:
+        # encode() gives these two itself
+        if name not in str(tokenizer.chat_template) or name in GIVEN:
+            raise ValueError(f"--template-kwargs: this model's chat template reads no {name!r}")
+    if not (config.steps or config.preflight):
+        task = task._replace(train=[])
+    environment = Environment(
+        task, tokenizer, stop_ids, source.config, config.max_new_tokens, template
+    )
+    if config.max_prompt_tokens:
+        task = drop_long_prompts(config.max_prompt_tokens, environment)
+    environment.encode_prompts(task.held_out + task.train)
+    return environment._replace(task=task)
+
+
+def drop_long_prompts(most, environment):
+    """→ the Task without the problems whose prompts have more tokens. ValueError: none is left."""
+    task, kept = environment.task, {}
+    for name in ("train", "held_out"):
+        kept[name] = []
+        problems = getattr(task, name)
+        for problem in problems:
+            ids = weights.encode(environment.tokenizer, task.prompt(problem), environment.template)
+            if len(ids) <= most:
+                kept[name].append(problem)
+        say(f"--max-prompt-tokens {most} keeps {len(kept[name])} of {len(problems)} ({name})")
+    if not any(kept.values()):
+        raise ValueError(f"--max-prompt-tokens {most}: every prompt is longer")
+    return task._replace(**kept)
 
 
 def load_model(config, source, device, run):
     """→ the Decoder, with the adapter that --adapter names unless the run has saved its own."""
     model = load(source, config.quant, config.rank, config.alpha, device, config.seed)
     model.gradient_checkpointing = config.gradient_checkpointing
+    if source.inexact and config.quant != "bf16":
+        run.say(
+            f"note: {config.model} has global scales that are no powers of two. On a GPU "
+            "the trainer rounds its weights to bf16 and the sampler does not, so that "
+            "mismatch is about 1.01; --quant bf16 rounds them for both"
+        )
     if config.adapter and not run.checkpoints():
         load_adapter(model, config.adapter)
         base = other_base(config.adapter, config.model)

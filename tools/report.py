@@ -216,7 +216,9 @@ def plot(folders):
     )
     for number, folder in enumerate(folders):
         records = read(folder).values()
-        for axis, key, label, style in curves:
+        named = sorted({key for record in records for key in record if key.startswith("reward/")})
+        parts = [(left, key, key, "--") for key in named]
+        for axis, key, label, style in (*curves, *parts):
             # The middle axis has one quantity, so its legend names the runs. The other legends
             # name the quantities, once: by the curves of the first run.
             if axis is middle:
