@@ -32,7 +32,14 @@ from rollout import Rollout
 from tools import launch
 from tools.diagnostics import mismatch
 from tools.optimizer import adamw, learning_rate
-from tools.ranks import all_sum, gather_numbers, rank_and_count, sum_gradients, sum_over_ranks
+from tools.ranks import (
+    all_sum,
+    gather_numbers,
+    rank_and_count,
+    sum_gradients,
+    sum_over_ranks,
+    union_over_ranks,
+)
 
 
 class Group(NamedTuple):
@@ -114,18 +121,22 @@ def collect(config, sampler, environment, step, drawn=0):
     replaced by groups of further problems, as long as there are such groups and draws are left.
     """
     began = time.perf_counter()
-    _, ranks = rank_and_count()
+    rank, ranks = rank_and_count()
     P = config.prompts // ranks
     useful, flat = [], []
     for attempt in range(1 + config.resample):
-        problems = batch_of(environment.task.train, config, drawn + attempt * config.prompts)
-        groups = sample_groups(config, sampler, environment, problems, step, attempt)
+        drawing = gather_numbers(len(useful) < P)  # of each rank: 1 if it needs P more problems
+        if not any(drawing):
+            break
+        if len(useful) < P:
+            start = drawn + P * int(sum(drawing[:rank]))
+            problems = batch_of(environment.task.train, config, start, P)
+            groups = sample_groups(config, sampler, environment, problems, step, attempt)
+            useful += [group for group in groups if group.has_signal]
+            flat += [group for group in groups if not group.has_signal]
         if attempt == 0:
             fresh = Rollout.join([group.rollout for group in groups])
-        useful += [group for group in groups if group.has_signal]
-        flat += [group for group in groups if not group.has_signal]
-        if len(useful) >= P:
-            break
+        drawn += P * int(sum(drawing))
     kept = (useful + flat)[:P]
     rollout = Rollout.join([group.rollout for group in kept])
     rewards, texts, parts = [], [], Counter()
@@ -134,9 +145,9 @@ def collect(config, sampler, environment, step, drawn=0):
         texts += group.texts
         for part in group.parts:
             parts.update(part)  # adds what has the same name
+    names = union_over_ranks(parts)  # a rank without ended answers may have none
     rewards = torch.tensor(rewards, dtype=torch.float64)
     seconds = gather_numbers(time.perf_counter() - began)
-    attempts = max(gather_numbers(attempt + 1))  # a rank may need fewer than others
 
     sums = sum_over_ranks(
         dict(
@@ -147,7 +158,7 @@ def collect(config, sampler, environment, step, drawn=0):
             useful=min(len(useful), P),
             resampled=len(useful) + len(flat) - P,
             sampled_tokens=sum(group.rollout.lengths.sum() for group in useful + flat),
-            **parts,
+            **{name: parts[name] for name in names},
         )
     )
     answers = sums["answers"]
@@ -161,18 +172,16 @@ def collect(config, sampler, environment, step, drawn=0):
         rollout_s=max(seconds),
         rollout_tok_s=sums["sampled_tokens"] / max(seconds),
     )
-    stats |= {name: sums[name] / answers for name in parts}
+    stats |= {name: sums[name] / answers for name in names}
     if ranks > 1:
         stats["rollout_idle"] = 1 - sum(seconds) / ranks / max(seconds)
-    drawn += int(attempts) * config.prompts
     return Batch(rollout, rewards, texts, stats, fresh, drawn)
 
 
 def sample_groups(config, sampler, environment, problems, step, attempt):
-    """→ a Group for each of this rank's share of the problems."""
+    """→ a Group for each of these problems, of which every rank has equally many."""
     rank, ranks = rank_and_count()
-    P, G = config.prompts // ranks, config.group_size
-    problems = problems[rank * P : (rank + 1) * P]
+    P, G = len(problems), config.group_size
     how = dict(temperature=config.temperature, step=step, progress=f"step {step}")
     how["first_sequence"] = (attempt * ranks + rank) * P * G
     rollout, answers, rewards, parts = answer(config, sampler, environment, problems, G, **how)
@@ -220,12 +229,12 @@ def advantages_of(config, rewards):
     return grpo.advantages(rewards.view(-1, config.group_size), scale).flatten()
 
 
-def batch_of(problems, config, start):
-    """→ the --prompts problems from number `start` on of a list without end: all problems,
-    shuffled, once for each epoch.
+def batch_of(problems, config, start, count):
+    """→ `count` problems from number `start` on of a list without end: all problems, shuffled, once
+    for each epoch.
     """
     picked, epoch = [], None
-    for index in range(start, start + config.prompts):
+    for index in range(start, start + count):
         if index // len(problems) != epoch:
             epoch = index // len(problems)
             shuffled = random.Random(f"{config.seed} {epoch}").sample(problems, len(problems))

@@ -134,7 +134,7 @@ def problems(args, task):
     ours = Config(prompts=args.prompts)
     rows = []
     for step in range(args.steps):
-        for problem in train.batch_of(task.train, ours, step * ours.prompts):
+        for problem in train.batch_of(task.train, ours, step * args.prompts, args.prompts):
             prompt = [{"role": "user", "content": task.prompt(problem)}]
             rows.append({"prompt": prompt, "problem": problem})
     return rows

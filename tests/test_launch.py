@@ -280,6 +280,7 @@ def test_an_adapter_from_elsewhere_brings_no_flags(tmp_path, capsys):
         "--adapter other",
         "--updates-per-step 2",
         "--eval-problems 99",
+        "--seed 8",
     ],
 )
 def test_a_resume_keeps_what_its_checkpoint_was_trained_on(ended, given):
@@ -309,8 +310,8 @@ def test_a_resume_takes_the_runs_own_flags_and_those_given_beside_it_win(
     own = SCORED | dict(data=str(data), overlong="penalty", beta=1, clip_low=0.1)
     folder = ended(**own)
     monkeypatch.chdir(folder)
-    want = Config(**own | dict(lr=1.0, seed=2), resume=folder, out=folder)
-    given = ["--resume", folder, "--lr", "1", "--seed=2"]
+    want = Config(**own | dict(lr=1.0, prompts=4), resume=folder, out=folder)
+    given = ["--resume", folder, "--lr", "1", "--prompts=4"]
     assert parse(given) == want
     again = ["--data", "../data.jsonl", "--rank", "4", "--model", own["model"], "--out", folder]
     assert parse(given + again) == want
@@ -351,13 +352,13 @@ def test_only_the_first_rank_tells_where_flags_come_from(ended, monkeypatch, cap
         assert len(capsys.readouterr().out.splitlines()) == told
 
 
-@pytest.mark.parametrize("ranks, code", [(1, 3), (2, 0)])
-def test_torchrun_does_not_take_a_pointless_preflight_for_a_crash(
-    monkeypatch, tiny_chat, ranks, code
-):
-    monkeypatch.setattr(launch, "preflight", lambda *_: 3)
-    monkeypatch.setattr(launch, "rank_and_count", lambda: (0, ranks))
-    assert main(*FLAGS, "--model", tiny_chat, "--preflight") == code
+@pytest.mark.parametrize("count", [1, 2])
+def test_torchrun_does_not_take_a_pointless_preflight_for_a_crash(tiny_chat, tmp_path, count):
+    """It would print a traceback for any code but 0. One process without torchrun says 3."""
+    flags = *FLAGS, "--model", tiny_chat, "--preflight", "--overlong", "none"
+    jobs = [Command(tmp_path, *flags, env=env) for env in ranks(count)]
+    assert [job.code for job in jobs] == [0] * count, jobs[0].said
+    assert main(*flags) == 3
 
 
 @pytest.mark.parametrize(
@@ -368,12 +369,20 @@ def test_torchrun_does_not_take_a_pointless_preflight_for_a_crash(
         ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B-Instruct", True),
         ("/tmp/base", "smollm2", True),
         ("", "smollm2", False),
+        ("HuggingFaceTB/SmolLM2-135M", "smollm2", True),
+        ("Qwen/Qwen2.5-7B", "/hub/models--Qwen--Qwen2.5-7B/snapshots/0a1b/", False),
+        ("Qwen/Qwen2.5-7B", "/hub/models--Qwen--Qwen2.5-7B-Instruct/snapshots/0a1b", True),
+        ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct-GGUF/q-q4_k_m.gguf", True),
+        ("Qwen/Qwen2.5-7B-Instruct", "/m/qwen2.5-7b-instruct-q4_k_m.gguf", False),
+        ("unsloth/Llama-3.2-1B", "/m/Llama-3.2-1B.F16.gguf", False),
+        (None, "smollm2", False),
+        (["a"], "smollm2", True),
     ],
 )
 def test_an_adapter_of_another_base_model_is_told(tmp_path, monkeypatch, base, model, other):
     settings = {"base_model_name_or_path": base}
     monkeypatch.setattr(lora, "read_adapter", lambda folder: (settings, {}))
-    assert other_base("adapter", model) == (base if other else "")
+    assert other_base("adapter", model) == (str(base) if other else "")
 
 
 @pytest.mark.parametrize(
@@ -704,3 +713,43 @@ def test_a_rank_that_fails_ends_the_job_with_its_error(tiny_chat, tmp_path):
     )
     assert second.code not in (0, None) and "rank 1 fell over" in second.said
     assert first.code not in (0, None) and "rank 1 fell over" not in first.said
+
+
+DIFFERENT = {
+    "problems": "[{'prompt': f\"{n} {os.environ['RANK']}\"} for n in range(40)]",
+    "golds": "[{'prompt': str(n), 'gold': os.environ['RANK']} for n in range(40)]",
+    "failure": "[{'prompt': str(n)} for n in range(40 * (os.environ['RANK'] == '0'))]",
+}
+
+
+@pytest.mark.parametrize(
+    "what", [*DIFFERENT, "no checkpoint", "another checkpoint", "a full --out"]
+)
+def test_ranks_that_do_not_agree_end_in_one_sentence_each(tiny_chat, tmp_path, whole, what):
+    """Each rank is in a folder of its own, and the flags are the same."""
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+    flags = *FLAGS, "--model", tiny_chat, "--eval-problems", 0, "--out", "run"
+    if what in DIFFERENT:
+        (tmp_path / "mine.py").write_text(
+            f"import os\nproblems = lambda: {DIFFERENT[what]}\nreward = lambda problem, text: 0.0\n"
+        )
+        flags += "--task", tmp_path / "mine.py"
+    elif what == "a full --out":
+        shutil.copytree(whole, tmp_path / "0/run")
+    else:
+        flags = "--resume", "run", "--steps", 8
+        runs = [Path(shutil.copytree(whole, tmp_path / rank / "run")) for rank in "01"]
+        (runs[1] / "checkpoint.safetensors").unlink()
+        if what == "no checkpoint":
+            (runs[1] / "checkpoint.previous.safetensors").unlink()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("run/config.json")}
+    jobs = []
+    for rank, env in enumerate(ranks()):
+        there = f"import os; os.chdir({str(tmp_path / str(rank))!r})"
+        jobs.append(Command(tmp_path, *flags, code=there, env=env))
+    for job in jobs:
+        assert job.code == 2, job.said
+        assert re.fullmatch("train.py: [^\n]+\n", job.said), job.said
+    assert "the ranks do not agree" in "".join(job.said for job in jobs)
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("run/config.json")}

@@ -14,6 +14,8 @@ import runpy
 import shutil
 import signal
 import sys
+from fractions import Fraction
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +28,7 @@ from safetensors.torch import save_file
 import lora
 import model as decoder
 import train
+from tasks import Task
 from tools import launch, report
 from tools import run as run_file
 from tools.flags import Config, flags_of_run
@@ -537,16 +540,67 @@ def test_a_resume_to_fewer_steps_than_were_made_is_refused_and_spoils_nothing(en
     assert contents(ended) == before
 
 
-@pytest.mark.parametrize("gone", ["checkpoint*", "checkpoint* adapter", "checkpoint* adapter-best"])
-def test_a_run_that_has_lost_its_checkpoint_never_begins_anew(ended, gone):
-    """Its adapter would be overwritten. The adapter is the way on."""
-    for pattern in gone.split():
-        for path in list(ended.glob(pattern)):
+@pytest.mark.parametrize(
+    "left",
+    [
+        "config.json metrics.jsonl adapter adapter-best",
+        "config.json metrics.jsonl adapter-best",
+        "config.json metrics.jsonl",
+        "config.json metrics.jsonl checkpoint.safetensors.tmp",
+        "config.json metrics.jsonl adapter --save-every 99",
+        "config.json",
+        "config.json adapter",
+        "config.json checkpoint.safetensors adapter-best",
+        "config.json checkpoint.safetensors --steps 2",
+        "config.json checkpoint.safetensors --empty-log",
+    ],
+)
+def test_a_run_that_has_lost_its_checkpoint_or_its_log_never_begins_anew(ended, left):
+    """It would overwrite an adapter or, without the scores of the log, a better one. The adapter
+    is the way on. A refusal writes nothing, so that the next try is refused, too."""
+    left, *more = left.split(" --")
+    names = left.split()
+    shutil.copy(ended / "checkpoint.safetensors", ended / "checkpoint.safetensors.tmp")
+    for path in list(ended.iterdir()):
+        if path.name not in names:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if more == ["empty-log"]:
+        (ended / "metrics.jsonl").touch()
+        more = []
     before = contents(ended)
-    with pytest.raises(ValueError, match=f"made 6 steps .*--adapter {ended}/adapter"):
-        run_file.Run(Config(resume=str(ended), steps=6, save_every=2))
+    flags = [word for words in more for word in f"--{words}".split()]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"--adapter {ended}/adapter"):
+            main("--resume", ended, *flags)
     assert contents(ended) == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adapter/adapter_model.safetensors",
+        "adapter-best/adapter_model.safetensors",
+        "checkpoint.safetensors.tmp",
+        "config.json",  # that of a model, for instance
+        "model.safetensors",
+    ],
+)
+def test_a_new_run_takes_no_folder_whose_files_it_would_overwrite(start, tmp_path, name):
+    path = tmp_path / "run" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="run holds a run already: .* another --out"):
+        start("--steps", 1)
+    assert path.read_text() == "{}"
+
+
+def test_a_checkpoint_of_another_tool_is_a_damaged_one(ended, capsys):
+    """It has the tensors, but no metadata. The checkpoint before it is read."""
+    run, model, optimizer = resumed(ended)
+    path = ended / "checkpoint.safetensors"
+    save_file(run_file.read_checkpoint(path)[0], path)
+    assert run.load(model, optimizer) == 4
+    assert f"{path} is damaged" in capsys.readouterr().err
 
 
 def test_a_run_without_a_saved_step_begins_again(begun):
@@ -583,6 +637,34 @@ def test_a_checkpoint_goes_on_with_its_own_problems_only(tmp_path, tiny_chat):
         main("--resume", mine, "--steps", 2, "--task", task)
 
 
+GOLDS = "[{'prompt': str(n), %s} for n in range(40)]"
+
+
+@pytest.mark.parametrize(
+    "then, now, same",
+    [
+        ("'target': n", "'target': n + 1", False),
+        ("'answer': Fraction(n, 3)", "'answer': Fraction(n, 7)", False),
+        ("'answer': [n, [n]]", "'answer': [n, [0]]", False),
+        ("'check': lambda text: text", "'check': lambda text: text", True),
+        (
+            "'answer': {str(n), 'a', 'b'}, (1, 2): 3",
+            "'answer': {str(n), 'b', 'a'}, (1, 2): 3",
+            True,
+        ),
+    ],
+)
+def test_problems_are_the_same_if_their_prompts_and_golds_are(then, now, same):
+    """Whatever the gold is called. What differs from process to process, such as the address of a
+    function or the order of a set, does not count."""
+
+    def hashed(golds):
+        problems = eval(GOLDS % golds, dict(Fraction=Fraction))
+        return launch.hash_of(Task(problems[:30], problems[30:], itemgetter("prompt"), None))
+
+    assert (hashed(then) == hashed(now)) == same
+
+
 def test_a_checkpoint_from_before_the_hash_resumes_where_it_would_have(ended):
     """Its metadata has the step and a checksum alone; each step drew (1 + resample) batches."""
     run, model, optimizer = resumed(ended)
@@ -609,18 +691,8 @@ def test_a_resumed_run_that_resamples_ends_like_an_unbroken_one(tiny_chat, tmp_p
     assert int(saved(tmp_path / "run")["drawn"]) < 4 * 3 * 4
 
 
-def test_ranks_that_see_different_folders_or_problems_say_so(ended, monkeypatch):
-    run, model, optimizer = resumed(ended)
-    monkeypatch.setattr(run_file, "gather_numbers", lambda number: [number, 0])
-    with pytest.raises(ValueError, match=f"must share {ended}"):
-        run.load(model, optimizer)
-    monkeypatch.setattr(launch, "gather_numbers", lambda number: [number, number + 1])
-    with pytest.raises(ValueError, match="the ranks have different problems of multiplication"):
-        main("--steps", 1)
-
-
 def test_the_memory_of_a_step_is_that_of_the_rank_that_needs_most(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_file, "gather_numbers", lambda number: [number, 1e6])
+    monkeypatch.setattr(run_file, "gather_numbers", lambda number: [number, 1e15])
     run = run_file.Run(Config(out=str(tmp_path / "run")))
     run.began, run.first_step, run.model = 0, 0, None
     whole = dict.fromkeys(report.LINES["step"].replace("{", " ").replace(":", " ").split(), 0)
@@ -783,6 +855,24 @@ def report_command(monkeypatch, capsys, *argv):
     return capsys.readouterr()
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"model": null, "task": null, "steps": null}',
+        '{"updates_per_rollout": null}',
+        '{"updates_per_rollout": "two"}',
+        '[["model", null]]',
+        "[]",
+        "null",
+        pytest.param("[" * 99_999, id="deep"),
+    ],
+)
+def test_a_list_shows_a_dash_for_what_a_config_does_not_tell(tmp_path, text):
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "config.json").write_text(text)
+    assert report.summary(tmp_path)[1:4] == ("–", "–", "0/–")
+
+
 def test_a_list_has_a_line_for_each_run(tmp_path, monkeypatch, capsys):
     """The last record of a replayed step counts. The other run has just begun, and its config
     cannot be read."""
@@ -805,7 +895,7 @@ def test_a_list_has_a_line_for_each_run(tmp_path, monkeypatch, capsys):
     assert [row.split() for row in rows] == [
         "runs/mine mine qwen 8/16 0.10 0.50 0.25 40.5".split(),
         "runs/new/one – – 0/– – – – 0.0".split(),
-        "runs/odd None None 0/[1] – – – 0.0".split(),
+        "runs/odd – – 0/[1] – – – 0.0".split(),
     ]
 
 

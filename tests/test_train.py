@@ -320,7 +320,7 @@ def collected(folder, rewards, sampler=Sampler, **flags):
 def drawn(attempt=0, **flags):
     """→ the numbers of the problems of collected()."""
     flags = config(**flags)
-    return train.batch_of(range(40), flags, attempt * flags.prompts)
+    return train.batch_of(range(40), flags, attempt * flags.prompts, flags.prompts)
 
 
 def test_a_reward_belongs_to_the_prompt_and_the_sample_that_earned_it(tiny_chat):
@@ -415,6 +415,7 @@ def test_a_rank_has_its_own_problems_and_numbers(tiny_chat, monkeypatch):
     """In each attempt, the second of two ranks has half of the problems, and numbers of its own."""
     calls = watch(monkeypatch, Sampler, "generate")
     monkeypatch.setattr(train, "rank_and_count", lambda: (1, 2))
+    monkeypatch.setattr(train, "gather_numbers", lambda number: [number, number])
     asked, *_ = collected(tiny_chat, lambda i, g: 0.0, resample=1)
     assert [(len(call["prompts"]), call["first_sequence"]) for call in calls] == [
         (2, 2 * G),
@@ -423,19 +424,35 @@ def test_a_rank_has_its_own_problems_and_numbers(tiny_chat, monkeypatch):
     assert asked[::G] == drawn(resample=1)[2:]
 
 
+def test_ranks_take_turns_in_the_data_and_skip_nothing(tiny_chat, monkeypatch):
+    """The second of two ranks draws three times, and the first one only for the first and the last
+    of them: each time, they take the next problems, two for each rank that draws."""
+    drawing = iter([[1, 1], [0, 1], [1, 1], [1, 0]])
+    monkeypatch.setattr(train, "rank_and_count", lambda: (1, 2))
+    monkeypatch.setattr(
+        train, "gather_numbers", lambda n: next(drawing) if type(n) is bool else [n, n]
+    )
+    calls = watch(monkeypatch, train, "batch_of", lambda given: (given["start"], given["count"]))
+    # its third draw brings the second group with unequal rewards
+    groups = itertools.count()
+    flat = lambda i, g: float(g == 1 and next(groups) >= 4)  # noqa: E731
+    *_, stats, _ = collected(tiny_chat, flat, resample=3)
+    assert calls == [(2, 2), (4, 2), (8, 2)] and stats["drawn"] == 12
+
+
 def test_batches_follow_the_seed_and_each_epoch_covers_every_problem():
     """20 problems, 8 per rollout: five rollouts are two epochs of different orders. Batches of
     another size go on where the others have ended.
     """
     flags, line = config(prompts=8), []
     for start in range(0, 320, 8):
-        line += train.batch_of(range(20), flags, start)
+        line += train.batch_of(range(20), flags, start, 8)
     epochs = [tuple(line[i : i + 20]) for i in range(0, len(line) - 19, 20)]
     assert all(sorted(epoch) == [*range(20)] for epoch in epochs)
     assert len(set(epochs)) == len(epochs) >= 2
-    assert train.batch_of(range(20), config(prompts=3), 30) == line[30:33]
+    assert train.batch_of(range(20), flags, 30, 3) == line[30:33]
     flags.seed = 1
-    assert train.batch_of(range(20), flags, 0) != line[:8]
+    assert train.batch_of(range(20), flags, 0, 8) != line[:8]
 
 
 @pytest.mark.parametrize("solved, attempts", [(1, 1), (3, 4), (41, 4)])

@@ -9,6 +9,7 @@ setting.
 Needs: torch; lora.py.
 """
 
+import re
 from pathlib import Path
 
 import lora
@@ -47,9 +48,17 @@ def other_base(folder, name):
     part of each name counts, because a folder and an id of the hub may hold the same model.
     """
     config, _ = lora.read_adapter(folder)
-    base = str(config.get("base_model_name_or_path") or "")
-    same = Path(base).name.lower() == Path(lora.ON_THE_HUB.get(name, name)).name.lower()
-    return "" if same else base
+    base = str(config.get("base_model_name_or_path") or name)
+    return "" if _own_name(base) == _own_name(name) else base
+
+
+def _own_name(model):
+    """→ the last part of a model's name in lower case: qwen2.5-7b of Qwen/Qwen2.5-7B, of
+    …/models--Qwen--Qwen2.5-7B/snapshots/… (the hub's cache) and of …/qwen2.5-7b-q4_k_m.gguf.
+    """
+    name = lora.ON_THE_HUB.get(model, model).lower()
+    name = re.sub(r"/snapshots/.*|/+$|[-.](i?q|b?f)[0-9]\w*\.gguf$", "", name)
+    return re.split("/|--", name)[-1]
 
 
 def _check_settings(config, file):

@@ -252,7 +252,8 @@ def _of_resumed_run(given):
     """→ the flags of the run in --resume. ValueError: a flag that it cannot change."""
     folder = given["resume"]
     stored = flags_of_run(folder) | {"out": folder}
-    kept = {"out", "adapter", "updates_per_step", "eval_problems"}
+    # another seed would shuffle the problems of the present epoch anew
+    kept = {"out", "adapter", "updates_per_step", "eval_problems", "seed"}
     kept |= {name for name, field in FIELDS.items() if field.metadata["fixed"]}
     for name in given.keys() & kept:
         if os.path.abspath(str(given[name])) != os.path.abspath(str(stored[name])):

@@ -1,15 +1,17 @@
 """From a command line to a running train(): load what the flags name, join the ranks, report
 errors.
 
-Exit codes: 0 done, 1 a traceback, 2 other errors, 3 --preflight finds training pointless, 128 + n
-signal n. Needs: torch; model.py, rollout.py, tasks.py and files of tools/.
+Exit codes: 0 done, 1 a traceback, 2 other errors, 3 --preflight finds training pointless (under
+torchrun 0), 128 + n signal n. Needs: torch; model.py, rollout.py, tasks.py and files of tools/.
 """
 
 import hashlib
 import json
+import os
 import signal
 import sys
 import time
+from numbers import Number
 from typing import NamedTuple
 
 import torch
@@ -22,7 +24,7 @@ from tools.adapter import load_adapter, other_base
 from tools.diagnostics import preflight
 from tools.flags import parse, say
 from tools.own_task import load_task_file
-from tools.ranks import gather_numbers, join_ranks, leave_ranks, rank_and_count
+from tools.ranks import alike, join_ranks, leave_ranks, rank_and_count
 from tools.run import Run
 
 GIVEN = "add_generation_prompt", "strftime_now"  # arguments of a chat template by weights.encode
@@ -107,19 +109,19 @@ def start(config, train, trial):
     run.
     """
     device = join_ranks(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    task = load_task(config)
-    began = time.perf_counter()
-    source = weights.open(config.model)
-    environment = load_environment(config, task, source)
-    problems = hash_of(task)
-    if len(set(gather_numbers(int(problems[:12], 16)))) > 1:
-        raise ValueError(f"the ranks have different problems of {config.task}: fix its random seed")
-    task = environment.task
-    task = task._replace(held_out=task.held_out[: config.eval_problems])
-    environment = environment._replace(task=task)
-    rank, ranks = rank_and_count()
-    run = Run(config, rank > 0, problems)
-    model = load_model(config, source, device, run)
+    with alike() as facts:
+        task = load_task(config)
+        began = time.perf_counter()
+        source = weights.open(config.model)
+        environment = load_environment(config, task, source)
+        problems = hash_of(task)
+        facts.append(problems)
+        task = environment.task
+        task = task._replace(held_out=task.held_out[: config.eval_problems])
+        environment = environment._replace(task=task)
+        rank, _ = rank_and_count()
+        run = Run(config, rank > 0, problems)
+        model = load_model(config, source, device, run)
     announce(config, environment, model, run, time.perf_counter() - began)
     exit_on_signals()
     if config.preflight:
@@ -128,7 +130,7 @@ def start(config, train, trial):
         code = train(config, model, environment, Sampler(model), run)
     leave_ranks()
     # torchrun would report another code than 0 as a crash, with a traceback
-    return code if ranks == 1 else 0
+    return 0 if "RANK" in os.environ else code
 
 
 def load_task(config):
@@ -209,11 +211,19 @@ def load_model(config, source, device, run):
 
 
 def hash_of(task):
-    """→ a hash, in hex, of the prompts and answers of a Task, by which a resume knows them."""
+    """→ a hash, in hex, of a Task's prompts and problems, by which a resume knows them. What JSON
+    cannot hold, such as a function, does not count: it may be another object in each process.
+    """
     sha = hashlib.sha256()
     for problem in task.train + task.held_out:
-        sha.update(f"{task.prompt(problem)!r} {problem.get('answer')!r}".encode())
+        facts = [task.prompt(problem), problem]
+        sha.update(json.dumps(facts, skipkeys=True, default=_number).encode())
     return sha.hexdigest()
+
+
+def _number(value):
+    """→ a number that JSON does not know, such as a Fraction, as text; "" for anything else."""
+    return str(value) if isinstance(value, Number) else ""
 
 
 def announce(config, environment, model, run, seconds):

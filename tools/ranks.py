@@ -8,6 +8,8 @@ Needs: torch.
 """
 
 import os
+import zlib
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -58,12 +60,44 @@ def sum_over_ranks(metrics):
     return dict(zip(metrics, all_sum(values).tolist(), strict=True))
 
 
+def union_over_ranks(names):
+    """→ the sorted list of all names that any rank gives."""
+    _, ranks = rank_and_count()
+    lists = [names] * ranks
+    if ranks > 1:
+        dist.all_gather_object(lists, list(names))
+    return sorted(set().union(*lists))
+
+
 def gather_numbers(number):
     """→ [the number of rank 0, of rank 1, …], on every rank."""
     rank, ranks = rank_and_count()
     numbers = torch.zeros(ranks, dtype=torch.float64)
     numbers[rank] = number
     return all_sum(numbers).tolist()
+
+
+@contextmanager
+def alike():
+    """Context manager around what every rank loads for itself. It yields a list, for facts that
+    must be the same on all ranks.
+
+    If a rank fails, or the facts of two differ, all ranks end: with their own error, or with a
+    ValueError. Without this, the other ranks would wait, and end in an error of the network.
+    """
+    facts, number = [], -1
+    try:
+        yield facts
+        number = zlib.crc32(repr(facts).encode())
+    finally:
+        numbers = gather_numbers(number)
+        if len(set(numbers)) > 1:
+            leave_ranks()
+    if len(set(numbers)) > 1:
+        raise ValueError(
+            "the ranks do not agree: one has failed, or they read different problems or "
+            f"folders (here {facts}); let all see the same files, and seed problems()"
+        )
 
 
 def sum_gradients(parameters):

@@ -285,13 +285,18 @@ def summary(folder):
 
     first, best, last: greedy accuracy in evaluations. minutes: of its steps and evaluations.
     """
-    flags = dict(task="–", model="–", steps="–")
-    with suppress(OSError, TypeError, ValueError):  # config.json is missing or damaged
-        flags |= json.loads((folder / "config.json").read_text())
+    flags = {}
+    # config.json is missing or damaged
+    with suppress(OSError, RecursionError, TypeError, ValueError):
+        flags = {**json.loads((folder / "config.json").read_text())}
+    known = {name: value for name, value in flags.items() if value is not None}
+    task, model, steps = [str(known.get(name, "–")) for name in ("task", "model", "steps")]
     records = read(folder).values()
+    made = sum(r["kind"] == "step" for r in records)
     # Until November 2026 each update of a rollout counted as a step, although the log has one
     # record a rollout. The config.json of such a run holds the number of updates.
-    made = sum(r["kind"] == "step" for r in records) * flags.get("updates_per_rollout", 1)
+    with suppress(TypeError, ValueError):
+        made *= int(known.get("updates_per_rollout", 1))
     greedy = [r["eval_greedy"] for r in records if r.get("eval_greedy") is not None]
     scores = ["–"] * 3
     if greedy:
@@ -299,9 +304,9 @@ def summary(folder):
     seconds = sum(r["rollout_s"] + r.get("update_s", 0) for r in records)
     return (
         str(folder),
-        Path(str(flags["task"])).stem,
-        Path(str(flags["model"])).name,
-        f"{made}/{flags['steps']}",
+        Path(task).stem,
+        Path(model).name,
+        f"{made}/{steps}",
         *scores,  # first, best, last
         f"{seconds / 60:.1f}",
     )

@@ -26,7 +26,7 @@ resumed run replays the steps after its checkpoint and appends their records aga
 last record of a step. The batch, the noise and every sampled token are functions of (seed, step),
 so on a CPU a resumed run ends with the same bytes as a run without a stop.
 
-Needs: torch, safetensors; lora.py, tools/ranks.py, tools/report.py.
+Needs: torch, safetensors; lora.py, tools/flags.py, tools/ranks.py, tools/report.py.
 """
 
 import fcntl
@@ -46,7 +46,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import lora
-from tools.ranks import gather_numbers
+from tools.flags import flags_of_run
+from tools.ranks import alike, gather_numbers
 from tools.report import diagnose, line, logged, plot
 
 
@@ -97,8 +98,14 @@ class Run:
         """Make the folder, and lock its log against other processes. The kernel unlocks it when
         this process ends, however it ends.
         """
+        log = self.folder / "metrics.jsonl"
+        if self.config.resume and not log.exists():
+            raise ValueError(
+                f"{log} is gone: bring it back, or begin another run with "
+                f"--adapter {self.folder}/adapter"
+            )
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.lock = open(self.folder / "metrics.jsonl", "ab")
+        self.lock = open(log, "ab")
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -106,7 +113,8 @@ class Run:
                 f"another process is writing to {self.folder}: take another --out"
             ) from None
         # tell() is the log's size, because append mode opens a file at its end
-        if not self.config.resume and (self.lock.tell() or self.checkpoints()):
+        begun = self.lock.tell() or (self.folder / "config.json").is_file()
+        if not self.config.resume and (begun or self._weights()):
             raise ValueError(
                 f"{self.folder} holds a run already: go on with --resume, or take another --out"
             )
@@ -120,18 +128,22 @@ class Run:
             if score is not None:
                 self._rank(record["step"], score)
         made = len({record["step"] for record in records if record["kind"] == "step"})
-        adapter = self.folder / "adapter"
-        saved = made >= self.config.save_every or adapter.exists()
-        if self.config.resume and saved and not self.checkpoints():
+        saved = made >= self.config.save_every or self._weights()
+        if self.config.resume and saved and not (made and self.checkpoints()):
             raise ValueError(
-                f"{self.folder} has made {made} steps and lost its checkpoint: "
-                f"begin another run with --adapter {adapter}"
+                f"{self.folder} has made {made} steps and lost its checkpoint or its log: "
+                f"begin another run with --adapter {self.folder}/adapter"
             )
         if self.config.steps < made:
             raise ValueError(
                 f"--steps {self.config.steps}: {self.folder} has made {made} steps; "
                 f"take at least as many, or evaluate with --steps 0 --adapter {self.folder}"
             )
+
+    def _weights(self):
+        """→ the paths of all weights that a run has saved here, half a file included."""
+        inside = self.folder.glob("adapter*/*.safetensors*")
+        return [*self.folder.glob("*.safetensors*"), *inside]
 
     def _rank(self, step, score):
         """Note the score of an evaluation → whether it is the best of the trained model so far."""
@@ -234,37 +246,39 @@ class Run:
         Write config.json only after that, because a resume that is refused must not change the
         flags. ValueError: all checkpoints are damaged, or one is of another model.
         """
-        for path in self.checkpoints():
-            try:
-                tensors, metadata = read_checkpoint(path)
-            except (SafetensorError, LookupError, TypeError, ValueError) as error:
-                self.newest_damaged = True
+        with alike() as facts:
+            for path in self.checkpoints():
+                try:
+                    tensors, metadata = read_checkpoint(path)
+                except (SafetensorError, LookupError, TypeError, ValueError) as error:
+                    self.newest_damaged = True
+                    self.say(
+                        f"warning: {path} is damaged ({error}): going back to the one before it",
+                        sys.stderr,
+                    )
+                    continue
+                if self.problems and metadata.get("problems", self.problems) != self.problems:
+                    raise ValueError(
+                        f"{path} is of other problems: prompts or answers have changed; bring "
+                        f"them back, or begin another run with --adapter {self.folder}/adapter"
+                    )
+                restore(path, tensors, model, optimizer)
+                self.done = int(metadata["step"])
+                # until November 2026 each step drew the same number of problems
+                flags = flags_of_run(self.folder)
+                each = flags["prompts"] * (1 + flags["resample"])
+                self.drawn = int(metadata.get("drawn", self.done * each))
                 self.say(
-                    f"warning: {path} is damaged ({error}): going back to the one before it",
-                    sys.stderr,
+                    f"resumed at {self.done / self.config.steps:.0%} of the schedules of lr and σ"
                 )
-                continue
-            if self.problems and metadata.get("problems", self.problems) != self.problems:
-                raise ValueError(
-                    f"{path} is of other problems: their prompts or answers have changed since; "
-                    f"bring them back, or begin another run with --adapter {self.folder}/adapter"
-                )
-            restore(path, tensors, model, optimizer)
-            self.done = int(metadata["step"])
-            # until November 2026 each step drew the same number of problems
-            flags = json.loads((self.folder / "config.json").read_text())
-            each = flags["prompts"] * (1 + flags["resample"])
-            self.drawn = int(metadata.get("drawn", self.done * each))
-            self.say(f"resumed at {self.done / self.config.steps:.0%} of the schedules of lr and σ")
-            break
-        else:  # no checkpoint was restored
-            if self.newest_damaged:
-                raise ValueError(
-                    f"every checkpoint in {self.folder} is damaged: begin another run with "
-                    f"--adapter {self.folder}/adapter, or delete them to begin this one again"
-                )
-        if len(set(gather_numbers(self.done))) > 1:
-            raise ValueError(f"the ranks must share {self.folder}: some find no checkpoint in it")
+                break
+            else:  # no checkpoint was restored
+                if self.newest_damaged:
+                    raise ValueError(
+                        f"every checkpoint in {self.folder} is damaged: begin another run with "
+                        f"--adapter {self.folder}/adapter"
+                    )
+            facts += [self.done, self.drawn]
         if not self.quiet:
             flags = vars(self.config) | {"resume": "", "out": str(self.folder)}
             text = json.dumps(flags, indent=2) + "\n"
@@ -290,7 +304,7 @@ class Run:
         stats: its measurements, by the keys of metrics.jsonl. ValueError: five steps in a row were
         skipped.
         """
-        stats["memory_gb"] = max(gather_numbers(peak_memory_gb()))
+        stats["memory_gb"] = peak_memory_gb()
         self.history.append(stats)
         self.done = step + 1
         self.consistent = True
@@ -427,7 +441,7 @@ def read_checkpoint(path):
     """
     with safe_open(path, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
-        metadata = file.metadata()
+        metadata = file.metadata() or {}
     if metadata.pop("sha256") != checksum(tensors, metadata):
         raise ValueError("its checksum is another")
     return tensors, metadata
@@ -483,11 +497,13 @@ def append(path, record):
 
 def peak_memory_gb():
     """Peak memory since the start, in 1e9 bytes: of the GPU if this process uses one, else of the
-    process.
+    process. Of several ranks, the largest.
     """
     if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated() / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # Linux counts in KiB
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    return max(gather_numbers(peak)) / 1e9
 
 
 def rounded(x, digits=6):
