@@ -30,8 +30,8 @@ import grpo
 import lora
 from rollout import Rollout
 from tools import launch
-from tools.diagnostics import mismatch
-from tools.optimizer import adamw, learning_rate
+from tools.diagnostics import means_of, mismatch
+from tools.optimizer import adamw, learning_rate, noise_level
 from tools.ranks import (
     all_sum,
     gather_numbers,
@@ -63,7 +63,6 @@ class Batch(NamedTuple):
     rewards: torch.Tensor  # (B,) f64
     texts: list  # of B pairs (prompt, answer)
     stats: dict  # measurements over all ranks
-    fresh: Rollout  # the first B rows drawn, before --resample replaced any
     drawn: int  # problems that the run has drawn, over all ranks, this step's included
 
 
@@ -85,7 +84,7 @@ def train(config, model, environment, sampler, run):
             with aqn.noisy_norms(model, sigma, config.seed, step):
                 batch = collect(config, sampler, environment, step, run.drawn)
                 if step % 10 == 0:  # it costs a few forward passes
-                    batch.stats["mismatch"] = mismatch(config, model, batch.fresh)
+                    batch.stats["mismatch"] = mismatch(config, model, batch.rollout)
             advantages = advantages_of(config, batch.rewards)  # (B,)
             lr = learning_rate(config, step)
             optimizer.param_groups[0]["lr"] = lr
@@ -102,14 +101,6 @@ def train(config, model, environment, sampler, run):
             run.log("eval", config.steps, evaluate(config, sampler, environment, run.say))
 
 
-def noise_level(config, step):
-    """→ σ of AQN's noise in this step, 0 without AQN."""
-    if not config.aqn:
-        return 0.0
-    start, end = config.sigma_start, config.sigma_end
-    return aqn.sigma(step, config.steps, start, end, config.sigma_stages, config.sigma_schedule)
-
-
 # --- answers and their rewards
 
 
@@ -117,30 +108,15 @@ def collect(config, sampler, environment, step, drawn=0):
     """Sample this rank's answers and reward them → Batch.
 
     drawn: problems that the run has drawn before, over all ranks: the next ones follow in the data.
-    --resample is DAPO's dynamic sampling (arXiv 2503.14476, §3.2): groups of equal rewards are
-    replaced by groups of further problems, as long as there are such groups and draws are left.
     """
     began = time.perf_counter()
-    rank, ranks = rank_and_count()
+    _, ranks = rank_and_count()
     P = config.prompts // ranks
-    useful, flat = [], []
-    for attempt in range(1 + config.resample):
-        drawing = gather_numbers(len(useful) < P)  # of each rank: 1 if it needs P more problems
-        if not any(drawing):
-            break
-        if len(useful) < P:
-            start = drawn + P * int(sum(drawing[:rank]))
-            problems = batch_of(environment.task.train, config, start, P)
-            groups = sample_groups(config, sampler, environment, problems, step, attempt)
-            useful += [group for group in groups if group.has_signal]
-            flat += [group for group in groups if not group.has_signal]
-        if attempt == 0:
-            fresh = Rollout.join([group.rollout for group in groups])
-        drawn += P * int(sum(drawing))
-    kept = (useful + flat)[:P]
-    rollout = Rollout.join([group.rollout for group in kept])
+    useful, flat, drawn = draw_groups(config, sampler, environment, step, drawn)
+    groups = useful + flat
+    rollout = Rollout.join([group.rollout for group in groups[:P]])
     rewards, texts, parts = [], [], Counter()
-    for group in kept:
+    for group in groups[:P]:
         rewards += group.rewards
         texts += group.texts
         for part in group.parts:
@@ -156,8 +132,8 @@ def collect(config, sampler, environment, step, drawn=0):
             finished=rollout.finished.sum(),
             tokens=rollout.lengths.sum(),
             useful=min(len(useful), P),
-            resampled=len(useful) + len(flat) - P,
-            sampled_tokens=sum(group.rollout.lengths.sum() for group in useful + flat),
+            resampled=len(groups) - P,
+            sampled_tokens=sum(group.rollout.lengths.sum() for group in groups),
             **{name: parts[name] for name in names},
         )
     )
@@ -175,7 +151,31 @@ def collect(config, sampler, environment, step, drawn=0):
     stats |= {name: sums[name] / answers for name in names}
     if ranks > 1:
         stats["rollout_idle"] = 1 - sum(seconds) / ranks / max(seconds)
-    return Batch(rollout, rewards, texts, stats, fresh, drawn)
+    return Batch(rollout, rewards, texts, stats, drawn)
+
+
+def draw_groups(config, sampler, environment, step, drawn):
+    """→ this rank's Groups with unequal rewards, those with equal ones, and the number of problems
+    that the run has drawn now.
+
+    --resample is DAPO's dynamic sampling (arXiv 2503.14476, §3.2): groups of equal rewards are
+    replaced by groups of further problems, as long as there are such groups and draws are left.
+    """
+    rank, ranks = rank_and_count()
+    P = config.prompts // ranks
+    useful, flat = [], []
+    for attempt in range(1 + config.resample):
+        drawing = gather_numbers(len(useful) < P)  # of each rank: 1 if it needs P more problems
+        if not any(drawing):
+            break
+        if len(useful) < P:
+            start = drawn + P * int(sum(drawing[:rank]))
+            problems = batch_of(environment.task.train, config, start, P)
+            groups = sample_groups(config, sampler, environment, problems, step, attempt)
+            useful += [group for group in groups if group.has_signal]
+            flat += [group for group in groups if not group.has_signal]
+        drawn += P * int(sum(drawing))
+    return useful, flat, drawn
 
 
 def sample_groups(config, sampler, environment, problems, step, attempt):
@@ -276,14 +276,6 @@ def update(config, model, optimizer, rollout, advantages):
     optimizer.zero_grad()
     seconds = time.perf_counter() - began
     return stats | dict(update_s=seconds, update_tok_s=tokens / seconds)
-
-
-def means_of(sums):
-    """Sums of backward → measurements: means over the answer tokens that ran, None without any."""
-    means = dict.fromkeys(("entropy", "kl_noise", "clip_fraction", "kl_reference"))
-    if sums["tokens"]:
-        means = {name: sums[name] / sums["tokens"] for name in means}
-    return means | dict(grad_norm=None, rows=int(sums["rows"]))
 
 
 def backward(config, model, rollout, advantages, old=None):

@@ -312,7 +312,7 @@ def collected(folder, rewards, sampler=Sampler, **flags):
     ):
         assert tokenizer.decode(row[:n]) == f"<s>{prompt}=" and text == answer
     asked = [int(prompt[:-1]) for prompt, _ in batch.texts]
-    batch.stats["mismatch"] = mismatch(flags, model, batch.fresh)
+    batch.stats["mismatch"] = mismatch(flags, model, batch.rollout)
     batch.stats["drawn"] = batch.drawn
     return asked, batch.rewards.tolist(), batch.stats, sampled
 

@@ -12,6 +12,14 @@ from tools.report import PREFLIGHT_PROMPTS, preflight_report
 from tools.run import peak_memory_gb
 
 
+def means_of(sums):
+    """Sums of backward → measurements: means over the answer tokens that ran, None without any."""
+    means = dict.fromkeys(("entropy", "kl_noise", "clip_fraction", "kl_reference"))
+    if sums["tokens"]:
+        means = {name: sums[name] / sums["tokens"] for name in means}
+    return means | dict(grad_norm=None, rows=int(sums["rows"]))
+
+
 @torch.no_grad()
 def mismatch(config, model, rollout):
     """→ mean of exp|ln π_trainer − ln π_sampler| over answer tokens: 1 if the two agree.
@@ -42,7 +50,7 @@ def preflight(config, model, environment, sampler, run, trial):
     probe = dataclasses.replace(config, prompts=prompts, resample=0)
     batch, backward_s = trial(probe, model, environment, sampler)
     stats = batch.stats
-    stats["mismatch"] = mismatch(probe, model, batch.fresh)
+    stats["mismatch"] = mismatch(probe, model, batch.rollout)
 
     share = config.prompts / probe.prompts
     stats["update_s"] = backward_s * share * config.updates_per_step

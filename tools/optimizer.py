@@ -1,8 +1,13 @@
-"""AdamW for the adapter, and the schedule of its learning rate. Needs: torch."""
+"""AdamW for the adapter, and the schedules of its learning rate and of the noise.
+
+Needs: torch; aqn.py.
+"""
 
 import math
 
 import torch
+
+import aqn
 
 
 def adamw(config, model):
@@ -33,3 +38,11 @@ def learning_rate(config, step):
     elif config.schedule == "cosine":
         share = (1 + math.cos(math.pi * u)) / 2
     return config.lr * share
+
+
+def noise_level(config, step):
+    """→ σ of AQN's noise in this step, 0 without AQN."""
+    if not config.aqn:
+        return 0.0
+    start, end = config.sigma_start, config.sigma_end
+    return aqn.sigma(step, config.steps, start, end, config.sigma_stages, config.sigma_schedule)
