@@ -4,9 +4,9 @@
                     → x + down(swiglu(gate_up(norm(x))))   ] × layers → norm → hidden
 
 Sampler and trainer run this same code on the same tensors. Every projection is a frozen base in
-NVFP4 (or in bf16, with quant="bf16") with a LoRA beside it; q, k, v are one matrix, and so are gate
-and up. Embeddings, lm_head, norms and biases are not quantised; aqn.py adds its noise to the norms'
-weights, fp32 buffers.
+NVFP4 (or in bf16, with quant="bf16", or if a 4-bit checkpoint leaves it so) with a LoRA beside it;
+q, k, v are one matrix, and so are gate and up. Embeddings, lm_head, norms and biases are not
+quantised; aqn.py adds its noise to the norms' weights, fp32 buffers.
 
 load() reads and quantises one layer after the other, so its peak of memory is the model plus one
 layer. A CPU computes in fp32, a GPU in bf16 with the residual stream and the logits in fp32.
@@ -72,28 +72,30 @@ class RMSNorm(nn.Module):
 class FrozenLinear(nn.Module):
     """y = x @ W.T + bias, `weights` joined along N. W is packed NVFP4, or a Dense matrix if method
     is None. A weight that is already an NVFP4Tensor keeps its codes; if method is None it is
-    dequantised.
+    dequantised. left: a 4-bit checkpoint leaves one of the weights in 16 bits, or several. Then W
+    is Dense whatever the method, so that weights which run as one matrix are of one kind.
     """
 
     fuses_lora = True
 
-    def __init__(self, weights, biases, method, dtype, device):
+    def __init__(self, weights, biases, method, left, dtype, device):
         super().__init__()
         self.register_buffer("bias", torch.cat(biases).to(device, dtype) if biases else None)
         parts = [
             tuple(t.to(device) for t in w) if isinstance(w, tuple) else w.to(device)
             for w in weights
         ]
-        if method is None:
+        if method is None or left:
             parts = [w if torch.is_tensor(w) else nvfp4.dequantize(w, torch.float32) for w in parts]
             self.W = fp4_gemm.Dense(torch.cat(parts).to(dtype))
+            if left and device.type == "cpu":
+                self.W.parts = weights  # for who writes the weight to a file
         else:
-            # vLLM and TensorRT-LLM require one global scale for all weights that one GEMM reads
-            plain = [w for w in parts if torch.is_tensor(w)]
-            shared = plain and nvfp4.shared_global_scale(*plain)
-            self.W = fp4_gemm.pack(
-                *(nvfp4.quantize(w, method, shared) if torch.is_tensor(w) else w for w in parts)
-            )
+            if torch.is_tensor(parts[0]):
+                # vLLM and TensorRT-LLM require one global scale for all weights of one GEMM
+                shared = nvfp4.shared_global_scale(*parts)
+                parts = [nvfp4.quantize(w, method, shared) for w in parts]
+            self.W = fp4_gemm.pack(*parts)
         self.out_features, self.in_features = self.W.shape
 
     def adapt(self, B, splits):
@@ -212,7 +214,13 @@ class Decoder(nn.Module):
         def linear(at, rows, K, bias):
             weights = [source.tensor(f"{at}{name}.weight", (n, K)) for name, n in rows.items()]
             biases = [source.tensor(f"{at}{name}.bias", (n,)) for name, n in rows.items() if bias]
-            base = FrozenLinear(weights, biases, method, self.dtype, device)
+            left = source.packed and any(map(torch.is_tensor, weights))
+            if method and not left and K % nvfp4.BLOCK:
+                raise ValueError(
+                    f"{source.path}: {at}{', '.join(rows)} have rows of {K} weights, "
+                    "and 4 bits need a multiple of 16: take --quant bf16"
+                )
+            base = FrozenLinear(weights, biases, method, left, self.dtype, device)
             return LoRALinear(base, rank, alpha, rows.values(), self.dtype, device, generator)
 
         embed = source.tensor("model.embed_tokens.weight", (V, D)).to(self.dtype)
@@ -232,14 +240,9 @@ class Decoder(nn.Module):
                 config,
                 *traits,
             )
-            self.layers.append(
-                Block(
-                    attention,
-                    MLP(partial(linear, f"{at}mlp."), config),
-                    norm(at, "input_layernorm", D),
-                    norm(at, "post_attention_layernorm", D),
-                )
-            )
+            mlp = MLP(partial(linear, f"{at}mlp."), config)
+            norms = norm(at, "input_layernorm", D), norm(at, "post_attention_layernorm", D)
+            self.layers.append(Block(attention, mlp, *norms))
         self.norm = norm("model.", "norm", D)
         tied, head = config.tie_word_embeddings, self.embed_tokens
         # some exports store the tied matrix twice

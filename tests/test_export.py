@@ -6,6 +6,7 @@ import os
 import re
 import runpy
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,9 +17,16 @@ import torch
 from conftest import tiny_checkpoint
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from test_weights import IDS, bits, foreign, logits
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+from test_weights import IDS, LISTED, bits, foreign, from_compressed_tensors, logits
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    CompressedTensorsConfig,
+    GenerationConfig,
+)
 
+import fp4_gemm
 import lora
 import model
 import nvfp4
@@ -27,19 +35,19 @@ from tools import export, weights
 # Qwen 2 has biases; the foreign checkpoints below are of Qwen 3, which has a norm on q and k
 FAMILIES = ["qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen3"))]
 O_PROJ = "model.layers.0.self_attn.o_proj.weight"
+DENSE = CompressedTensorsConfig(dequantize=True)
 
 
 def projections(m):
-    """{name: NVFP4Tensor} of each projection, from the model's packed bytes."""
-    names = [
-        re.fullmatch(r"base_model\.model\.(.*)\.lora_A\.weight", name)[1]
-        for name in lora.adapter_tensors(m)
-        if "lora_A" in name
-    ]
-    parts = []
-    for layer in lora.lora_layers(m).values():
-        parts += [nvfp4.NVFP4Tensor(*q) for q in layer.base.W.parts]
-    return dict(zip(names, parts, strict=True))
+    """{name: NVFP4Tensor} of each projection in 4 bits, from the model's packed bytes."""
+    found = {}
+    for name, layer in lora.lora_layers(m).items():
+        parent, _, module = name.rpartition(".")
+        names = lora.FUSED.get(module, (module,))
+        if not isinstance(layer.base.W, fp4_gemm.Dense):
+            for part, q in zip(names, layer.base.W.parts, strict=True):
+                found[f"model.{parent}.{part}"] = nvfp4.NVFP4Tensor(*q)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +169,49 @@ def test_transformers_and_peft_load_the_4_bit_export(runs, exported, family):
         assert (folder / file).is_file()
 
 
+@pytest.mark.parametrize("format", ["nvfp4", "modelopt"])
+@pytest.mark.parametrize("layout, left, ignore", LISTED)
+def test_what_a_4_bit_checkpoint_leaves_in_16_bits_stays_so(tmp_path, layout, left, ignore, format):
+    """The projection is copied bit for bit and listed in the config, also if others run with it as
+    one matrix. Their codes and block scales are copied too.
+    """
+    oracle = foreign(tmp_path / "in", layout, "llama", left, ignore)
+    assert export.export(tmp_path / "in", tmp_path / "out", format) < 1e-6
+    stored, found = stored_weights(tmp_path / "in"), stored_weights(tmp_path / "out")
+    names = [name for name, _ in oracle.named_modules() if name.endswith("_proj")]
+    plain = [name for name in names if re.search(left, name)]
+    listed = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["ignore"]
+    assert sorted(listed) == sorted(["lm_head", *plain]) and plain
+    if format == "modelopt":
+        said = json.loads((tmp_path / "out/hf_quant_config.json").read_text())["quantization"]
+        assert said["exclude_modules"] == listed
+    for name in plain:
+        assert torch.equal(found[f"{name}.weight"], stored[f"{name}.weight"])
+    for name in set(names) - set(plain):
+        for kind in (torch.uint8, torch.float8_e4m3fn):  # codes, block scales
+            ours, theirs = (
+                [bits(t) for key, t in tensors.items() if name in key and t.dtype is kind]
+                for tensors in (found, stored)
+            )
+            assert any(torch.equal(*ours, other) for other in theirs)  # one is a zero point
+
+
+@pytest.mark.parametrize("layout, left, ignore", LISTED[2:5])
+def test_transformers_loads_an_export_with_layers_in_16_bits(tmp_path, layout, left, ignore):
+    """compressed-tensors' layout, through its library, which rounds weights in 4 bits to bf16. In
+    the merged export every weight is rounded to bf16.
+    """
+    oracle = foreign(tmp_path / "in", layout, "qwen3", left, ignore)
+    for format, more in (("nvfp4", {"quantization_config": DENSE}), ("bf16", {})):
+        export.export(tmp_path / "in", tmp_path / format, format)
+        theirs = AutoModelForCausalLM.from_pretrained(
+            tmp_path / format, dtype=torch.float32, **more
+        )
+        with torch.no_grad():
+            right = oracle(IDS).logits
+            assert (theirs(IDS).logits - right).norm() < 14 * 2**-8 * right.norm()
+
+
 def test_4_bit_checkpoints_convert_into_each_other(exported, tmp_path):
     """A model without a run changes its layout; after a round trip all tensors are equal."""
     export.export(exported("qwen2", "nvfp4"), tmp_path / "there", "modelopt")
@@ -227,6 +278,143 @@ def test_transformers_loads_the_merged_export(runs, tmp_path, family, quant):
         assert not (tmp_path / "four/adapter").exists()
 
 
+# --- other people's readers
+
+SHORT = {"original_max_position_embeddings": 32}
+ROPE = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "yarn": {"factor": 4.0} | SHORT,
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | SHORT,
+}
+
+
+def scaled(folder, family, kind):
+    """Write a tiny checkpoint with a RoPE of its own → transformers' model."""
+    rope = {"rope_type": kind, "rope_theta": 5e5} | ROPE[kind]
+    return tiny_checkpoint(folder, family, rope_parameters=rope)
+
+
+@pytest.mark.parametrize("kind", ROPE)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_ropes_numbers_stand_where_transformers_4_and_5_look(tmp_path, family, kind):
+    scaled(tmp_path / "in", family, kind)
+    for format in export.TOLERANCE:
+        export.export(tmp_path / "in", tmp_path / format, format)
+        config = json.loads((tmp_path / format / "config.json").read_text())
+        assert config["rope_theta"] == 5e5
+        if kind == "default":
+            assert not config.get("rope_scaling")
+        else:
+            assert config["rope_scaling"] == {"rope_type": kind} | ROPE[kind]
+        again = AutoConfig.from_pretrained(tmp_path / format).rope_parameters
+        assert again == {"rope_type": kind, "rope_theta": 5e5} | ROPE[kind]
+
+
+@pytest.fixture(scope="module")
+def older(tmp_path_factory):
+    """older(code, *arguments) runs code under transformers 4.57.6 → what it prints."""
+    folder = tmp_path_factory.mktemp("transformers4")
+    wanted = "transformers==4.57.6", "huggingface_hub<1", "tokenizers>=0.22,<0.23"
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder]
+    subprocess.run([*pip, *wanted], check=True)
+
+    def run(code, *arguments):
+        command = [sys.executable, "-c", code, *map(str, arguments)]
+        env = os.environ | {"PYTHONPATH": str(folder)}
+        done = subprocess.run(command, capture_output=True, text=True, env=env)
+        assert done.returncode == 0, done.stderr
+        assert "rope" not in done.stderr and "newly initialized" not in done.stderr, done.stderr
+        return done.stdout
+
+    return run
+
+
+LOGITS = """
+import sys, torch
+from transformers import AutoModelForCausalLM, __version__
+assert __version__ == "4.57.6"
+for folder in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    ids = torch.arange(24).view(2, 12) * 7 % 97
+    with torch.no_grad():
+        torch.save(model(ids).logits, folder + "/logits.pt")
+"""
+
+
+@pytest.mark.slow
+def test_transformers_4_has_the_logits_of_5(older, tmp_path):
+    """To the last bit, in bf16: merged, and in compressed-tensors' layout, through its library. One
+    of three has projections in 16 bits.
+    """
+    folders = []
+    for family in ("llama", "qwen2", "qwen3"):
+        for kind in ROPE:
+            source = tmp_path / f"{family}-{kind}"
+            scaled(source, family, kind)
+            for format in ("bf16", "nvfp4"):
+                folders.append(tmp_path / f"{family}-{kind}-{format}")
+                export.export(source, folders[-1], format)
+        folders.append(tmp_path / f"{family}-left")
+        from_compressed_tensors(tmp_path / f"{family}-in", family, ["lm_head", "re:.*[kv]_proj"])
+        export.export(tmp_path / f"{family}-in", folders[-1], "nvfp4")
+    older(LOGITS, *folders)
+    for folder in folders:
+        ours = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        with torch.no_grad():
+            assert torch.equal(ours(IDS).logits, torch.load(folder / "logits.pt")), folder
+
+
+TOKENS = """
+import sys
+from transformers import AutoTokenizer, GenerationConfig
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+chat = [{"role": "user", "content": sys.argv[2]}]
+text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+ends = GenerationConfig.from_pretrained(sys.argv[1]).eos_token_id
+print(tokenizer(text + sys.argv[2])["input_ids"], tokenizer.all_special_tokens, ends)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["What is  7 * 8?", "é\\n\\t<|im_end|>12 345", "<s>1+1</s> 2"])
+def test_transformers_4_reads_a_prompt_as_5_does(older, smollm2, tiny_chat, tmp_path, text):
+    """From the export of a GGUF, and of a folder that transformers 5 wrote."""
+    for name, source in (("gguf", smollm2[0]), ("folder", special(tiny_chat, tmp_path / "in"))):
+        folder = tmp_path / name
+        folder.mkdir()
+        export.copy_tokenizer(source, folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        chat = [{"role": "user", "content": text}]
+        prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        ends = GenerationConfig.from_pretrained(folder).eos_token_id
+        ours = tokenizer(prompt + text)["input_ids"], tokenizer.all_special_tokens, ends
+        assert older(TOKENS, folder, text).strip() == " ".join(map(str, ours))
+
+
+def special(chat, folder):
+    """A copy of the folder `chat` whose tokenizer has more control tokens → weights.Source."""
+    shutil.copytree(chat, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<20>", "<21>"]})
+    tokenizer.save_pretrained(folder)
+    return weights.open(str(folder))
+
+
+def test_a_tokenizer_is_named_as_transformers_4_knows_it(smollm2, tiny_chat, tmp_path):
+    """From a GGUF, and from a folder that transformers 5 wrote, where it reads the same ids."""
+    for name, source in (("gguf", smollm2[0]), ("folder", special(tiny_chat, tmp_path / "in"))):
+        folder = tmp_path / name
+        folder.mkdir()
+        export.copy_tokenizer(source, folder)
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+        assert type(config.get("extra_special_tokens", {})) is dict
+        ours, theirs = AutoTokenizer.from_pretrained(folder), source.tokenizer()
+        assert ours.all_special_tokens == theirs.all_special_tokens
+        assert ours("1 <20>2<|im_end|>")["input_ids"] == theirs("1 <20>2<|im_end|>")["input_ids"]
+
+
 # --- refusals and accidents
 
 
@@ -279,6 +467,16 @@ def test_the_command_exports_a_run_or_says_why_not(runs, tmp_path, monkeypatch, 
         assert code == 2 and not out and re.fullmatch(f"export.py: .*{words}.*\n", err), err
         assert sorted(os.listdir()) == before
     assert command("plain out --format nvfp4 --quant nvfp4")[0] == 0
+    for arguments, rounded in (
+        ("base copy --format bf16", True),
+        ("base same --format bf16 --quant bf16", False),
+        ("run merged --format bf16", False),
+        ("a/good again --format bf16", False),  # has 4 bits already
+    ):
+        code, out, err = command(arguments)
+        assert code == 0 and ("rounded to 4 bits first; --quant bf16" in out) == rounded, err
+    same, base = (stored_weights(Path(name))[O_PROJ] for name in ("same", "base"))
+    assert torch.equal(same, base.bfloat16())
 
 
 def test_an_export_that_is_interrupted_or_wrong_is_not_there(exported, tmp_path, monkeypatch):

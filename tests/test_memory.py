@@ -11,11 +11,13 @@ import pytest
 import torch
 import transformers
 from conftest import tiny_checkpoint
+from test_weights import LISTED, foreign
 
+import fp4_gemm
 import lora
 import model
 from bench import step
-from tools import memory
+from tools import memory, weights
 
 # commits in the log whose embeddings, if not tied to lm_head, were in the GPU's memory
 EARLY = {"1eb07c3", "5fae82c", "dc3b966", "f0c3297", "ab4a418", "7098454-dirty"}
@@ -56,16 +58,51 @@ def test_weights_and_adapters_are_counted_as_they_are_stored(tmp_path, family, c
     biases, the scale per row, the kernel's counters, and embeddings that are not on the GPU."""
     tiny_checkpoint(tmp_path, family, **changes)
     m = model.load(str(tmp_path), quant, rank=4)
+    plan = memory.plan(m.config, quant, rank=4)
+    assert plan.weights + plan.adapter == bytes_of(m)
+
+
+def bytes_of(m):
+    """→ the bytes of weights, adapters and the optimizer, were m on a GPU."""
     stored = 2 * m.lm_head.numel() + 12 * sum(p.numel() for p in m.parameters())
     for layer in lora.lora_layers(m).values():
         stored += 2 * (layer.copy_A.numel() + layer.copy_B.numel())
         weight = layer.base.W
-        if quant == "bf16":
+        if isinstance(weight, fp4_gemm.Dense):
             stored += 2 * weight.weight_and_B.numel()
         else:
             stored += weight.words.nbytes + weight.scales.nbytes
-    plan = memory.plan(m.config, quant, rank=4)
-    assert plan.weights + plan.adapter == stored
+    return stored
+
+
+@pytest.mark.parametrize("layout, left, ignore", [row for row in LISTED if row[2]])
+def test_layers_that_a_4_bit_checkpoint_leaves_in_16_bits_are_counted_so(
+    tmp_path, capsys, layout, left, ignore
+):
+    """By the config alone; the command's table too, which a GPTQ model's config does not reach."""
+    foreign(tmp_path, layout, "qwen2", left, ignore)
+    m = model.load(str(tmp_path), "nvfp4", rank=4)
+    (tmp_path / "model.safetensors").unlink()
+    for quant, dense in (("nvfp4", m), ("bf16", None)):
+        plan = memory.plan(weights.config_of(tmp_path), quant, rank=4)
+        assert dense is None or plan.weights + plan.adapter == bytes_of(dense)
+    flags = "--model", tmp_path, "--prompt-length", 20, "--max-new-tokens", 30, "--memory-gb", 4
+    printed(capsys, *flags)
+    file = tmp_path / "config.json"
+    said = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | said))
+    with pytest.raises(ValueError, match="quant_method=gptq: .* only NVFP4"):
+        printed(capsys, *flags)
+
+
+def test_a_weight_in_4_bits_is_decoded_for_cublas_and_one_in_16_is_not(tmp_path):
+    """The largest of a layer's is gate_up: of three layers one, two or all leave it in 16 bits."""
+    rollouts = []
+    for i, ignore in enumerate([["never"], ["*.0.mlp.*"], ["*.[01].mlp.*"], ["*.mlp.*"]]):
+        foreign(tmp_path / str(i), "modelopt", "qwen2", "x^", ignore)
+        rollouts.append(memory.plan(weights.config_of(tmp_path / str(i))).rollout)
+    gate_up, qkv = 2 * 2 * 96 * 64, 2 * (64 + 32 + 32) * 64
+    assert rollouts[0] == rollouts[1] == rollouts[2] == rollouts[3] + gate_up - qkv
 
 
 def test_what_grows_with_what():

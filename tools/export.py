@@ -9,9 +9,11 @@
 
 W are the frozen weights that the adapter was trained on. If they are in NVFP4, the 4-bit formats
 write the same codes and scales, and bf16 adds the adapter to the dequantised weights. Embeddings,
-lm_head, norms and biases are never in 4 bits. tools/weights.py describes the two layouts. DST also
-gets the tokenizer and the generation config. The adapter alone needs no export, because RUN/adapter
-has PEFT's files.
+lm_head, norms and biases are never in 4 bits, nor is a projection that the base, a checkpoint in
+NVFP4, leaves in 16 bits: it is copied, and named in the config. tools/weights.py describes the two
+layouts. DST also gets the tokenizer and the generation config. Names and numbers that transformers
+4 and 5 expect in different places stand in both. The adapter alone needs no export, because
+RUN/adapter has PEFT's files.
 
 No format merges the adapter into 4 bits, because rounding W + (alpha/rank) B A to 4 bits loses part
 of what the adapter learned. To do it all the same, export bf16, then that folder as nvfp4.
@@ -46,8 +48,16 @@ from tools.adapter import load_adapter
 # bf16 rounds each weight, by at most 2⁻⁸ of itself. The 4-bit formats keep every bit, with one
 # exception: the inverse of a foreign checkpoint's global scale is rounded to fp32.
 TOLERANCE = {"bf16": 2**-5, "nvfp4": 1e-5, "modelopt": 1e-5}
-# what config.json calls the layouts of 4-bit weights: (quant_method, format or quant_algo)
-LAYOUTS = {"nvfp4": weights.CT, "modelopt": weights.MODELOPT}
+# What config.json calls the layouts of 4-bit weights. A16 means that activations stay in 16 bits,
+# which is how this project runs every checkpoint.
+LAYOUTS = {
+    "nvfp4": {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "quantization_status": "compressed",
+    },
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"},
+}
 # how the names of a tokenizer's files begin, and that of generation_config.json
 TOKENIZER_FILES = "(tokenizer|vocab|merges|special_t|added_t|chat_template|generation_c)"
 
@@ -69,6 +79,8 @@ def export(source, destination, format, adapter="", quant=""):
         raise ValueError(f"{place} exists and is not an empty folder: name a new one")
     name, quant, adapter = resolve(source, format, adapter, quant)
     decoder, base = load(name, quant, adapter)
+    if format == "bf16" and not quant and not base.packed:
+        print(f"note: {name} is rounded to 4 bits first; --quant bf16 copies it")
     expected = probe(decoder)
     place.parent.mkdir(parents=True, exist_ok=True)
     # Write into a temporary folder beside `place`: on the same disk, so that a rename moves it.
@@ -85,7 +97,7 @@ def export(source, destination, format, adapter="", quant=""):
             elif adapter:
                 adapter = new / "adapter"
                 lora.save_adapter(decoder, adapter, place)  # names `place` as its base
-            write_config(base.config, new, format)
+            write_config(base, new, format)
             write_tensors(decoder, base, new, format)
         del decoder  # hold one model in memory at a time
         again, _ = load(new, quant, adapter)
@@ -109,8 +121,8 @@ def resolve(source, format, adapter, quant):
     """The arguments of `export` → name of the base model, its quant, folder of its adapter or "".
 
     If source is a run's folder, the base is the run's, and so are quant and adapter if they are "".
-    ValueError: the run has no adapter yet, its config.json cannot be read, or a 4-bit format is
-    asked of weights that are not quantised.
+    Else they stay so. ValueError: the run has no adapter yet, its config.json cannot be read, or a
+    4-bit format is asked of weights that are not quantised.
     """
     run = Path(source)
     config_file = run / "config.json"
@@ -126,7 +138,7 @@ def resolve(source, format, adapter, quant):
             quant = quant or config["quant"]
     if format in LAYOUTS and quant == "bf16":
         raise ValueError("--quant bf16 has no 4 bits to write: take --format bf16 or --quant nvfp4")
-    return source, quant or "nvfp4", adapter
+    return source, quant, adapter
 
 
 def load(name, quant, adapter):
@@ -142,7 +154,7 @@ def load(name, quant, adapter):
     alpha = alpha if type(alpha) in (int, float) else 1
     # Open the base only now: it may be a download, for which a wrong adapter should not wait.
     source = weights.open(name)
-    decoder = model.load(source, quant, rank, alpha)
+    decoder = model.load(source, quant or "nvfp4", rank, alpha)
     if adapter:
         load_adapter(decoder, adapter)
     return decoder, source
@@ -172,22 +184,39 @@ def copy_tokenizer(source, folder):
     if isinstance(source, weights.GGUF):
         source.tokenizer().save_pretrained(folder)
         GenerationConfig.from_model_config(source.config).save_pretrained(folder)
-        return
-    for file in source.folder.iterdir():
-        if re.match(TOKENIZER_FILES, file.name):
-            shutil.copyfile(file, folder / file.name)
+    else:
+        for file in source.path.iterdir():
+            if re.match(TOKENIZER_FILES, file.name):
+                shutil.copyfile(file, folder / file.name)
+    file = folder / "tokenizer_config.json"
+    if file.is_file():
+        # transformers 4 knows neither name that 5 writes; both know the older ones
+        text = file.read_bytes().replace(b"TokenizersBackend", b"PreTrainedTokenizerFast")
+        file.write_bytes(
+            text.replace(b'"extra_special_tokens": [', b'"additional_special_tokens": [')
+        )
 
 
-def write_config(config, folder, format):
+def write_config(source, folder, format):
     """Write config.json, and for modelopt hf_quant_config.json.
 
-    config: transformers' config of the base, changed in place. A quantization_config of the base is
-    removed, because it describes the base's layout. The 4-bit formats get one of their own.
+    source: the base. Its config is changed in place. A quantization_config of the base is removed,
+    because it describes the base's layout. The 4-bit formats get one of their own.
     """
+    config = source.config
     config.dtype = torch.bfloat16
     config.__dict__.pop("quantization_config", None)
+    ignored = ["lm_head"]
+    for name in source.names:
+        if source.packed and name.endswith("_proj.weight"):
+            ignored.append(name.removesuffix(".weight"))
     if format in LAYOUTS:
-        config.quantization_config = quantization_config(*LAYOUTS[format])
+        config.quantization_config = quantization_config(format, ignored)
+    # transformers 4 reads these two, and without them takes a base of 10 000 and no scaling
+    scaling = {**config.rope_parameters}
+    config.rope_theta = scaling.pop("rope_theta")
+    if scaling["rope_type"] != "default":
+        config.__dict__["rope_scaling"] = scaling  # transformers 5 has a property of this name
     config.save_pretrained(folder)
     if format == "modelopt":
         # Readers of ModelOpt's checkpoints look for this file. vLLM requires the null in it.
@@ -197,14 +226,14 @@ def write_config(config, folder, format):
                 "quant_algo": config.quantization_config["quant_algo"],
                 "kv_cache_quant_algo": None,
                 "group_size": 16,
-                "exclude_modules": ["lm_head"],
+                "exclude_modules": ignored,
             },
         }
         (folder / "hf_quant_config.json").write_text(json.dumps(described))
 
 
-def quantization_config(method, kind):
-    """A value of LAYOUTS → config.json's quantization_config: all Linears but lm_head are NVFP4.
+def quantization_config(format, ignored):
+    """→ config.json's quantization_config: all Linears are NVFP4 but those that `ignored` names.
 
     Only weights are quantised: there is no entry for activations, which stay in 16 bits.
     """
@@ -215,14 +244,8 @@ def quantization_config(method, kind):
         "group_size": 16,
         "dynamic": False,
     }
-    config = {
-        "quant_method": method,
-        "ignore": ["lm_head"],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": of_weights}},
-    }
-    if method == "modelopt":
-        return config | {"quant_algo": kind}
-    return config | {"format": kind, "quantization_status": "compressed"}
+    groups = {"group_0": {"targets": ["Linear"], "weights": of_weights}}
+    return LAYOUTS[format] | {"ignore": ignored, "config_groups": groups}
 
 
 def write_tensors(decoder, source, folder, format):
@@ -268,9 +291,14 @@ def packed(layer, format):
 
     Codes are (N_i, K/2) uint8, block scales (N_i, K/16) float8_e4m3fn. The global scale is fp32.
     Readers of ModelOpt's layout multiply by it, as we do: shape (). Those of compressed-tensors'
-    divide, so the stored number is its inverse: shape (1,).
+    divide, so the stored number is its inverse: shape (1,). A projection that the base leaves in 16
+    bits is copied.
     """
-    for codes, block_scale, global_scale in layer.base.W.parts:
+    for part in layer.base.W.parts:
+        if torch.is_tensor(part):
+            yield {"weight": part}
+            continue
+        codes, block_scale, global_scale = part
         if format == "modelopt":
             yield {"weight": codes, "weight_scale": block_scale, "weight_scale_2": global_scale}
         else:
@@ -298,6 +326,6 @@ if __name__ == "__main__":
     except (ValueError, OSError) as error:
         parser.exit(2, f"export.py: {error}\n")
     print(
-        f"done: {flags.destination}, whose logits are the model's but for {deviation:.1e} of "
-        "their size"
+        f"done: {flags.destination}, whose logits are the model's "
+        f"but for {deviation:.1e} of their size"
     )

@@ -1,7 +1,8 @@
-"""One .gguf file of a Llama or Qwen model: its config, and its tensors in fp32.
+"""One .gguf file of a Llama or Qwen model: its config, its tokenizer, and its tensors in fp32.
 
     file = GGUFFile(Path("SmolLM2-135M-Instruct.Q4_1.gguf"))
     file.config                                       transformers' config
+    file.tokenizer()                                  transformers' tokenizer
     file.read("model.layers.0.mlp.down_proj.weight")  (N, K) fp32, whatever type the file stores
 
 llama.cpp's RoPE rotates row 2i of a head together with row 2i + 1, transformers' rotates row i
@@ -13,10 +14,15 @@ and k of a Llama model, and read() undoes that. With Dh = 8, a head of transform
 Qwen models are stored in transformers' order. Without the step a Llama still loads, and writes
 nonsense.
 
+transformers reads config and tokenizer, and passes over some of the header's keys without a word.
+This module adds those that llama.cpp reads and that the decoder can compute; it refuses others.
+
 tools/weights.py also takes `readable` and `tensor_names` from this file. All of it runs on the CPU.
 
-Needs: torch, transformers, numpy, gguf (llama.cpp's library); nvfp4.py. The library is imported in
-functions, because safetensors load without it.
+Left out: every tokenizer.ggml.pre that SPLITS lacks, and RoPE scaling other than Llama 3's.
+
+Needs: torch, transformers, tokenizers, numpy, gguf (llama.cpp's library); nvfp4.py. The library is
+imported in functions, because safetensors load without it.
 """
 
 import re
@@ -25,16 +31,47 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from transformers import AutoConfig
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+from transformers import AutoConfig, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import nvfp4
+
+MARKED = 3, 4  # of tokenizer.ggml.token_type: control tokens, and those that the makers defined
+# Keys of the header that scale something → the value that changes nothing. An old file may have a
+# factor without a type, and llama.cpp then scales linearly.
+PLAIN = {
+    "rope.scaling.type": "none",
+    "rope.scaling.factor": 1,
+    "rope.scaling.attn_factor": 1,
+    "rope.scaling.finetuned": True,
+    "rope.scale_linear": 1,
+}
+# texts of the tokens that end an answer in llama.cpp, whichever the header names
+ENDS = (
+    "<|im_end|> <|endoftext|> <|eot_id|> <|eom_id|> <|end_of_text|> <|end|> </s> "
+    "<end_of_turn> <EOT> <｜end▁of▁sentence｜>"
+).split()
+# tokenizer.ggml.pre → the expressions by which llama.cpp cuts a text into the pieces within which
+# it merges bytes. Each cuts the pieces of the one before; what it does not match is a piece too.
+WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+LLAMA3 = (
+    r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLITS = {
+    "smollm": [r"\p{N}", WORDS],
+    "llama-bpe": [LLAMA3],
+    "qwen2": [LLAMA3.replace("{1,3}", "")],
+}
 
 
 class GGUFFile:
     """A parsed .gguf file. Its tensors stay in the mapped file until read() dequantises them.
 
-    path: the file. reader: the library's GGUFReader. config: transformers' config. names:
+    path: the file. header: {key: value}. config: transformers' config, with a list of end tokens.
+    marked: {id: text} of the control tokens and of those that the model's makers defined. names:
     {transformers' name: the library's ReaderTensor}, of the tensors that a model can ask for.
     unread: the keys of names, and llama.cpp's names of all other tensors in the file. The caller
     discards what it reads; what remains has no place in the model.
@@ -42,28 +79,29 @@ class GGUFFile:
 
     def __init__(self, path):
         """path: a pathlib.Path. ValueError: the file is damaged, of an architecture that
-        transformers does not read, one part of several, or scales RoPE in a way that we do not.
+        transformers does not read, one part of several, or scales what the decoder does not.
         """
-        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+        from gguf import MODEL_ARCH, get_tensor_name_map
 
         self.path = path
         with readable(path, "cannot be read, fetch it again"):
-            self.reader = parse(path)
-        parts = self.field("split.count", 1)
+            reader = parse(path)
+            self.header = {key: field.contents() for key, field in reader.fields.items()}
+        parts = self.header.get("split.count", 1)
         if parts > 1:
             raise ValueError(
                 f"{path} is one part of {parts}: join them with llama-gguf-split --merge"
             )
-        with self.shared_with_transformers(), readable(path):
+        stored = {tensor.name: tensor for tensor in reader.tensors}
+        divisors = stored.pop("rope_freqs.weight", None)
+        with readable(path, "cannot be loaded, take this model's safetensors"):
             self.config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-        # a config from a GGUF names no architecture: LlamaConfig → LlamaForCausalLM
-        self.config.architectures = [type(self.config).__name__.replace("Config", "ForCausalLM")]
-        architecture = self.field("general.architecture", None)  # "llama", "qwen2", "qwen3"
-        stored = {tensor.name: tensor for tensor in self.reader.tensors}
-        self._scale_rope(stored.pop("rope_freqs.weight", None), f"{architecture}.rope.")
-        # model.layers.0.mlp.down_proj.weight → blk.0.ffn_down.weight
-        number = next(key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
-        short = get_tensor_name_map(number, self.config.num_hidden_layers)
+            family = self.header["general.architecture"]  # "llama", "qwen2", "qwen3"
+            self._mend_config(f"{family}.", "blk.0.attn_q.bias" in stored)
+            if divisors is not None:
+                self._use_llama3_rope(torch.tensor(divisors.data))
+            # model.layers.0.mlp.down_proj.weight → blk.0.ffn_down.weight
+            short = get_tensor_name_map(MODEL_ARCH[family.upper()], self.config.num_hidden_layers)
         self.names = {}
         for name in tensor_names(self.config):
             found = short.get_name(name, (".weight", ".bias"))
@@ -71,57 +109,42 @@ class GGUFFile:
                 self.names[name] = stored.pop(found)
         self.unread = set(self.names) | set(stored)
 
-    def field(self, key, default):
-        """→ the value of a key in the file's header, or the default if the header lacks the key."""
-        return self.reader.fields[key].contents() if key in self.reader.fields else default
+    def _mend_config(self, prefix, biased):
+        """Make `marked`, and put into the config what transformers passes over.
 
-    @contextmanager
-    def shared_with_transformers(self):
-        """Inside the block transformers gets our reader instead of parsing the file again.
-
-        transformers parses the file once for the config and once for the tokenizer, and each time
-        takes seconds. It offers no way to pass a reader, but it looks up gguf.GGUFReader at each
-        call. So the block replaces this class by a function that returns our reader for any path.
-        Hence inside the block nothing else may open a .gguf file, in another thread neither.
+        prefix: of the header's keys, such as "llama.". biased: whether q has a bias. ValueError: a
+        key says that something is scaled, or that a part of each head is rotated. The model would
+        load and compute something else.
         """
-        import gguf
-
-        theirs = gguf.GGUFReader
-        gguf.GGUFReader = lambda path: self.reader
-        try:
-            yield
-        finally:
-            gguf.GGUFReader = theirs
-
-    def _scale_rope(self, divisors, prefix):
-        """Put Llama 3's RoPE scaling into the config, because transformers ignores a GGUF's.
-
-        divisors: the file's tensor of one divisor per frequency, (Dh/2,) f32, or None. prefix: of
-        the header's keys, such as "llama.rope.". ValueError: any other scaling, because the model
-        would load and compute wrong positions.
-        """
-        kind = self.field(f"{prefix}scaling.type", "none")
-        # An old file may have a factor without a type, and llama.cpp then scales linearly. A factor
-        # of 0 means none.
-        scales = {self.field(f"{prefix}scaling.factor", 1), self.field(f"{prefix}scale_linear", 1)}
-        if kind == "none" and scales - {0, 1}:
-            kind = "a factor"
-        if divisors is not None and not self._use_llama3_rope(
-            torch.from_numpy(divisors.data.copy())
-        ):
-            kind = "factors that are not Llama 3's"
-        if kind != "none":
-            raise ValueError(
-                f"{self.path} scales RoPE by {kind}, which is not read from a GGUF: take this "
-                "model's safetensors"
-            )
+        config, header = self.config, self.header
+        # a config from a GGUF names no architecture: LlamaConfig → LlamaForCausalLM
+        config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
+        config.attention_bias = biased
+        size = config.hidden_size // config.num_attention_heads
+        size = header.get(f"{prefix}rope.dimension_count", size)
+        config.head_dim = header.get(f"{prefix}attention.key_length", size)
+        sizes = dict.fromkeys(("rope.dimension_count", "attention.value_length"), config.head_dim)
+        for key, value in header.items():
+            plain = (PLAIN | sizes).get(key.removeprefix(prefix))
+            # a factor of 0 means none
+            if re.search("scal|dimension|value_length", key) and value not in (0, plain):
+                raise ValueError(f"its {key} is {value}")
+        ends = {header.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
+        self.marked = {}
+        for i, kind in enumerate(header.get("tokenizer.ggml.token_type", ())):
+            if kind in MARKED:
+                text = self.marked[i] = header["tokenizer.ggml.tokens"][i]
+                if text in ENDS:
+                    ends.add(i)
+        config.eos_token_id = sorted(ends - {None})
 
     def _use_llama3_rope(self, divisors):
-        """Set the config's RoPE to Llama 3's → True if its divisors are those of the file.
+        """Set the config's RoPE to Llama 3's. ValueError: its divisors are not those of the file.
 
-        Llama 3 divides low frequencies by `factor`, high ones by 1, and those between by something
-        between. So the largest divisor is `factor`. It alone differs between Llama 3.1 and 3.2; the
-        other three numbers are in every config.json of the two.
+        divisors: the file's tensor of one divisor per frequency, (Dh/2,) f32. transformers ignores
+        it. Llama 3 divides low frequencies by `factor`, high ones by 1, and those between by
+        something between. So the largest divisor is `factor`. It alone differs between Llama 3.1
+        and 3.2; the other three numbers are in every config.json of the two.
         """
         rope = self.config.rope_parameters
         rope |= dict(
@@ -134,7 +157,37 @@ class GGUFFile:
         scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](self.config, "cpu")  # (Dh/2,) f32
         plain = rope["rope_theta"] ** -(torch.arange(len(scaled)) / len(scaled))  # θ^(−2i/Dh)
         # compare lengths first: one divisor would broadcast
-        return len(divisors) == len(scaled) and torch.allclose(plain / scaled, divisors, rtol=1e-3)
+        if len(divisors) != len(scaled) or not torch.allclose(plain / scaled, divisors, rtol=1e-3):
+            raise ValueError("it scales RoPE by factors that are not Llama 3's")
+
+    def read_tokenizer(self):
+        """→ transformers' tokenizer, and `marked`. ValueError: llama.cpp would read a text by rules
+        that are not known here.
+
+        The constructor gets the name of the file. from_pretrained would get the folder, and prefer
+        the tokenizer files of another model that lie in it.
+        """
+        header = self.header
+        tokenizer = PreTrainedTokenizerFast(
+            name_or_path=str(self.path.parent), gguf_file=self.path.name
+        )
+        end = header.get("tokenizer.ggml.eos_token_id")
+        if end is not None:  # transformers 5.17 takes another
+            tokenizer.eos_token = header["tokenizer.ggml.tokens"][end]
+        if header["tokenizer.ggml.model"] == "gpt2":
+            pre = header.get("tokenizer.ggml.pre")
+            if pre not in SPLITS:
+                raise ValueError(f"tokenizer.ggml.pre is {pre}: take this model's safetensors")
+            steps = [Split(Regex(expression), "isolated") for expression in SPLITS[pre]]
+            steps.append(ByteLevel(add_prefix_space=False, use_regex=False))
+            tokenizer.backend_tokenizer.pre_tokenizer = Sequence(steps)
+            # llama.cpp begins a Llama 3's text with <s>, and leaves a piece whole that is a token
+            tokenizer.backend_tokenizer.model.ignore_merges = pre == "llama-bpe"
+            begins = header.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe")
+            tokenizer.add_bos_token = begins
+        elif not header.get("tokenizer.ggml.add_space_prefix", True):
+            raise ValueError("it has no space prefix: take this model's safetensors")
+        return tokenizer, self.marked
 
     def read(self, name):
         """→ the tensor in fp32, with transformers' shape and order of rows.
@@ -154,7 +207,7 @@ class GGUFFile:
         # Work in pieces of about nvfp4.CHUNK values: dequantize makes several temporaries of its
         # input's size, and numpy releases the GIL, so that threads share the work. Both splits cut
         # the first dimension, at the same rows.
-        pieces = (tensor.numel() + nvfp4.CHUNK - 1) // nvfp4.CHUNK
+        pieces = tensor.numel() // nvfp4.CHUNK + 1
         places = np.array_split(tensor.numpy(), pieces)  # views: filling them fills the tensor
         rows = np.array_split(stored.data, pieces)
         with (
@@ -162,7 +215,7 @@ class GGUFFile:
             ThreadPoolExecutor() as pool,
         ):
             list(pool.map(fill, places, rows))  # list: raises what a thread raised
-        if self.config.architectures == ["LlamaForCausalLM"] and re.search(r"\.[qk]_proj\.", name):
+        if self.config.model_type == "llama" and re.search(r"\.[qk]_proj\.", name):
             # row 2i of a head → row i, row 2i + 1 → row i + Dh/2; the header has an example
             half = self.config.head_dim // 2
             pairs = tensor.view(-1, half, 2, *tensor.shape[1:])  # (heads, Dh/2, 2, K), no K: a bias

@@ -4,12 +4,13 @@
 
     peak    = weights + adapter + max(rollout, update)
 
-    weights = layers · layer_weights    NVFP4: 0.5625 byte a weight, which are 4 bits, and 8 bits
-                                        of scale for each 16 weights. bf16: 2 bytes
+    weights = projections               NVFP4: 0.5625 byte a weight, which are 4 bits, and 8 bits
+                                        of scale for each 16 weights. bf16, also where a 4-bit
+                                        checkpoint's config says so: 2 bytes
             + 2 V D                     lm_head, bf16
     adapter = 14 · trained              fp32 parameters (4 bytes), AdamW's two moments in fp32 (8),
                                         and a bf16 copy of the parameters (2)
-            + layers · block_diagonal   with bf16 weights only: lora_B once more, with its zeros
+            + block_diagonal            with bf16 weights only: lora_B once more, with its zeros
     rollout = kv_cache                  keys and values of every slot, bf16
             + logits                    of every slot, fp32, twice
             + decoded                   with NVFP4 only: the largest weight in bf16, for cuBLAS
@@ -146,19 +147,24 @@ def plan(
     """
     D, F, V, layers = c.hidden_size, c.intermediate_size, c.vocab_size, c.num_hidden_layers
     gemms = linears(c).values()
-    if quant == "bf16":
-        layer_weights = sum(2 * gemm.N * gemm.K for gemm in gemms)
-        block_diagonal = 2 * rank * sum(len(gemm.parts) * gemm.N for gemm in gemms)  # (N, S·r)
-        decoded = 0
-    else:
-        layer_weights = 0.5625 * sum(gemm.stored for gemm in gemms)
-        block_diagonal = 0
-        decoded = max(2 * gemm.N * gemm.K for gemm in gemms)
-    weights = layers * layer_weights + 2 * V * D
+    # whether projections are in NVFP4: those of layer 0 in the order of gemms and their parts, then
+    # those of layer 1, and so on; empty unless the config describes a 4-bit checkpoint
+    in_4_bits = [*getattr(c, "quantization_config", {}).values()]
+    weights, block_diagonal, decoded, first = 2 * V * D, 0, 0, 0
+    for gemm in gemms:
+        last = first + len(gemm.parts)
+        dense = sum(not all(in_4_bits[i + first : i + last]) for i in range(0, len(in_4_bits), 7))
+        if quant == "bf16":
+            dense = layers
+        weights += dense * 2 * gemm.N * gemm.K + (layers - dense) * 0.5625 * gemm.stored
+        block_diagonal += dense * 2 * rank * len(gemm.parts) * gemm.N  # (N, S·r)
+        if dense < layers:
+            decoded = max(decoded, 2 * gemm.N * gemm.K)
+        first = last
 
     # A GEMM of S parts has lora_A (S·r, K) and lora_B (N, r).
     trained = layers * rank * sum(len(gemm.parts) * gemm.K + gemm.N for gemm in gemms)
-    adapter = 14 * trained + layers * block_diagonal
+    adapter = 14 * trained + block_diagonal
 
     kv_cache = slots * length * cached_bytes(c)
     logits = slots * 8 * V

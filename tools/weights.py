@@ -8,40 +8,61 @@
 The model asks for the parts of one matrix (q, k and v, say) by transformers' names and quantises
 them before it asks for more: no second copy of the weights exists. A tensor missing, misshapen or
 left over is an error. A projection that is stored in NVFP4 is loaded as its codes and scales, never
-quantised a second time:
+quantised a second time. One that the same checkpoint stores in 16 bits stays in 16 bits.
 
                          codes u8 (N, K/2)  block scales e4m3 (N, K/16) global scale f32
     compressed-tensors   weight_packed      weight_scale                weight_global_scale, divides
     ModelOpt             weight             weight_scale                weight_scale_2, multiplies
+
+What is stored decides. A config that disagrees is refused, and so is one that says what this file
+does not know, such as a rotation of the weights.
 
 Everything here runs on the CPU.
 
 Needs: torch, transformers, safetensors, huggingface_hub, nvfp4.py, tools/gguf.py.
 """
 
+import datetime
 import importlib.util
 import json
 import re
+from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
 import huggingface_hub
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 import nvfp4
 from tools.gguf import GGUFFile, readable, tensor_names  # noqa: F401, for tools/export.py
 
-# What configs call NVFP4 weights: (quant_method, format or quant_algo). A16 means that activations
-# stay in 16 bits, which is how this project runs every checkpoint.
-CT = "compressed-tensors", "nvfp4-pack-quantized"
-MODELOPT = "modelopt", "W4A16_NVFP4"
-# Ends of the names of tensors that no model asks for: scales of quantised activations and of
-# quantised keys and values, which have 16 bits here.
-UNUSED = ".input_global_scale", ".input_scale", ".k_scale", ".v_scale"
+# What a quantization_config may say of weights. ModelOpt's plain NVFP4 also quantises activations;
+# its weights are the same.
+MEANT = (
+    "quant_method=compressed-tensors format=nvfp4-pack-quantized "
+    "quant_method=modelopt quant_algo=W4A16_NVFP4 quant_algo=NVFP4 "
+    "num_bits=4 type=float group_size=16 strategy=tensor_group"
+).split()
+# Keys that change no weight, whatever they say: of activations, keys and values, which have 16 bits
+# here; of how a quantiser chose the scales; of what the tensors show themselves (dtypes, zero
+# points, a sparse layout).
+HARMLESS = (
+    "producer version quantization_status global_compression_ratio run_compressed "
+    "sparsity_config kv_cache_scheme kv_cache_quant_algo input_activations "
+    "output_activations symmetric actorder observer observer_kwargs "
+    "scale_dtype zp_dtype"
+).split()
+# ends of the names of tensors that no model asks for: scales of quantised activations, keys and
+# values; the shape of a packed weight; RoPE's frequencies, which the model computes from the config
+UNUSED = re.compile(
+    r"\.((input|output|[qkv]|kv|prob)_(global_)?(scale|zero_point)"
+    r"|weight_shape|inv_freq|(cos|sin)_cached)$|_proj\.[kv]_bias$"
+)
 E4M3_MAX = 0x7E  # the byte of 448; 0x7F is NaN, and from 0x80 on the sign bit is set
-NO_TOKENIZER = "has no tokenizer that can be read"
 
 
 def open(name):  # weights.open(...), like gzip.open
@@ -82,16 +103,77 @@ def open(name):  # weights.open(...), like gzip.open
 def config_of(name):
     """→ transformers' config of a checkpoint, without its weights.
 
+    Its quantization_config, unless it is a GGUF's, is what in_4_bits returns.
+
     name: as `open` takes it. Of a model on the hub, only config.json is downloaded; a GGUF has its
-    config inside, so the whole file is. ValueError: there is no config, or it cannot be read.
+    config inside, so the whole file is. ValueError: there is no config, or it cannot be read, or it
+    describes a quantisation other than NVFP4.
     """
     if name == "smollm2" or Path(name).suffix == ".gguf":
         return open(name).config
-    folder = Path(name)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} has no config.json: name a folder written by save_pretrained")
-    with readable(name, "has no config.json that can be read"):
-        return AutoConfig.from_pretrained(name)
+    own = Path(name, "hf_quant_config.json")
+    with readable(name, "has no config.json that can be loaded, such as save_pretrained writes"):
+        config = AutoConfig.from_pretrained(name)
+        said = getattr(config, "quantization_config", None) or {}
+        if own.is_file() and not said:
+            said = json.loads(own.read_text())
+        config.quantization_config = in_4_bits(said, config)
+    return config
+
+
+def in_4_bits(said, config):
+    """The description of a quantisation → {name of a projection's weight: whether it is in NVFP4},
+    in tensor_names' order; empty if it lists no layers. ValueError: as `understand`'s.
+
+    said: a dict. compressed-tensors writes {"config_groups": {"group_0": {"targets": […],
+    "weights": {"group_size": 16, …}, …}, …}, "ignore": […], …}. ModelOpt writes the same, or, in
+    its own file, {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": […],
+    …}, …}. config: transformers', for its depth.
+    """
+    targets, ignored = [], []
+    understand(said, {"targets": targets, "ignore": ignored, "exclude_modules": ignored})
+    if not targets and not ignored:
+        return {}
+    decoder = config.get_text_config()  # of a model of images and text, which model.py refuses
+    modules = [name.removesuffix(".weight") for name in tensor_names(decoder)]
+    return {
+        f"{module}.weight": among(targets or ["Linear"], module) and not among(ignored, module)
+        for module in modules
+        if module.endswith("_proj")
+    }
+
+
+def understand(said, lists, inside=""):
+    """Append to lists of layers, each under its key, those in the description of a quantisation.
+    ValueError: it is not NVFP4 in groups of 16, or it says something that may change the weights.
+
+    said: the description or a dict in it, behind the keys `inside`, which are for messages.
+    """
+    for key, value in said.items():
+        if not value or key in HARMLESS:
+            continue
+        if key in lists:
+            lists[key] += value
+        elif isinstance(value, dict):
+            understand(value, lists, f"{inside}{key}.")
+        elif f"{key}={value}" not in MEANT:
+            raise ValueError(
+                f"{inside}{key}={value}: of quantised weights only NVFP4 in groups of 16 "
+                "loads; take another checkpoint of this model"
+            )
+
+
+def among(names, module):
+    """→ whether names of layers in the description of a quantisation mean a projection: by its
+    class, by its own name or that of a module around it, with wildcards (ModelOpt), or by a regular
+    expression behind "re:" (compressed-tensors).
+    """
+    return "Linear" in names or any(
+        re.match(name[3:], module)
+        if name.startswith("re:")
+        else fnmatchcase(f"{module}.", f"{name}.*")
+        for name in names
+    )
 
 
 class Source:
@@ -99,30 +181,40 @@ class Source:
 
     A subclass defines read(name), which returns a tensor as it is stored, and sets
 
-    path     the folder or file, for messages
-    folder   where generation_config.json and the tokenizer are
+    path     the folder or the .gguf file
     config   transformers' config
     names    names of the tensors that read() takes
     unread   a set: names of tensors that no model has asked for yet. tensor() removes a name and
              finish() refuses the rest. A bias or a norm that the decoder does not compute would
              otherwise be ignored, and the model would compute something else.
+    packed   True if projections are in NVFP4. Those that are not keep their 16 bits.
+    inexact  True when a projection was read whose weights bf16 does not hold: its global scale is
+             no power of two
 
     Names are transformers', with compressed-tensors' suffixes for a projection in NVFP4.
     """
+
+    packed = inexact = False
 
     def tensor(self, name, shape):
         """→ the tensor on the CPU in its stored dtype, or an NVFP4Tensor if it is stored in NVFP4.
 
         shape: what the config implies, (N, K) for a matrix. None is for a part of an NVFP4Tensor:
-        it skips the checks of shape and values. ValueError: missing, damaged, not finite, or of
-        another shape or dtype.
+        it skips the checks of shape and values. ValueError: missing, damaged, not finite, of
+        another shape or dtype, or in NVFP4 where the config says 16 bits, or the reverse.
         """
-        if f"{name}_packed" in self.names:
-            return self._nvfp4(name, *shape)
-        if name not in self.names:
+        packed = f"{name}_packed" in self.names
+        if name not in self.names and not packed:
             raise ValueError(
                 f"{self.path} has no tensor {name}, which {self.config.architectures[0]} needs"
             )
+        if getattr(self.config, "quantization_config", {}).get(name, packed) != packed:
+            raise ValueError(
+                f"{self.path}: the config disagrees on whether {name} is in NVFP4: "
+                "correct `ignore` there, or take another checkpoint of this model"
+            )
+        if packed:
+            return self._nvfp4(name, *shape)
         self.unread.discard(name)
         tensor = self.read(name)
         if shape and tuple(tensor.shape) != tuple(shape):
@@ -155,26 +247,34 @@ class Source:
             self.tensor(f"{name}_scale", (N, K // nvfp4.BLOCK)),
             self.tensor(f"{name}_global_scale", None),  # () or (1,)
         )
-        # The order matters: the global scale can be compared only if it is one number.
-        if not (
-            "_proj." in name
-            and [part.dtype for part in q] == [torch.uint8, torch.float8_e4m3fn, torch.float32]
-            and (q.block_scale.view(torch.uint8) <= E4M3_MAX).all()
-            and q.global_scale.numel() == 1
-            and 0 < q.global_scale < torch.inf
-        ):
+        dtypes = [part.dtype for part in q]
+        if "_proj." not in name or dtypes != [torch.uint8, torch.float8_e4m3fn, torch.float32]:
             raise ValueError(
                 f"{self.path}: {name} is quantised, but not in NVFP4, or it is no projection "
                 "of a block, which alone may be: take another checkpoint of this model"
             )
+        if not (
+            (q.block_scale.view(torch.uint8) <= E4M3_MAX).all()
+            and q.global_scale.numel() == 1
+            and 0 < q.global_scale < torch.inf
+        ):
+            raise ValueError(
+                f"{self.path}: {name} has NaN, infinite or negative scales, or several global "
+                "ones, so it is no NVFP4: fetch the checkpoint again"
+            )
+        self.inexact |= q.global_scale.frexp().mantissa.item() != 0.5
         return q._replace(global_scale=q.global_scale.reshape(()))
 
     def finish(self):
         """Call after building the model. ValueError: it has not asked for every tensor.
 
-        Old exports hold RoPE's frequencies too, which the model computes from the config.
+        NVFP4 is symmetric, but some quantisers store its zero points, which are zeros.
         """
-        left = sorted(name for name in self.unread if not name.endswith("rotary_emb.inv_freq"))
+        left = [
+            name
+            for name in sorted(self.unread)
+            if not name.endswith("weight_zero_point") or self.read(name).float().any()
+        ]
         if left:
             raise ValueError(
                 f"{self.path} holds {len(left)} tensors that a {self.config.architectures[0]} "
@@ -182,22 +282,59 @@ class Source:
             )
 
     def tokenizer(self):
-        """→ transformers' tokenizer. ValueError: there is none that can be read."""
-        with readable(self.path, NO_TOKENIZER):
-            return AutoTokenizer.from_pretrained(self.folder)
+        """→ transformers' tokenizer. ValueError: there is none that can be read, or it cuts a token
+        into pieces that the checkpoint marks as one, such as <|im_end|> or <think>.
+        """
+        with readable(self.path, "has no tokenizer that can be read"):
+            tokenizer, marked = self.read_tokenizer()
+            for i, text in marked.items():
+                pieces = tokenizer.encode(text, add_special_tokens=False)
+                if pieces != [i]:
+                    raise ValueError(
+                        f"token {i}, {text}, is read as {pieces}: take another copy of this "
+                        "model, or a newer transformers"
+                    )
+        return tokenizer
+
+    def read_tokenizer(self):
+        """→ transformers' tokenizer, and {id: text} of the tokens that a text holds as a whole.
+
+        tokenizer.json is read as it stands. AutoTokenizer would make another one of it, by the
+        class that tokenizer_config.json names: it would not split the digits of SmolLM2.
+        """
+        file = self.path / "tokenizer.json"
+        if file.is_file():
+            added = json.loads(file.read_bytes())["added_tokens"]
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(self.path)
+            return tokenizer, {token["id"]: token["content"] for token in added}
+        tokenizer = AutoTokenizer.from_pretrained(self.path)
+        if len(tokenizer) < 2:  # transformers makes one up, of the end token alone
+            raise ValueError("there is no vocabulary")
+        return tokenizer, {}
 
     def stop_ids(self):
         """→ sorted ids of the tokens that end an answer, a list of ints.
 
-        They are those of config.json and of generation_config.json together, because a chat model
-        may name the end of a turn in the second file only. ValueError: no id is in the vocabulary,
-        so that no answer would end.
+        They are all that the checkpoint names: in config.json or a GGUF's header, in
+        generation_config.json, as the tokenizer's end token, and as the token with which the chat
+        template closes an assistant's turn. Each of them may lack what another has. ValueError: no
+        id is in the vocabulary, so that no answer would end.
         """
         named = [self.config.eos_token_id]  # each an id, a list of ids, or None
-        path = self.folder / "generation_config.json"
+        path = self.path / "generation_config.json"  # a GGUF is a file, beside other models' files
         if path.is_file():
             with readable(path):
-                named.append(GenerationConfig.from_pretrained(self.folder).eos_token_id)
+                named.append(GenerationConfig.from_pretrained(self.path).eos_token_id)
+        # Here no error counts: tokenizer() reports a missing one, and a model need not have a chat
+        # template that takes this chat.
+        with suppress(Exception):
+            tokenizer = self.tokenizer()
+            named.append(tokenizer.eos_token_id)
+            chat = [{"role": role, "content": "Hello."} for role in ("user", "assistant")]
+            _, _, end = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("Hello.")
+            for i, token in tokenizer.added_tokens_decoder.items():
+                if end.strip().startswith(token.content):
+                    named.append(i)
         ids = set()
         for found in named:
             ids |= set(found) if isinstance(found, list) else {found}
@@ -226,69 +363,32 @@ class Safetensors(Source):
 
     def __init__(self, folder):
         """folder: a Path. ValueError: a file is missing or damaged, or another quantisation."""
-        self.path = self.folder = folder
+        self.path = folder
         self.config = config_of(folder)
         files = self._files()
-        self._check_quantisation()
         self.names = {}
         for stored, file in files.items():
             # ModelOpt's codes are those with a scale: weight → weight_packed
             name = f"{stored}_packed" if f"{stored}_scale" in files else stored
             name = name.replace("weight_scale_2", "weight_global_scale")
             self.names[name] = Stored(file, stored)
-        self.unread = {name for name in self.names if not name.endswith(UNUSED)}
+        self.unread = {name for name in self.names if not UNUSED.search(name)}
+        self.packed = any(name.endswith("_packed") for name in self.names)
 
     def _files(self):
-        """→ {name of a stored tensor: name of its file}. ValueError: no list, or a file is missing.
+        """→ {name of a stored tensor: name of its file}. ValueError: there is no list.
 
         A model is one file, model.safetensors, or several files and an index of them. If both are
         here, transformers loads the one file, and so do we: the index may remain from an older,
         larger model in the same folder, so that it names files that are gone or hold other weights.
         """
-        index = self.folder / "model.safetensors.index.json"
-        only = self.folder / "model.safetensors"
+        index = self.path / "model.safetensors.index.json"
+        only = self.path / "model.safetensors"
         if only.is_file():
             with readable(only), safe_open(only, "pt") as f:
                 return dict.fromkeys(f.keys(), only.name)
         with readable(index, f"cannot be read, and there is no {only.name} beside it"):
-            files = {k: str(v) for k, v in json.loads(index.read_text())["weight_map"].items()}
-        missing = sorted({file for file in files.values() if not (self.folder / file).is_file()})
-        if missing:
-            raise ValueError(
-                f"{self.folder} lacks {len(missing)} of its files, the first is {missing[0]}"
-            )
-        return files
-
-    def _check_quantisation(self):
-        """ValueError: the folder names a quantisation other than NVFP4 in groups of 16.
-
-        config.json names it under quantization_config. Where that is absent, ModelOpt's own file,
-        hf_quant_config.json, may: {"quantization": {"quant_algo": "NVFP4", "group_size": 16, …}}.
-        compressed-tensors gives a size for each group of layers:
-        {"config_groups": {"group_0": {"weights": {"group_size": 16, …}, …}, …}, …}.
-        """
-        file = self.folder / "config.json"
-        said = getattr(self.config, "quantization_config", None) or {}
-        own = self.folder / "hf_quant_config.json"
-        if not said and own.is_file():
-            file = own
-            with readable(file):
-                quantization = json.loads(file.read_text()).get("quantization", {})
-                said = {"quant_method": "modelopt"} | quantization
-        if not said:
-            return  # the weights are not quantised
-        kind = said.get("quant_method"), said.get("format") or said.get("quant_algo")
-        sizes = {said.get("group_size")}
-        for group in (said.get("config_groups") or {}).values():
-            if isinstance(group, dict):
-                sizes.add((group.get("weights") or {}).get("group_size"))
-        wrong = sizes - {None, nvfp4.BLOCK}
-        # ModelOpt's plain NVFP4 also quantises activations; its weights are the same
-        if kind not in (CT, MODELOPT, ("modelopt", "NVFP4")) or wrong:
-            raise ValueError(
-                f"{file} says {' '.join(map(str, (*kind, *wrong)))}: of quantised weights "
-                "only NVFP4 in groups of 16 loads; take another checkpoint of this model"
-            )
+            return {k: str(v) for k, v in json.loads(index.read_text())["weight_map"].items()}
 
     def read(self, name):
         """→ the tensor as it is stored, but a global scale as the factor of dequantising.
@@ -296,53 +396,57 @@ class Safetensors(Source):
         ValueError: the file is damaged.
         """
         stored = self.names[name]
-        with readable(self.folder / stored.file), safe_open(self.folder / stored.file, "pt") as f:
+        with readable(self.path / stored.file), safe_open(self.path / stored.file, "pt") as f:
             tensor = f.get_tensor(stored.name)
         # compressed-tensors stores the factor that its quantiser multiplies by, 6·448 / max |w|, so
         # dequantising divides by it. ModelOpt and nvfp4.py have the inverse, and multiply.
         return 1 / tensor if stored.name.endswith("weight_global_scale") else tensor
 
 
-class GGUF(Source):
-    """A .gguf file of a Llama or Qwen model. read() dequantises every type that gguf knows to fp32.
+class GGUF(GGUFFile, Source):
+    """A .gguf file of a Llama or Qwen model. GGUFFile has its attributes and what reads them.
 
-    file: its GGUFFile, which documents names and unread. The file holds config and tokenizer too;
-    the folder around it may hold a generation_config.json.
+    The file holds config, tokenizer and end tokens too. The folder around it may hold those of
+    other models, which are not read.
     """
 
-    def __init__(self, path):
-        """path: a Path. ValueError: as GGUFFile's."""
-        self.path, self.folder = path, path.parent
-        self.file = GGUFFile(path)
-        self.config = self.file.config
-        self.names, self.unread = self.file.names, self.file.unread
 
-    def read(self, name):
-        """→ the tensor in fp32, with transformers' shape and order of rows."""
-        return self.file.read(name)
-
-    def tokenizer(self):
-        """→ transformers' tokenizer, from the file's header. ValueError: it cannot be read."""
-        with self.file.shared_with_transformers(), readable(self.path, NO_TOKENIZER):
-            return AutoTokenizer.from_pretrained(self.folder, gguf_file=self.path.name)
-
-
-def encode(tokenizer, prompt):
+def encode(tokenizer, prompt, template=None):
     """→ token ids of a prompt up to the start of the assistant's answer, a list of ints.
 
-    prompt: a user message, or a chat, [{"role", "content"}, …]. Without a chat template the ids
-    are those of the plain text, its messages joined by an empty line. ValueError: the template
-    refuses the chat or drops its system message.
+    prompt: a user message, or a chat, [{"role", "content"}, …]. If the chat ends with a message of
+    the assistant, the answer continues it. Without a chat template the ids are those of the plain
+    text, its messages joined by an empty line. template: {name: value}, further arguments of the
+    chat template. ValueError: the template refuses the chat or drops its system message, or a
+    message holds the text of a control token.
     """
     chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    plain = "\n\n".join(message["content"] for message in chat)
+    for token in tokenizer.added_tokens_decoder.values():
+        if token.special and token.content in plain:
+            raise ValueError(
+                f"the prompt {str(prompt)[:60]!r} holds {token.content}, a control token of this "
+                "model: write it otherwise in the data"
+            )
     if tokenizer.chat_template is None:
-        ids = tokenizer("\n\n".join(message["content"] for message in chat))["input_ids"]
+        ids = tokenizer(plain)["input_ids"]
         # Some tokenizers append an end token, after which a model begins another text.
         return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
+    begun = chat[-1]["role"] == "assistant"
     with readable(
         "the chat template of this model", "takes no such chat, so write it as one user message"
     ):
-        text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        # A run that is resumed tomorrow must have the prompts of today, so a template that asks for
+        # the date gets Llama 3's own default. transformers caches the compiled template.
+        compiled = _compile_jinja_template(tokenizer.get_chat_template())
+        compiled.globals["strftime_now"] = datetime.date(2024, 7, 26).strftime
+        text = tokenizer.apply_chat_template(
+            chat,
+            add_generation_prompt=not begun,
+            continue_final_message=begun,
+            tokenize=False,
+            **(template or {}),
+        )
         if not all(m["content"].strip() in text for m in chat if m["role"] == "system"):
             raise ValueError("it drops the system message")
         # The template has written the special tokens, a first <s> too.
