@@ -184,7 +184,8 @@ def sample_groups(config, sampler, environment, problems, step, attempt):
     P, G = len(problems), config.group_size
     how = dict(temperature=config.temperature, step=step, progress=f"step {step}")
     how["first_sequence"] = (attempt * ranks + rank) * P * G
-    rollout, answers, rewards, parts = answer(config, sampler, environment, problems, G, **how)
+    rollout, answers, rewards = answer(config, sampler, environment, problems, G, **how)
+    parts = [getattr(reward, "parts", {}) for reward in rewards]  # only of a user's own reward
     if config.overlong == "penalty":
         last = max(1, config.max_new_tokens // 4)  # tokens over which the penalty falls to −1
         penalties = grpo.overlong_penalty(rollout.lengths, config.max_new_tokens, last).tolist()
@@ -203,8 +204,7 @@ def sample_groups(config, sampler, environment, problems, step, attempt):
 
 
 def answer(config, sampler, environment, problems, samples, **how):
-    """Sample answers, `samples` rows a problem, and judge them → Rollout, texts, rewards, and the
-    named parts of the rewards.
+    """Sample answers, `samples` rows a problem, and judge them → Rollout, texts, rewards.
 
     how: temperature, top_p, first_sequence, step and progress, as Sampler.generate takes them. Step
     −1, the default, is evaluation's: each evaluation draws the same random bits, and training draws
@@ -372,16 +372,15 @@ def evaluate(config, sampler, environment, say=print):
     problems = held_out[start : count * (rank + 1) // ranks]
     right = dict(greedy=0.0, loose=0.0, sampled=0.0)
     if problems:
-        _, texts, rewards, _ = answer(
+        _, texts, rewards = answer(
             config, sampler, environment, problems, 1, temperature=0.0, first_sequence=start
         )
         right["greedy"] = sum(rewards)
         for problem, text in zip(problems, texts, strict=True):
-            reward, _ = environment.score(problem, text, True)
-            right["loose"] += reward
+            right["loose"] += environment.task.reward(problem, text, True)
         how = dict(temperature=config.temperature, top_p=config.eval_top_p)
         how["first_sequence"] = start * samples
-        _, _, rewards, _ = answer(config, sampler, environment, problems, samples, **how)
+        _, _, rewards = answer(config, sampler, environment, problems, samples, **how)
         right["sampled"] = sum(rewards) / samples
     right = sum_over_ranks(right)
     return dict(

@@ -271,7 +271,7 @@ def test(name, config, sampler, environment, problems):
     asked = (task.held_out if how.problems else task.train)[:problems]  # held_out: always the same
     environment = environment._replace(task=task)
     drawn = dict(temperature=how.temperature, top_p=how.top_p)
-    _, _, rewards, _ = train.answer(config, sampler, environment, asked, how.samples, **drawn)
+    _, _, rewards = train.answer(config, sampler, environment, asked, how.samples, **drawn)
     right = [
         sum(map(int, rewards[n : n + how.samples])) for n in range(0, len(rewards), how.samples)
     ]

@@ -552,17 +552,34 @@ def test_every_prompt_is_read_before_the_first_step(tiny_chat, where):
         launch.load_environment(Config(max_new_tokens=8), task, source)
 
 
-@pytest.mark.parametrize("most, left", [(7, (3, 1)), (5, (2, 1)), (4, (1, 0))])
+@pytest.mark.parametrize("most, left", [(7, (3, 1)), (5, (2, 1)), (121, (3, 1))])
 def test_longer_prompts_are_dropped_and_counted(tiny_chat, capsys, most, left):
-    """A prompt has its text, a start and "="."""
+    """Of those to train on and of those held out, and never all of them. A prompt has its text, a
+    start and "="; one that does not fit into the context may be dropped, too."""
     train, held_out = [{"prompt": "1" * n} for n in (2, 3, 5)], [{"prompt": "1" * 3}]
     task = Task(train, held_out, operator.itemgetter("prompt"), None)
     kept = environment_of(tiny_chat, task, max_prompt_tokens=most).task
     assert (len(kept.train), len(kept.held_out)) == left
     said = capsys.readouterr().out
     assert f"keeps {left[0]} of 3 (train)" in said and f"keeps {left[1]} of 1 (held_out)" in said
-    with pytest.raises(ValueError, match="--max-prompt-tokens 3: every prompt is longer"):
-        environment_of(tiny_chat, task, max_prompt_tokens=3)
+    long = task._replace(train=[*train, {"prompt": "1" * 126}])
+    with pytest.raises(ValueError, match="128 tokens: .* --max-prompt-tokens"):
+        environment_of(tiny_chat, long)
+    assert environment_of(tiny_chat, long, max_prompt_tokens=most).task.train == kept.train
+    for most in (3, 4):  # no problem is left at all; none is held out
+        with pytest.raises(ValueError, match=f"--max-prompt-tokens {most}: every prompt is longer"):
+            environment_of(tiny_chat, task, max_prompt_tokens=most)
+    no_test = task._replace(held_out=[])
+    assert len(environment_of(tiny_chat, no_test, max_prompt_tokens=4).task.train) == 1
+
+
+def test_an_evaluation_reads_no_prompt_to_train_on_and_counts_all(tiny_chat):
+    """With --steps 0 they may be too long for this --max-new-tokens."""
+    task = Task([{"prompt": "1" * 200}], [{"prompt": "2"}], operator.itemgetter("prompt"), None)
+    assert environment_of(tiny_chat, task, steps=0).task == task
+    for flags in (dict(steps=1), dict(steps=0, preflight=True)):
+        with pytest.raises(ValueError, match="202 tokens"):
+            environment_of(tiny_chat, task, **flags)
 
 
 def test_a_stop_text_must_be_one_token(tiny_chat):
@@ -570,9 +587,29 @@ def test_a_stop_text_must_be_one_token(tiny_chat):
     assert environment_of(tiny_chat, stop="=").stop_ids[1:] == environment_of(
         tiny_chat
     ).tokenizer.encode("=", add_special_tokens=False)
-    for stop in ("12", "==", "1 "):
-        with pytest.raises(ValueError, match=f"--stop '{stop}' is 2 tokens"):
+    assert environment_of(tiny_chat, stop="<unk>").stop_ids == [2, 0]
+    for stop in ("12", "==", "1 ", "Z", "é"):  # the model has no Z, but "<unk>" for it
+        with pytest.raises(ValueError, match=f"--stop '{stop}' is .* not one"):
             environment_of(tiny_chat, stop=stop)
+
+
+def test_a_stop_text_ends_answers(start, tiny_chat, tmp_path):
+    """And is no part of them."""
+    (tmp_path / "mine.py").write_text(
+        "problems = lambda: [{'prompt': str(n)} for n in range(40)]\n"
+        "reward = lambda text, finished: '=' in text\n"
+    )
+    flags = "--task", tmp_path / "mine.py", "--steps", 2, "--eval-problems", 0
+    assert start(*flags, "--overlong", "none") == 0
+    other = tmp_path / "other"
+    assert start(*flags, "--overlong", "none", "--stop", "=", "--out", other) == 0
+    without, ended = (report.read(out)["step", 0] for out in (tmp_path / "run", other))
+    assert without["reward"] > 0 and ended["reward"] == 0
+    assert ended["finished"] > without["finished"]
+    assert main("--resume", other, "--task", tmp_path / "mine.py", "--steps", 3) == 0
+    assert report.read(other)["step", 2]["reward"] == 0
+    with pytest.raises(ValueError, match="--stop 1 beside --resume"):
+        main("--resume", other, "--task", tmp_path / "mine.py", "--stop", 1)
 
 
 def test_arguments_reach_the_chat_template_or_are_refused(tiny_chat, tmp_path):
@@ -587,15 +624,21 @@ def test_arguments_reach_the_chat_template_or_are_refused(tiny_chat, tmp_path):
     assert plain == off and len(thinks.encode_prompts(problem)[0]) == len(plain[0]) + 1
     for given in (
         '{"enable_thinking": false}',
-        '{"add_generation_prompt": false}',
+        '{"think": true}',
+        '{"content": "2"}',
+        '{"messages": []}',
+        '{"thinks": 1, "add_generation_prompt": false}',
         '{"tokenize": 1}',
+        '{"strftime_now": 1}',
     ):
-        name = given.split('"')[1]
-        with pytest.raises(ValueError, match=f"chat template reads no '{name}'"):
+        with pytest.raises(ValueError, match=r"--template-kwargs {.* it reads .*'thinks'\]$"):
             environment_of(folder, template_kwargs=given)
-    for given in ("[1]", "{", "thinks", "3"):
+    for given in ("[1]", "{", "thinks", "3", "null", "[" * 100_000):
         with pytest.raises(ValueError, match=f"--template-kwargs {re.escape(given)} is no JSON"):
             environment_of(folder, template_kwargs=given)
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match="--template-kwargs .*chat_template is not set"):
+        environment_of(folder, template_kwargs='{"thinks": true}')
 
 
 def test_the_named_parts_of_a_reward_are_logged_and_drawn(tiny_chat, tmp_path):

@@ -141,6 +141,29 @@ def test_samples_hold_the_best_and_the_worst_answer(whole, tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    "prompt, answer",
+    [
+        ("b" + "x" * 6000 + "e", "2"),
+        ("b", "x" * 6000 + "e"),
+        ("b" + "\n" * 300, "\u2028" * 300 + "e"),
+        ([{"role": "user", "content": f"b{'x' * 999}"}] * 9, "x" * 999 + "e"),
+    ],
+)
+def test_the_printed_samples_fill_at_most_a_screen(prompt, answer, tmp_path, capsys):
+    """Of 24 lines of 80 characters. The file has the whole text."""
+    run = run_file.Run(Config(out=str(tmp_path)))
+    capsys.readouterr()
+    run.sample(7, [(prompt, answer), ("b", "e")], [0.5, 0.5], [0.1, 0.1])
+    run.sample(7, [("short", "text"), ("b", "e")], [0.5, 0.9], [0.1, 0.1])
+    long, _, short, _ = capsys.readouterr().out.splitlines()
+    assert len(long) <= 24 * 80 / 2 and short == "    worst +0.50  'short' → 'text'"
+    beginning, end = repr(prompt)[:99], repr(answer)[-99:]
+    assert long.startswith(f"    worst +0.50  {beginning}") and long.endswith(end)
+    kept, *_ = report.jsonl(tmp_path / "samples.jsonl")
+    assert (kept["prompt"], kept["answer"]) == (prompt, answer)
+
+
 def test_an_evaluation_is_named_by_its_task_and_logged_in_six_digits(
     whole, tmp_path, monkeypatch, capsys
 ):
@@ -552,7 +575,6 @@ def test_a_resume_to_fewer_steps_than_were_made_is_refused_and_spoils_nothing(en
         "config.json adapter",
         "config.json checkpoint.safetensors adapter-best",
         "config.json checkpoint.safetensors --steps 2",
-        "config.json checkpoint.safetensors --empty-log",
     ],
 )
 def test_a_run_that_has_lost_its_checkpoint_or_its_log_never_begins_anew(ended, left):
@@ -564,9 +586,6 @@ def test_a_run_that_has_lost_its_checkpoint_or_its_log_never_begins_anew(ended, 
     for path in list(ended.iterdir()):
         if path.name not in names:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    if more == ["empty-log"]:
-        (ended / "metrics.jsonl").touch()
-        more = []
     before = contents(ended)
     flags = [word for words in more for word in f"--{words}".split()]
     for _ in range(2):

@@ -18,27 +18,19 @@ from grpo import CLIP
 from model import QUANT
 from tasks import TASKS
 
-MANY = 10**9  # no flag sensibly exceeds this
 LITTLE = 1e-9  # above 0
+# what flag() takes besides the default and the help; no number sensibly exceeds this high
+ABOUT = dict(group="", choices=(), low=0, high=10**9, fixed=False, scored=False)
 
 
-def flag(default, help, *, group="", choices=(), low=None, high=MANY, fixed=False, scored=False):
+def flag(default, help, **about):
     """A field of Config.
 
     group: begins a group of --help. choices: the values it may take. low, high: the range of a
-    number. fixed: a resumed run keeps its own value. scored: `--adapter RUN` takes RUN's value, so
-    that the adapter is evaluated as it was trained.
+    number. fixed: a resumed run keeps its own value. scored: `--adapter RUN` takes RUN's value, as
+    it does of all that is fixed, so that the adapter is evaluated as it was trained.
     """
-    about = dict(
-        help=help,
-        group=group,
-        choices=choices,
-        low=low,
-        high=high,
-        fixed=fixed,
-        scored=scored or fixed,
-    )
-    return dataclasses.field(default=default, metadata=about)
+    return dataclasses.field(default=default, metadata=ABOUT | about | dict(help=help))
 
 
 @dataclasses.dataclass
@@ -76,6 +68,13 @@ class Config:
     operands: str = flag(
         "", "LOW-HIGH, ends included, of arithmetic tasks; empty: the task's own", fixed=True
     )
+    max_prompt_tokens: int = flag(
+        None, "drop problems with longer prompts, and say how many", low=1, fixed=True
+    )
+    template_kwargs: str = flag(
+        "", """for the chat template, as JSON: '{"enable_thinking": false}'""", fixed=True
+    )
+    stop: str = flag("", "text of one token that ends an answer too (base models)", fixed=True)
 
     prompts: int = flag(8, "P, prompts a step over all ranks", group="sampling", low=1)
     group_size: int = flag(
@@ -96,7 +95,7 @@ class Config:
         "not trained, but in their group's mean), penalty (DAPO)",
         choices=("none", "mask", "penalty"),
     )
-    resample: int = flag(0, "dynamic sampling: most extra rollouts to replace equal rewards", low=0)
+    resample: int = flag(0, "dynamic sampling: most extra rollouts to replace equal rewards")
 
     loss: str = flag(
         "dapo",
@@ -110,13 +109,11 @@ class Config:
         choices=("none", "bypass", "tis"),
     )
     updates_per_step: int = flag(1, "optimizer steps on the answers of one rollout", low=1)
-    clip_low: float = flag(None, "ε_low; left out: the loss's own (0.2; gspo 3e-4)", low=0)
+    clip_low: float = flag(None, "ε_low; left out: the loss's own (0.2; gspo 3e-4)")
     clip_high: float = flag(
-        None, "ε_high; left out: the loss's own (dapo 0.28, grpo 0.2, gspo 4e-4)", low=0
+        None, "ε_high; left out: the loss's own (dapo 0.28, grpo 0.2, gspo 4e-4)"
     )
-    beta: float = flag(
-        0.0, "weight of the KL to the model without its adapter (paper: no KL)", low=0
-    )
+    beta: float = flag(0.0, "weight of the KL to the model without its adapter (paper: no KL)")
 
     aqn: bool = flag(True, "add noise to the RMSNorm weights while sampling", group="noise")
     sigma_start: float = flag(
@@ -130,31 +127,19 @@ class Config:
         "exponential", "exponential, linear, cosine, logarithmic", choices=SCHEDULES
     )
 
-    steps: int = flag(
-        16, "rollouts, each with its updates; 0 evaluates only", group="schedule", low=0
-    )
-    lr: float = flag(
-        5e-4, "AdamW; 1e-4 for 0.5B, 1.5B; 1e-5 … 3e-5 for 3B to 32B (paper: 1e-5)", low=0
-    )
+    steps: int = flag(16, "rollouts, each with its updates; 0 evaluates only", group="schedule")
+    lr: float = flag(5e-4, "AdamW; 1e-4 for 0.5B, 1.5B; 1e-5 … 3e-5 for 3B to 32B (paper: 1e-5)")
     schedule: str = flag(
         "linear",
         "learning rate: linear (to 0), constant, cosine (released scripts)",
         choices=("constant", "linear", "cosine"),
     )
     warmup: int = flag(
-        0, "steps in which the learning rate rises from 0; --schedule begins after them", low=0
+        0, "steps in which the learning rate rises from 0; --schedule begins after them"
     )
-    weight_decay: float = flag(0.0, "AdamW's (released scripts: 0.1)", low=0)
+    weight_decay: float = flag(0.0, "AdamW's (released scripts: 0.1)")
     max_grad_norm: float = flag(
         1.0, "longer gradients are scaled down to it (released scripts: 0.2)", low=LITTLE
-    )
-
-    max_prompt_tokens: int = flag(
-        None, "drop problems with longer prompts, and say how many", low=1, fixed=True
-    )
-    stop: str = flag("", "a token that ends an answer too, as text (base models)", fixed=True)
-    template_kwargs: str = flag(
-        "", """for the chat template, as JSON: '{"enable_thinking": false}'""", fixed=True
     )
 
     eval_every: int = flag(
@@ -166,7 +151,6 @@ class Config:
     eval_problems: int = flag(
         None,
         "most held-out problems to evaluate on; 0: none; left out: all",
-        low=0,
         scored=True,
     )
     eval_samples: int = flag(1, "sampled answers to each held-out problem", low=1, scored=True)
@@ -184,7 +168,7 @@ class Config:
     gradient_checkpointing: bool = flag(
         False, "keep one activation per layer, recompute the others"
     )
-    seed: int = flag(0, "of all random numbers", low=0, high=2**32 - 1, scored=True)
+    seed: int = flag(0, "of all random numbers", high=2**32 - 1, scored=True)
     device: str = flag("", "cuda or cpu; empty: cuda where there is one")
     out: str = flag("", "this run's folder; empty: runs/TASK-MMDD-HHMMSS")
     resume: str = flag("", "folder of a run to continue with its flags; those given here win")
@@ -196,8 +180,15 @@ class Config:
         if self.max_new_tokens is None:
             self.max_new_tokens = 16 if self.task in ("multiplication", "addition") else 512
 
+    @property
+    def own_task(self):
+        """Whether the task is a Python file of the user's own."""
+        return self.task.endswith(".py")
+
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
+FIXED = {name for name, field in FIELDS.items() if field.metadata["fixed"]}
+SCORED = FIXED | {name for name, field in FIELDS.items() if field.metadata["scored"]}
 
 
 def spelled(name):
@@ -215,15 +206,14 @@ def parse(arguments):
     elif given.get("adapter"):
         stored = _of_adapters_run(given)
     config = Config(**stored | given)
-    own_task = config.task.endswith(".py")
-    if own_task and "task" not in given:
+    if config.own_task and "task" not in given:
         raise ValueError(
             f"the run's task is {config.task}, a program that would be started: "
             f"if you trust it, add --task {config.task}"
         )
-    for name in ["model", "data", "test", "adapter"] + ["task"] * own_task:
+    for name in ("model", "data", "test", "adapter", "task"):
         value = getattr(config, name)
-        if os.path.exists(value) and value != "smollm2":
+        if os.path.exists(value) and value not in ("smollm2", *TASKS):
             setattr(config, name, os.path.abspath(value))  # a resume may start elsewhere
     warn_of_idle_flags(check(config), given)
     return config
@@ -253,8 +243,7 @@ def _of_resumed_run(given):
     folder = given["resume"]
     stored = flags_of_run(folder) | {"out": folder}
     # another seed would shuffle the problems of the present epoch anew
-    kept = {"out", "adapter", "updates_per_step", "eval_problems", "seed"}
-    kept |= {name for name, field in FIELDS.items() if field.metadata["fixed"]}
+    kept = FIXED | {"out", "adapter", "updates_per_step", "eval_problems", "seed"}
     for name in given.keys() & kept:
         if os.path.abspath(str(given[name])) != os.path.abspath(str(stored[name])):
             raise ValueError(
@@ -273,13 +262,11 @@ def _of_adapters_run(given):
     run = os.path.dirname(os.path.abspath(given["adapter"]))
     if not os.path.isfile(f"{run}/metrics.jsonl"):
         return {}
-    flags, stored = flags_of_run(run), {}
-    of_its_task = {"data", "test", "operands"}
-    for name, field in FIELDS.items():
-        if "task" in given and given["task"] != flags["task"] and name in of_its_task:
-            continue
-        if field.metadata["scored"] and name not in given and flags[name]:
-            stored[name] = flags[name]
+    flags = flags_of_run(run)
+    taken = SCORED - given.keys()
+    if given.get("task", flags["task"]) != flags["task"]:
+        taken -= {"data", "test", "operands"}
+    stored = {name: value for name, value in flags.items() if value and name in taken}
     say(f"from {run}/config.json:", *(f"{spelled(name)} {stored[name]}" for name in stored))
     return stored
 
@@ -317,29 +304,33 @@ def flags_of_run(folder):
 
 def check(config):
     """→ config. ValueError: the first flag that cannot work, with its value and what it must be."""
-    own_task = config.task.endswith(".py")
+
+    def refuse(name, why):
+        raise ValueError(f"{spelled(name)} {getattr(config, name)} {why}")
+
     for name, field in FIELDS.items():
         value, about = getattr(config, name), field.metadata
-        if about["choices"] and value not in about["choices"] and not (name == "task" and own_task):
-            _refuse(config, name, f"must be one of {', '.join(about['choices'])}")
-        if value is not None and about["low"] is not None:
-            if not about["low"] <= value <= about["high"]:  # also if it is NaN
-                _refuse(config, name, f"must be {about['low']} to {about['high']}")
+        choices, low, high = about["choices"], about["low"], about["high"]
+        own = name == "task" and config.own_task
+        if choices and value not in choices and not own:
+            refuse(name, f"must be one of {', '.join(choices)}")
+        # `not` refuses NaN, too
+        if field.type in (int, float) and value is not None and not low <= value <= high:
+            refuse(name, f"must be {low} to {high}")
     if config.device not in ("", "cpu", "cuda") or (
         config.device == "cuda" and not torch.cuda.is_available()
     ):
-        _refuse(config, "device", "must be cpu, or cuda where torch finds a GPU")
-    if own_task and (config.data or config.test or config.operands):
-        _refuse(config, "task", "takes no --data, --test, --operands")
+        refuse("device", "must be cpu, or cuda where torch finds a GPU")
+    if config.own_task and (config.data or config.test or config.operands):
+        refuse("task", "takes no --data, --test, --operands")
     if config.prompts % int(os.environ.get("WORLD_SIZE", 1)):
-        _refuse(config, "prompts", "must be a multiple of the ranks")
+        refuse("prompts", "must be a multiple of the ranks")
     if config.steps and config.warmup >= config.steps:
-        _refuse(config, "warmup", f"must be under --steps {config.steps}, or --lr is never reached")
+        refuse("warmup", f"must be under --steps {config.steps}, or --lr is never reached")
     if config.preflight and config.resume:
-        _refuse(config, "preflight", f"takes no --resume, but --adapter {config.resume}/adapter")
+        refuse("preflight", f"takes no --resume, but --adapter {config.resume}/adapter")
     if (config.loss, config.correction) == ("gspo", "bypass"):
-        _refuse(
-            config,
+        refuse(
             "loss",
             "needs --correction none or tis: the noise in an answer's ratio "
             "is far beyond gspo's clip of 3e-4 and would silence nearly all answers",
@@ -353,14 +344,10 @@ def warn_of_idle_flags(config, given):
     given: {name: value} of the flags on the command line.
     """
     one_policy = config.updates_per_step == 1 and config.correction != "bypass"
-    evaluating = {"steps", "adapter", "resume", "preflight", "device", "out"}
-    evaluating |= {name for name, field in FIELDS.items() if field.metadata["scored"]}
+    evaluating = SCORED | {"steps", "adapter", "resume", "preflight", "device", "out"}
+    training = config.steps or config.preflight
     rules = (  # beginnings of names, when they do nothing, why
-        (
-            FIELDS.keys() - evaluating,
-            not (config.steps or config.preflight),
-            "--steps 0 trains nothing",
-        ),
+        (FIELDS.keys() - evaluating, not training, "--steps 0 trains nothing"),
         (["sigma"], not config.aqn, "without --aqn there is no noise"),
         (["clip"], config.loss == "cispo", "cispo bounds each weight by 5, and clips nothing"),
         (["clip"], one_policy, "one update a step leaves every ratio 1; see --updates-per-step"),
@@ -370,7 +357,3 @@ def warn_of_idle_flags(config, given):
         for name in given:
             if idle and name.startswith(tuple(beginnings)):
                 say(f"warning: {spelled(name)} does nothing: {why}")
-
-
-def _refuse(config, name, why):
-    raise ValueError(f"{spelled(name)} {getattr(config, name)} {why}")

@@ -15,6 +15,8 @@ from numbers import Number
 from typing import NamedTuple
 
 import torch
+from jinja2.meta import find_undeclared_variables
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from model import load
 from rollout import Sampler
@@ -27,7 +29,7 @@ from tools.own_task import load_task_file
 from tools.ranks import alike, join_ranks, leave_ranks, rank_and_count
 from tools.run import Run
 
-GIVEN = "add_generation_prompt", "strftime_now"  # arguments of a chat template by weights.encode
+GIVEN = {"messages", "add_generation_prompt"}  # what weights.encode passes to a chat template
 
 
 class Environment(NamedTuple):
@@ -52,7 +54,8 @@ class Environment(NamedTuple):
             if not 0 < len(prompt) <= room:
                 raise ValueError(
                     f"the prompt {str(text)[:60]!r} has {len(prompt)} tokens: --max-new-tokens "
-                    f"{self.max_new_tokens} leaves 1 to {room}; mend the data, or lower that flag"
+                    f"{self.max_new_tokens} leaves 1 to {room}; mend the data, lower "
+                    "that flag, or drop long prompts with --max-prompt-tokens"
                 )
             if max(prompt) >= vocab_size:
                 raise ValueError(
@@ -63,26 +66,15 @@ class Environment(NamedTuple):
         return prompts
 
     def judge(self, problems, rollout):
-        """→ the text, the reward and the named parts of the reward, {"reward/NAME": float}, of each
-        answer in a Rollout that has equally many adjacent rows for each problem. Texts include
-        special tokens, except the end token.
+        """→ the text and the reward of each answer in a Rollout that has equally many adjacent rows
+        for each problem. Texts include special tokens, except the end token.
         """
         samples = len(rollout.lengths) // len(problems)
         texts = [self.tokenizer.decode(ids) for ids in rollout.answers()]
-        rewards, parts = [], []
+        rewards = []
         for row, finished in enumerate(rollout.finished.tolist()):
-            reward, named = self.score(problems[row // samples], texts[row], finished)
-            rewards.append(reward)
-            parts.append(named)
-        return texts, rewards, parts
-
-    def score(self, problem, text, finished):
-        """→ the reward of an answer, a float, and its named parts."""
-        reward = self.task.reward(problem, text, finished)
-        if not isinstance(reward, dict):
-            return reward, {}
-        parts = {f"reward/{name}": float(value) for name, value in reward.items()}
-        return sum(parts.values()), parts
+            rewards.append(self.task.reward(problems[row // samples], texts[row], finished))
+        return texts, rewards
 
 
 def main(train, trial):
@@ -116,9 +108,8 @@ def start(config, train, trial):
         environment = load_environment(config, task, source)
         problems = hash_of(task)
         facts.append(problems)
-        task = environment.task
-        task = task._replace(held_out=task.held_out[: config.eval_problems])
-        environment = environment._replace(task=task)
+        held_out = environment.task.held_out[: config.eval_problems]
+        environment = environment._replace(task=environment.task._replace(held_out=held_out))
         rank, _ = rank_and_count()
         run = Run(config, rank > 0, problems)
         model = load_model(config, source, device, run)
@@ -139,14 +130,14 @@ def load_task(config):
     if config.test:
         given = (config.data, config.operands) if trains else ()
         return with_test_set(config.task, config.test, *given, trains=trains)
-    if config.task.endswith(".py"):
+    if config.own_task:
         return load_task_file(config.task)
     return TASKS[config.task](config.data, config.operands)
 
 
 def load_environment(config, task, source):
-    """→ the Environment of a Task and a weights.Source. All prompts are encoded now, so that an
-    error does not wait until training draws them.
+    """→ the Environment of a Task and a weights.Source. All prompts that the run may draw are
+    encoded now, so that an error does not wait until it draws them.
 
     ValueError: a prompt that the model cannot take; none within --max-prompt-tokens; --stop is no
     token; --template-kwargs is no JSON object, or has a name that the chat template does not read.
@@ -154,42 +145,59 @@ def load_environment(config, task, source):
     tokenizer, stop_ids = source.tokenizer(), source.stop_ids()
     if config.stop:
         ids = tokenizer.encode(config.stop, add_special_tokens=False)
-        if len(ids) != 1:
+        if [tokenizer.decode(token) for token in ids] != [config.stop]:
             raise ValueError(f"--stop {config.stop!r} is {len(ids)} tokens of this model, not one")
-        stop_ids += ids
-    try:
-        template = {**json.loads(config.template_kwargs or "{}")}  # TypeError: no object
-    except (TypeError, ValueError):
-        raise ValueError(f"--template-kwargs {config.template_kwargs} is no JSON object") from None
-    for name in template:
-        # encode() gives these two itself
-        if name not in str(tokenizer.chat_template) or name in GIVEN:
-            raise ValueError(f"--template-kwargs: this model's chat template reads no {name!r}")
-    if not (config.steps or config.preflight):
-        task = task._replace(train=[])
+        stop_ids = stop_ids + ids
     environment = Environment(
-        task, tokenizer, stop_ids, source.config, config.max_new_tokens, template
+        task,
+        tokenizer,
+        stop_ids,
+        source.config,
+        config.max_new_tokens,
+        template_arguments(config, tokenizer),
     )
     if config.max_prompt_tokens:
-        task = drop_long_prompts(config.max_prompt_tokens, environment)
-    environment.encode_prompts(task.held_out + task.train)
-    return environment._replace(task=task)
+        environment = drop_long_prompts(config.max_prompt_tokens, environment)
+    environment.encode_prompts(environment.task.held_out)
+    if config.steps or config.preflight:
+        environment.encode_prompts(environment.task.train)
+    return environment
+
+
+def template_arguments(config, tokenizer):
+    """→ the object of --template-kwargs, {name: value}. ValueError: it is none, or has a name that
+    the chat template does not read.
+    """
+    what = "is no JSON object of arguments for this model's chat template"
+    with weights.readable(f"--template-kwargs {config.template_kwargs}", what):
+        given = {**json.loads(config.template_kwargs or "{}")}  # TypeError: no object
+        if given:
+            template = tokenizer.get_chat_template()
+            parse = _compile_jinja_template(template).environment.parse
+            reads = find_undeclared_variables(parse(template)) - GIVEN
+            if given.keys() - reads:
+                raise ValueError(f"it reads {sorted(reads)}")
+    return given
 
 
 def drop_long_prompts(most, environment):
-    """→ the Task without the problems whose prompts have more tokens. ValueError: none is left."""
-    task, kept = environment.task, {}
+    """→ the Environment without problems whose prompts have more tokens. ValueError: none is left
+    to train on, or to evaluate on.
+    """
+    task = environment.task
+
+    def fits(problem):
+        prompt = task.prompt(problem)
+        return len(weights.encode(environment.tokenizer, prompt, environment.template)) <= most
+
     for name in ("train", "held_out"):
-        kept[name] = []
         problems = getattr(task, name)
-        for problem in problems:
-            ids = weights.encode(environment.tokenizer, task.prompt(problem), environment.template)
-            if len(ids) <= most:
-                kept[name].append(problem)
-        say(f"--max-prompt-tokens {most} keeps {len(kept[name])} of {len(problems)} ({name})")
-    if not any(kept.values()):
-        raise ValueError(f"--max-prompt-tokens {most}: every prompt is longer")
-    return task._replace(**kept)
+        kept = list(filter(fits, problems))
+        say(f"--max-prompt-tokens {most} keeps {len(kept)} of {len(problems)} ({name})")
+        if problems and not kept:
+            raise ValueError(f"--max-prompt-tokens {most}: every prompt is longer")
+        task = task._replace(**{name: kept})
+    return environment._replace(task=task)
 
 
 def load_model(config, source, device, run):

@@ -1,34 +1,51 @@
 """--task FILE.py: a task in a Python file of the user's own.
 
-    problems()                      → a list of dicts
-    reward(problem, text)           → a number from -1e6 to 1e6, or a dict of such numbers by name:
+    problems()                      → a list of dicts, or what yields them
+    reward(problem, text)           → a number from -1e6 to 1e6, or a dict of named parts, numbers:
                                     their sum trains, and the log has the mean of each. It judges an
                                     answer that the model ended; one that was cut off gets 0
     reward(problem, text, finished) judges both kinds of answers
     prompt(problem)                 → the user's message, or a chat: a list of {"role", "content"}.
                                     Without it, problem["prompt"] must be that
 
-Arguments are passed by their names, in any order, and those that a function does not name are left
-out: reward(text) is a reward, too. Any other parameter needs a default. The text of an answer
-includes special tokens, except the end token. The file may import from its own folder. Every error
-in it becomes one sentence with the file, the line and the reason. A function that takes over 20 s
-is named.
+Arguments are passed by these names, in any order, and those that a function does not name are left
+out: reward(text) is a reward, too. **kwargs gets problem and text. Any other parameter needs a
+default. The text of an answer includes special tokens, except the end token. The file may import
+from its own folder. Every error in it becomes one sentence with the file, the line and the reason.
+A call that takes over 20 s is named, and goes on.
 
-Needs: tasks.py.
+Left out: async functions. Needs: tasks.py.
 """
 
 import inspect
 import os
+import reprlib
 import runpy
+import subprocess
 import sys
-import threading
 import traceback
-from functools import partial
+from functools import cache
 
 import tasks
 
 SIGNALS = 129, 143  # exit codes that launch.py's handlers of SIGHUP and SIGTERM raise
-SLOW = 20  # seconds after which a call is named that has not returned
+SLOW = 20  # seconds after which a call that has not returned is named
+# The program of a child process, which gets a line when a call begins and an empty line when it
+# ends. A thread of ours could not name every call, because C code, such as that of a regular
+# expression, may keep Python's lock for hours.
+WATCH = (
+    "import contextlib, signal, sys\n"
+    "def name(*_):\n"
+    "    with contextlib.suppress(OSError):  # nobody reads stderr any more\n"
+    "        print(line, end='', file=sys.stderr)\n"
+    "signal.signal(signal.SIGALRM, name)\n"
+    "for line in sys.stdin:\n"
+    f"    signal.setitimer(signal.ITIMER_REAL, {SLOW} if line.strip() else 0)\n"
+)
+
+
+class Reward(float):
+    """A reward, and what it is the sum of. parts: {"reward/NAME": float}, empty for one number."""
 
 
 def load_task_file(path, held_out=32):
@@ -40,104 +57,123 @@ def load_task_file(path, held_out=32):
     # Behind our own folder, so that no file of the user hides one of our modules. The folder stays
     # on the path, because reward() may import from it much later.
     sys.path.insert(1, os.path.dirname(path))
-    module = _call(path, "import", lambda: runpy.run_path(path))
+    module = _call(path, "import", runpy.run_path, path_name=path)
     missing = {"problems", "reward"} - module.keys()
     if missing:
         raise ValueError(
             f"{path} defines no {max(missing)}(), and a task needs problems() and reward()"
         )
-    takes = _parameters(path, "reward", module["reward"], ("problem", "text", "finished"))
-    reward = partial(_reward, path, module["reward"], takes)
-    prompt = module.get("prompt", lambda problem: problem.get("prompt"))
-    _parameters(path, "prompt", prompt, ("problem",))
-    prompt = partial(_prompt, path, prompt)
+    reward = _reward(path, module["reward"])
+    prompt = _prompt(path, module.get("prompt", lambda problem: problem.get("prompt")))
     problems = _call(path, "problems", lambda: list(module["problems"]()))
     for problem in problems:
         if not isinstance(problem, dict):
             raise ValueError(
-                f"{path}: problems() gives {problem!r:.60}, no dict: it must return a list of "
-                "dicts, which is frame.to_dict('records') for a table of pandas"
+                f"{path}: problems() gives {' '.join(repr(problem).split()):.60}, no dict: it must "
+                "return a list of dicts, as frame.to_dict('records') of pandas is"
             )
     return tasks.hold_out(tasks.Task(problems, [], prompt, reward), held_out, path)
 
 
-def _parameters(path, name, function, known):
-    """→ those of the known names that are parameters of a user's function.
-
-    ValueError: another parameter has no default, or a known one cannot be passed by name.
+def _takes(path, name, function, *names):
+    """→ those of the names that a user's function takes as arguments. ValueError: it takes none, or
+    needs others.
     """
-    parameters = _call(path, name, inspect.signature, function).parameters.values()
-    for parameter in parameters:
-        by_position = parameter.name not in known or parameter.kind == parameter.POSITIONAL_ONLY
-        variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if by_position and not variadic and parameter.default is parameter.empty:
-            raise ValueError(
-                f"{path}: {name}() has the parameter {parameter.name!r}, "
-                f"and gets {', '.join(known)} by name: rename it, or give it a default"
-            )
-    return [parameter.name for parameter in parameters if parameter.name in known]
+    try:
+        signature = inspect.signature(function)
+        takes = [known for known in names if known in signature.parameters]
+        if inspect.getfullargspec(inspect.unwrap(function)).varkw:  # **kwargs
+            takes += names[:2]
+        signature.bind(**dict.fromkeys(takes))
+        if not takes or inspect.iscoroutinefunction(function):
+            raise TypeError("it takes none, or is async")
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path}: {name}() gets its arguments by name ({', '.join(names)}), but {error}: "
+            "rename it or give it a default, and use def"
+        ) from None
+    return takes
 
 
-def _reward(path, function, takes, problem, text, finished):
-    """→ the reward of an answer, a float, or the user's dict of named parts. takes: names of its
-    arguments. An answer that the model did not end has 0, unless `finished` is one of them.
+def _reward(path, function):
+    """→ the reward of a Task: a function of problem, text and finished that returns a Reward, or 0
+    for an answer that is not judged.
     """
-    if not (finished or "finished" in takes):
+    takes = _takes(path, "reward", function, "problem", "text", "finished")
+    named = set()  # the sets of names that the parts of rewards had
+
+    def total(**given):
+        value = function(**given)
+        parts = value if isinstance(value, dict) else {}
+        reward = Reward(sum(map(float, parts.values())) if parts else value)
+        if not abs(reward) <= 1e6:  # also if it is NaN
+            raise ValueError(f"{value} is not between -1e6 and 1e6")
+        named.add(tuple(sorted(parts)))
+        if len(named) > 1:
+            raise ValueError(f"not all rewards have the same parts: {named}")
+        reward.parts = {f"reward/{name}": float(part) for name, part in parts.items()}
+        return reward
+
+    def reward(problem, text, finished):
+        given = dict(problem=problem, text=text, finished=finished)
+        if finished or "finished" in takes:
+            return _call(path, "reward", total, **{name: given[name] for name in takes})
         return 0.0
-    given = dict(problem=problem, text=text, finished=finished)
-    value = _call(path, "reward", function, **{name: given[name] for name in takes})
-    parts = value.values() if isinstance(value, dict) else [value]
-    total = _call(path, "reward", lambda text: sum(map(float, parts)), text)
-    if not abs(total) <= 1e6:  # also if it is NaN
-        raise ValueError(
-            f"{path}: {value} is not between -1e6 and 1e6, the reward of {text!r:.999}"
-        )
-    return value if isinstance(value, dict) else total
+
+    return reward
 
 
-def _prompt(path, function, problem):
-    """→ the user's message, a text, or a chat, a list of messages."""
-    value = _call(path, "prompt", function, problem=problem)
-    chat = value if isinstance(value, list) else [{"role": "user", "content": value}]
-    if not chat or not all(map(_is_message, chat)):
-        raise ValueError(
-            f"{path}: the prompt of {problem!r:.99} is {value!r:.999}, no text and no list "
-            "of {'role', 'content'}: define prompt(problem), or give problems a 'prompt'"
-        )
-    for message in chat:  # raises on half an emoji, which no tokenizer takes
-        _call(path, "prompt", str.encode, message["content"])
-    return value
+def _prompt(path, function):
+    """→ the prompt of a Task: a function of a problem that returns text or a chat."""
+    _takes(path, "prompt", function, "problem")
+
+    def prompt(problem):
+        value = _call(path, "prompt", function, problem=problem)
+        chat = value if isinstance(value, list) else [{"role": "user", "content": value}]
+        try:
+            texts = [message["role"] + message["content"] for message in chat]
+            # UTF-8, and so a tokenizer, takes no half of an emoji
+            "".join(texts).encode()[0]
+        except Exception:
+            raise ValueError(
+                f"{path}: the prompt of {problem!r:.99} is {value!r:.999}, no text in UTF-8 and no "
+                "list of {'role', 'content'}: define prompt(problem), or give problems a 'prompt'"
+            ) from None
+        return value
+
+    return prompt
 
 
-def _is_message(message):
-    """→ whether it is one message of a chat: a dict whose role and content are text."""
-    if not isinstance(message, dict):
-        return False
-    return type(message.get("role")) is type(message.get("content")) is str
+@cache
+def _watch():
+    """→ the input of a child process that runs WATCH. Its own session keeps Ctrl-C from it."""
+    return subprocess.Popen(
+        [sys.executable, "-c", WATCH],
+        stdin=subprocess.PIPE,
+        errors="replace",
+        start_new_session=True,
+    ).stdin
 
 
-def _call(path, name, function, *given, **named):
-    """→ function(*given, **named), a function of the user's file.
+def _call(path, name, function, **given):
+    """→ function(**given), a function of the user's file.
 
     ValueError: any error in it, with the last line of the user's own folder that it passed. A
     signal is no error of the function in which it arrives, and passes.
     """
-    given_to = f"{name}{given or tuple(named.values())!r:.2000}"
-    slow = f"{path}: after {SLOW} s, this still runs: {given_to}"
-    watch = threading.Timer(SLOW, print, [slow], dict(file=sys.stderr, flush=True))
-    watch.start()
+    values = tuple(given.values())
+    short = " ".join(reprlib.repr(values).split())
+    print(f"{path}: after {SLOW} s, this still runs: {name}{short}", file=_watch(), flush=True)
     try:
-        return function(*given, **named)
+        return function(**given)
     except (Exception, SystemExit) as error:
         if getattr(error, "code", None) in SIGNALS:
             raise
         place = path
         for frame in traceback.extract_tb(error.__traceback__):
-            beside = os.path.dirname(frame.filename) == os.path.dirname(path)
-            # The file may lie beside one of ours, whose lines would tell the user nothing.
-            if beside and frame.filename not in (__file__, tasks.__file__):
+            if os.path.dirname(frame.filename) == os.path.dirname(path):
                 place = f"{frame.filename}, line {frame.lineno}"
-        what = " ".join(f"{type(error).__name__}: {error} in {given_to}".split())
+        what = " ".join(f"{type(error).__name__}: {error} in {name}{values!r:.2000}".split())
         raise ValueError(f"{place}: {what}") from error
     finally:
-        watch.cancel()
+        print(file=_watch(), flush=True)

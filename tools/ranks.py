@@ -8,7 +8,6 @@ Needs: torch.
 """
 
 import os
-import zlib
 from contextlib import contextmanager
 
 import torch
@@ -62,19 +61,19 @@ def sum_over_ranks(metrics):
 
 def union_over_ranks(names):
     """→ the sorted list of all names that any rank gives."""
+    return sorted(set().union(*gather(list(names))))
+
+
+def gather(value):
+    """→ [the value of rank 0, of rank 1, …], on every rank. pickle must be able to hold them."""
     _, ranks = rank_and_count()
-    lists = [names] * ranks
+    values = [value] * ranks
     if ranks > 1:
-        dist.all_gather_object(lists, list(names))
-    return sorted(set().union(*lists))
+        dist.all_gather_object(values, value)
+    return values
 
 
-def gather_numbers(number):
-    """→ [the number of rank 0, of rank 1, …], on every rank."""
-    rank, ranks = rank_and_count()
-    numbers = torch.zeros(ranks, dtype=torch.float64)
-    numbers[rank] = number
-    return all_sum(numbers).tolist()
+gather_numbers = gather  # its name in train.py and tools/run.py, where the values are numbers
 
 
 @contextmanager
@@ -85,15 +84,15 @@ def alike():
     If a rank fails, or the facts of two differ, all ranks end: with their own error, or with a
     ValueError. Without this, the other ranks would wait, and end in an error of the network.
     """
-    facts, number = [], -1
+    facts, mine = [], None
     try:
         yield facts
-        number = zlib.crc32(repr(facts).encode())
+        mine = repr(facts)
     finally:
-        numbers = gather_numbers(number)
-        if len(set(numbers)) > 1:
+        differ = len(set(gather(mine))) > 1
+        if differ:
             leave_ranks()
-    if len(set(numbers)) > 1:
+    if differ:
         raise ValueError(
             "the ranks do not agree: one has failed, or they read different problems or "
             f"folders (here {facts}); let all see the same files, and seed problems()"

@@ -34,22 +34,14 @@ LINES = dict(
     eval=(
         "eval after {step:4d} steps"
         " | greedy {eval_greedy:.2f} {strict}, {eval_greedy_loose:.2f} {loose}"
-        " | sampled {eval_sampled:.2f}"
-        " | {rollout_s:.1f}s"
+        " | sampled {eval_sampled:.2f} | {rollout_s:.1f}s"
     ),
     step=(
-        "step {step:4d}"
-        " | reward {reward:.2f}"
-        " | signal {signal:.0%}"
-        " | finished {finished:.0%}"
-        " | len {length:.1f}"
-        " | entropy {entropy:.2f}"
-        " | mismatch {mismatch:.4f}"
-        " | kl_noise {kl_noise:.1e}"
-        " | clip {clip_fraction:.1%}"
-        " | grad {grad_norm:.2f}"
-        " | lr {lr:.1e}"
-        " | σ {sigma:.1e}"
+        "step {step:4d} | reward {reward:.2f} | signal {signal:.0%}"
+        " | finished {finished:.0%} | len {length:.1f} | entropy {entropy:.2f}"
+        " | mismatch {mismatch:.4f} | kl_noise {kl_noise:.1e}"
+        " | clip {clip_fraction:.1%} | grad {grad_norm:.2f}"
+        " | lr {lr:.1e} | σ {sigma:.1e}"
         " | gen {rollout_s:.1f}s {rollout_tok_s:.0f} tok/s"
         " | train {update_s:.1f}s {update_tok_s:.0f} tok/s"
         " | {memory_gb:.1f} GB"
@@ -89,11 +81,13 @@ def diagnose(records, needed=5, seen="five steps"):
     problems of the last step alone.
     """
     last = records[-1]
-    recent = records[-needed:]
-    enough = len(recent) == needed
+
+    def lasting(key):
+        return [record[key] for record in records[-needed:]] == [0] * needed
+
     problems = dict(
-        flat=enough and all(record["signal"] == 0 for record in recent),
-        unfinished=enough and all(record["finished"] == 0 for record in recent),
+        flat=lasting("signal"),
+        unfinished=lasting("finished"),
         skipped="skipped" in last,
         # Most steps do not measure the mismatch: it is None. NaN is a problem; comparisons with
         # NaN are false, hence the second `not`.
@@ -206,44 +200,37 @@ def plot(folders):
 
     figure = Figure(figsize=(13, 3.8), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
-    curves = (  # axis, key of a record, label, style
-        (left, "reward", "training reward", "-"),
-        (left, "eval_greedy", "held out: of ended answers", "o-"),
-        (left, "eval_greedy_loose", "held out: ended or not", "s--"),
-        (middle, "entropy", None, "-"),
-        (right, "kl_noise", "KL(noisy ‖ clean), nats a token", ".-"),
-        (right, "sigma", "σ of the noise", ":"),
-    )
     for number, folder in enumerate(folders):
+        curves = [  # axis, key of a record, label, style
+            (left, "reward", "training reward", "-"),
+            (left, "eval_greedy", "held out: of ended answers", "o-"),
+            (left, "eval_greedy_loose", "held out: ended or not", "s--"),
+            (middle, "entropy", Path(folder).name, "-"),
+            (right, "kl_noise", "KL(noisy ‖ clean), nats a token", ".-"),
+            (right, "sigma", "σ of the noise", ":"),
+        ]
         records = read(folder).values()
         named = sorted({key for record in records for key in record if key.startswith("reward/")})
-        parts = [(left, key, key, "--") for key in named]
-        for axis, key, label, style in (*curves, *parts):
-            # The middle axis has one quantity, so its legend names the runs. The other legends
-            # name the quantities, once: by the curves of the first run.
-            if axis is middle:
-                label = Path(folder).name
-            elif number > 0:
-                label = None
+        curves += [(left, key, key, f"{'^v<>dpx'[n % 7]}--") for n, key in enumerate(named)]
+        for axis, key, label, style in curves:
             found = [record for record in records if record.get(key) is not None]
             axis.plot(
                 [record["step"] for record in found],
                 [record[key] for record in found],
                 style,
                 color=f"C{number}",
-                label=label,
+                # The middle axis has one quantity, so its legend names the runs. The other legends
+                # name the quantities, once: by the curves of the first run.
+                label=None if number and axis is not middle else label,
                 markerfacecolor="none",
                 alpha=0.4 if key == "reward" else 1,  # pale, because it jumps from step to step
             )
     # Accuracies fill the range 0 to 1. The rewards of a user's task may need a larger one.
-    left.set_ylim(min(-0.03, left.dataLim.y0), max(1.03, left.dataLim.y1))
+    left.update_datalim([(0, 0), (0, 1)])
+    left.autoscale_view()
     right.set_yscale("symlog", linthresh=1e-4)  # logarithmic, but with a place for 0
-    titles = {
-        left: "Mean reward",
-        middle: "Entropy of the policy, nats a token",
-        right: "Adaptive noise",
-    }
-    for axis, title in titles.items():
+    titles = "Mean reward", "Entropy of the policy, nats a token", "Adaptive noise"
+    for axis, title in zip(figure.axes, titles, strict=True):
         axis.set(title=title, xlabel="steps")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
@@ -274,8 +261,7 @@ def table(folders):
     if not logs:
         raise ValueError(f"no run in {', '.join(folders)}: name the folder that holds your runs")
     rows = ["run task model steps first best last minutes".split()]
-    for log in logs:
-        rows.append(summary(log.parent))
+    rows += [summary(log.parent) for log in logs]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)) for row in rows)
 
@@ -289,8 +275,8 @@ def summary(folder):
     # config.json is missing or damaged
     with suppress(OSError, RecursionError, TypeError, ValueError):
         flags = {**json.loads((folder / "config.json").read_text())}
-    known = {name: value for name, value in flags.items() if value is not None}
-    task, model, steps = [str(known.get(name, "–")) for name in ("task", "model", "steps")]
+    known = {"task": "–", "model": "–", "steps": "–"}
+    known |= {name: value for name, value in flags.items() if value is not None}
     records = read(folder).values()
     made = sum(r["kind"] == "step" for r in records)
     # Until November 2026 each update of a rollout counted as a step, although the log has one
@@ -304,9 +290,9 @@ def summary(folder):
     seconds = sum(r["rollout_s"] + r.get("update_s", 0) for r in records)
     return (
         str(folder),
-        Path(task).stem,
-        Path(model).name,
-        f"{made}/{steps}",
+        Path(str(known["task"])).stem,
+        Path(str(known["model"])).name,
+        f"{made}/{known['steps']}",
         *scores,  # first, best, last
         f"{seconds / 60:.1f}",
     )

@@ -63,7 +63,14 @@ class Run:
     model before its first step.
     drawn: problems drawn for all steps that are done, over all ranks.
     problems: what the run is about, as a hash of its prompts and answers.
+    print_error: why say() could not print, which stops the run.
     """
+
+    done = drawn = 0
+    best = first = -math.inf
+    consistent = True
+    newest_damaged = False
+    print_error = ""
 
     def __init__(self, config, quiet=False, problems=""):
         """Lock the folder of --resume or --out, or a new one. guarded() loads the checkpoint later.
@@ -76,18 +83,13 @@ class Run:
         named = f"runs/{Path(config.task).stem}-{time.strftime('%m%d-%H%M%S')}"
         self.folder = Path(config.resume or config.out or named)
         self.how_to_resume = f"go on with: python train.py --resume {self.folder}"
-        if config.task.endswith(".py"):
+        if config.own_task:
             self.how_to_resume += f" --task {config.task}"
         self.config = config
         self.quiet = quiet
         self.history = []  # measurements of this segment's steps
         self.warned = set()  # names of problems: each is told once
-        self.done = self.drawn = 0
         self.problems = problems
-        self.best = self.first = -math.inf
-        self.consistent = True
-        self.newest_damaged = False
-        self.print_error = ""  # why say() could not print, which stops the run
         if quiet or config.preflight:
             return
         self._lock_folder()
@@ -129,9 +131,9 @@ class Run:
                 self._rank(record["step"], score)
         made = len({record["step"] for record in records if record["kind"] == "step"})
         saved = made >= self.config.save_every or self._weights()
-        if self.config.resume and saved and not (made and self.checkpoints()):
+        if self.config.resume and saved and not self.checkpoints():
             raise ValueError(
-                f"{self.folder} has made {made} steps and lost its checkpoint or its log: "
+                f"{self.folder} has made {made} steps and lost its checkpoint: "
                 f"begin another run with --adapter {self.folder}/adapter"
             )
         if self.config.steps < made:
@@ -329,7 +331,7 @@ class Run:
                 # must not hold a score whose adapter a crash has lost.
                 lora.save_adapter(self.model, self.folder / "adapter-best", self.config.model)
             append(self.folder / "metrics.jsonl", record | {"segment": self.segment})
-        text = line(record, any_reward=self.config.task.endswith(".py"))
+        text = line(record, any_reward=self.config.own_task)
         if kind == "step":
             minutes = (time.perf_counter() - self.began) / 60  # of this segment
             left = minutes * (self.config.steps - self.done) / (self.done - self.first_step)
@@ -358,7 +360,8 @@ class Run:
                     segment=self.segment,
                 ),
             )
-            self.say(f"    {which:5} {rewards[row]:+.2f}  {prompt!r} → {answer!r}")
+            quoted = " → ".join(map(shortened, texts[row]))
+            self.say(f"    {which:5} {rewards[row]:+.2f}  {quoted}")
 
     def finish(self):
         """Draw the curves and print where the results are. A drawing that fails costs only the
@@ -493,6 +496,14 @@ def append(path, record):
 
 
 # --- measurements
+
+
+def shortened(value):
+    """→ repr of a prompt or an answer, without the middle of a long one: the two samples of a step
+    fill a screen of 24 lines of 80 characters at most.
+    """
+    text = repr(value)
+    return text if len(text) <= 450 else f"{text[:220]} […] {text[-220:]}"
 
 
 def peak_memory_gb():
