@@ -220,6 +220,46 @@ def test_a_number_that_something_changes_is_no_answer(text):
     assert tasks.final_answer(f"\\boxed{{{text}}} of 7") is None
 
 
+ANSWERS = Path(__file__).parent / "data" / "gsm8k_answers.jsonl"
+UNLIKE_BEFORE = {  # line of ANSWERS → why it is not paid any more
+    47: "it ends within a sum, 80 + 800",
+    345: "its last #### heads a list, which begins with 1.",
+    509: "it ends within a product, 2 × 4 =",
+    731: "it ends with #### \\boxed, and no number",
+}
+UNLIKE_FLEXIBLE = {  # line of ANSWERS → why the last number is not the answer
+    223: "20000.0 is 20000",
+    337: "#### 1, and a line with 11",
+    347: "36 is in a box, 2 shirts follow",
+    437: "#### 8",
+    545: "30 is in a box, 5 days follow",
+    556: "#### 8",
+    678: "120 is in a box, 3 hours follow",
+    730: "8 is in a box, 30 days follow",
+    758: "133.00 is 133",
+    913: "6 is in a box, and the filter reads 6}$.",
+}
+
+
+def test_the_answers_of_a_real_model_are_judged_as_a_reader_would():
+    """1,000 answers of Qwen2.5-Coder-0.5B-Instruct (Q4_K_M) to GSM8K's test problems, at
+    temperature 1, at most 320 tokens. right: the answer is the gold's number. before: by f76e9f8.
+    strict, flexible: by the two filters of lm-eval's gsm8k.
+    """
+    records = [json.loads(line) for line in ANSWERS.read_text().splitlines()]
+    before, flexible = set(), set()
+    for number, record in enumerate(records):
+        gold = tasks.final_answer(f"#### {record['gold']}")
+        assert (tasks.final_answer(record["text"]) == gold) == record["right"], number
+        assert record["right"] or not record["strict"]
+        if record["right"] != record["before"]:
+            before.add(number)
+        elif record["right"] != record["flexible"]:
+            flexible.add(number)
+    assert len(records) == 1000
+    assert before == set(UNLIKE_BEFORE) and flexible == set(UNLIKE_FLEXIBLE)
+
+
 def test_arithmetic_prompts_and_rewards():
     problem = {"a": 7, "b": 8}
     for name, sign, result in (("multiplication", "*", 56), ("addition", "+", 15)):
@@ -1117,7 +1157,7 @@ def test_a_call_that_does_not_return_is_named(name, tmp_path):
     (tmp_path / "mine.py").write_text(f"import re, time\n{MINE}{hang}")
     script = (
         "from tools import own_task\n"
-        "own_task.WATCH = own_task.WATCH.replace(str(own_task.SLOW), '0.2')\n"
+        "own_task.SLOW = 0.2\n"
         f"task = own_task.load_task_file('{tmp_path}/mine.py')\n"
         "class Table:\n    __repr__ = lambda self: 'a\\n\\nb'\n"
         "task.reward({'answer': 9, 'text': 'é\\ud83d', 'x': Table()}, 'a' * 99, True)\n"
@@ -1131,11 +1171,11 @@ def test_a_call_that_does_not_return_is_named(name, tmp_path):
         still_runs = process.poll() is None
         process.kill()
         guard.cancel()
-    assert re.search(f"mine.py: after 20 s, this still runs: {call}", said) and still_runs
+    assert re.search(f"mine.py: after 0.2 s, this still runs: {call}", said) and still_runs
 
 
 def test_a_call_that_returns_is_not_named(own, monkeypatch, capfd):
-    monkeypatch.setattr(own_task, "WATCH", own_task.WATCH.replace(str(own_task.SLOW), "0.3"))
+    monkeypatch.setattr(own_task, "SLOW", 0.3)
     own_task._watch.cache_clear()
     task = own(MINE)
     assert task.reward({"answer": 7}, "7", True) == 1

@@ -14,7 +14,7 @@ default. The text of an answer includes special tokens, except the end token. Th
 from its own folder. Every error in it becomes one sentence with the file, the line and the reason.
 A call that takes over 20 s is named, and goes on.
 
-Left out: async functions. Needs: tasks.py.
+Left out: async functions. Needs: tasks.py, tools/watch.py.
 """
 
 import inspect
@@ -27,21 +27,10 @@ import traceback
 from functools import cache
 
 import tasks
+from tools import watch
 
 SIGNALS = 129, 143  # exit codes that launch.py's handlers of SIGHUP and SIGTERM raise
 SLOW = 20  # seconds after which a call that has not returned is named
-# The program of a child process, which gets a line when a call begins and an empty line when it
-# ends. A thread of ours could not name every call, because C code, such as that of a regular
-# expression, may keep Python's lock for hours.
-WATCH = (
-    "import contextlib, signal, sys\n"
-    "def name(*_):\n"
-    "    with contextlib.suppress(OSError):  # nobody reads stderr any more\n"
-    "        print(line, end='', file=sys.stderr)\n"
-    "signal.signal(signal.SIGALRM, name)\n"
-    "for line in sys.stdin:\n"
-    f"    signal.setitimer(signal.ITIMER_REAL, {SLOW} if line.strip() else 0)\n"
-)
 
 
 class Reward(float):
@@ -146,9 +135,9 @@ def _prompt(path, function):
 
 @cache
 def _watch():
-    """→ the input of a child process that runs WATCH. Its own session keeps Ctrl-C from it."""
+    """→ the input of a child process, tools/watch.py. Its own session keeps Ctrl-C from it."""
     return subprocess.Popen(
-        [sys.executable, "-c", WATCH],
+        [sys.executable, watch.__file__, str(SLOW)],
         stdin=subprocess.PIPE,
         errors="replace",
         start_new_session=True,
