@@ -34,7 +34,7 @@ from tools.diagnostics import means_of, mismatch
 from tools.optimizer import adamw, learning_rate, noise_level
 from tools.ranks import (
     all_sum,
-    gather_numbers,
+    gather,
     rank_and_count,
     sum_gradients,
     sum_over_ranks,
@@ -123,7 +123,7 @@ def collect(config, sampler, environment, step, drawn=0):
             parts.update(part)  # adds what has the same name
     names = union_over_ranks(parts)  # a rank without ended answers may have none
     rewards = torch.tensor(rewards, dtype=torch.float64)
-    seconds = gather_numbers(time.perf_counter() - began)
+    seconds = gather(time.perf_counter() - began)
 
     sums = sum_over_ranks(
         dict(
@@ -165,7 +165,7 @@ def draw_groups(config, sampler, environment, step, drawn):
     P = config.prompts // ranks
     useful, flat = [], []
     for attempt in range(1 + config.resample):
-        drawing = gather_numbers(len(useful) < P)  # of each rank: 1 if it needs P more problems
+        drawing = gather(len(useful) < P)  # of each rank: 1 if it needs P more problems
         if not any(drawing):
             break
         if len(useful) < P:

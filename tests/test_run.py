@@ -711,7 +711,7 @@ def test_a_resumed_run_that_resamples_ends_like_an_unbroken_one(tiny_chat, tmp_p
 
 
 def test_the_memory_of_a_step_is_that_of_the_rank_that_needs_most(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_file, "gather_numbers", lambda number: [number, 1e15])
+    monkeypatch.setattr(run_file, "gather", lambda number: [number, 1e15])
     run = run_file.Run(Config(out=str(tmp_path / "run")))
     run.began, run.first_step, run.model = 0, 0, None
     whole = dict.fromkeys(report.LINES["step"].replace("{", " ").replace(":", " ").split(), 0)

@@ -415,7 +415,7 @@ def test_a_rank_has_its_own_problems_and_numbers(tiny_chat, monkeypatch):
     """In each attempt, the second of two ranks has half of the problems, and numbers of its own."""
     calls = watch(monkeypatch, Sampler, "generate")
     monkeypatch.setattr(train, "rank_and_count", lambda: (1, 2))
-    monkeypatch.setattr(train, "gather_numbers", lambda number: [number, number])
+    monkeypatch.setattr(train, "gather", lambda number: [number, number])
     asked, *_ = collected(tiny_chat, lambda i, g: 0.0, resample=1)
     assert [(len(call["prompts"]), call["first_sequence"]) for call in calls] == [
         (2, 2 * G),
@@ -429,9 +429,7 @@ def test_ranks_take_turns_in_the_data_and_skip_nothing(tiny_chat, monkeypatch):
     of them: each time, they take the next problems, two for each rank that draws."""
     drawing = iter([[1, 1], [0, 1], [1, 1], [1, 0]])
     monkeypatch.setattr(train, "rank_and_count", lambda: (1, 2))
-    monkeypatch.setattr(
-        train, "gather_numbers", lambda n: next(drawing) if type(n) is bool else [n, n]
-    )
+    monkeypatch.setattr(train, "gather", lambda n: next(drawing) if type(n) is bool else [n, n])
     calls = watch(monkeypatch, train, "batch_of", lambda given: (given["start"], given["count"]))
     # its third draw brings the second group with unequal rewards
     groups = itertools.count()

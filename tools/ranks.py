@@ -66,14 +66,11 @@ def union_over_ranks(names):
 
 def gather(value):
     """→ [the value of rank 0, of rank 1, …], on every rank. pickle must be able to hold them."""
-    _, ranks = rank_and_count()
-    values = [value] * ranks
-    if ranks > 1:
-        dist.all_gather_object(values, value)
+    if not dist.is_initialized():
+        return [value]
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
     return values
-
-
-gather_numbers = gather  # its name in train.py and tools/run.py, where the values are numbers
 
 
 @contextmanager

@@ -47,7 +47,7 @@ from safetensors.torch import save_file
 
 import lora
 from tools.flags import flags_of_run
-from tools.ranks import alike, gather_numbers
+from tools.ranks import alike, gather
 from tools.report import diagnose, line, logged, plot
 
 
@@ -514,7 +514,7 @@ def peak_memory_gb():
         peak = torch.cuda.max_memory_allocated()
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-    return max(gather_numbers(peak)) / 1e9
+    return max(gather(peak)) / 1e9
 
 
 def rounded(x, digits=6):
