@@ -35,7 +35,6 @@ from tools import export, weights
 # Qwen 2 has biases; the foreign checkpoints below are of Qwen 3, which has a norm on q and k
 FAMILIES = ["qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen3"))]
 O_PROJ = "model.layers.0.self_attn.o_proj.weight"
-DENSE = CompressedTensorsConfig(dequantize=True)
 
 
 def projections(m):
@@ -202,7 +201,8 @@ def test_transformers_loads_an_export_with_layers_in_16_bits(tmp_path, layout, l
     the merged export every weight is rounded to bf16.
     """
     oracle = foreign(tmp_path / "in", layout, "qwen3", left, ignore)
-    for format, more in (("nvfp4", {"quantization_config": DENSE}), ("bf16", {})):
+    dense = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+    for format, more in (("nvfp4", dense), ("bf16", {})):
         export.export(tmp_path / "in", tmp_path / format, format)
         theirs = AutoModelForCausalLM.from_pretrained(
             tmp_path / format, dtype=torch.float32, **more
