@@ -173,7 +173,7 @@ class Config:
     out: str = flag("", "this run's folder; empty: runs/TASK-MMDD-HHMMSS")
     resume: str = flag("", "folder of a run to continue with its flags; those given here win")
     preflight: bool = flag(
-        False, "sample 32 prompts, give advice, update nothing; exit 3: pointless"
+        False, "sample 32 prompts, give advice, update nothing; exit 3 (torchrun: 0): pointless"
     )
 
     def __post_init__(self):
