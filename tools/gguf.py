@@ -31,7 +31,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from tokenizers import Regex
+from tokenizers import AddedToken, Regex
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from transformers import AutoConfig, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -171,6 +171,11 @@ class GGUFFile:
         tokenizer = PreTrainedTokenizerFast(
             name_or_path=str(self.path.parent), gguf_file=self.path.name
         )
+        # transformers 5.17 leaves most of them out, and would cut their texts into pieces
+        kinds = header.get("tokenizer.ggml.token_type")
+        for i, text in self.marked.items():
+            special = kinds[i] == MARKED[0]
+            tokenizer.add_tokens(AddedToken(text, normalized=False, special=special))
         end = header.get("tokenizer.ggml.eos_token_id")
         if end is not None:  # transformers 5.17 takes another
             tokenizer.eos_token = header["tokenizer.ggml.tokens"][end]
