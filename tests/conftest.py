@@ -51,6 +51,14 @@ TINY = dict(
     bos_token_id=1,
 )
 
+SHORT = {"original_max_position_embeddings": 32}
+ROPE = {  # kind of RoPE → its parameters, for a tiny checkpoint
+    "default": {},
+    "linear": {"factor": 2.0},
+    "yarn": {"factor": 4.0} | SHORT,
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | SHORT,
+}
+
 
 def tiny_checkpoint(folder, family="llama", **changes):
     """Save a random transformers model of a family into `folder` → that model in fp32, as the

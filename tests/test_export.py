@@ -14,7 +14,7 @@ import huggingface_hub
 import peft
 import pytest
 import torch
-from conftest import tiny_checkpoint
+from conftest import ROPE, tiny_checkpoint
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from test_weights import IDS, LISTED, bits, foreign, from_compressed_tensors, logits
@@ -279,14 +279,6 @@ def test_transformers_loads_the_merged_export(runs, tmp_path, family, quant):
 
 
 # --- other people's readers
-
-SHORT = {"original_max_position_embeddings": 32}
-ROPE = {
-    "default": {},
-    "linear": {"factor": 2.0},
-    "yarn": {"factor": 4.0} | SHORT,
-    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | SHORT,
-}
 
 
 def scaled(folder, family, kind):

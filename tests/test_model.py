@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import tiny_checkpoint
+from conftest import ROPE, tiny_checkpoint
 from test_weights import foreign
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -19,13 +19,6 @@ from ops import logprobs
 from rollout import Sampler
 from tools import weights
 
-SHORT = {"original_max_position_embeddings": 32}
-ROPE = {
-    "default": {},
-    "linear": {"factor": 2.0},
-    "yarn": {"factor": 4.0} | SHORT,
-    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | SHORT,
-}
 END = 2  # the tiny models' end token, and their padding
 
 

@@ -656,19 +656,16 @@ def test_a_checkpoint_goes_on_with_its_own_problems_only(tmp_path, tiny_chat):
         main("--resume", mine, "--steps", 2, "--task", task)
 
 
-GOLDS = "[{'prompt': str(n), %s} for n in range(40)]"
-
-
 @pytest.mark.parametrize(
     "then, now, same",
     [
-        ("'target': n", "'target': n + 1", False),
-        ("'answer': Fraction(n, 3)", "'answer': Fraction(n, 7)", False),
-        ("'answer': [n, [n]]", "'answer': [n, [0]]", False),
-        ("'check': lambda text: text", "'check': lambda text: text", True),
+        (lambda n: {"target": n}, lambda n: {"target": n + 1}, False),
+        (lambda n: {"answer": Fraction(n, 3)}, lambda n: {"answer": Fraction(n, 7)}, False),
+        (lambda n: {"answer": [n, [n]]}, lambda n: {"answer": [n, [0]]}, False),
+        (lambda n: {"check": lambda text: text}, lambda n: {"check": lambda text: text}, True),
         (
-            "'answer': {str(n), 'a', 'b'}, (1, 2): 3",
-            "'answer': {str(n), 'b', 'a'}, (1, 2): 3",
+            lambda n: {"answer": {str(n), "a", "b"}, (1, 2): 3},
+            lambda n: {"answer": {str(n), "b", "a"}, (1, 2): 3},
             True,
         ),
     ],
@@ -677,8 +674,8 @@ def test_problems_are_the_same_if_their_prompts_and_golds_are(then, now, same):
     """Whatever the gold is called. What differs from process to process, such as the address of a
     function or the order of a set, does not count."""
 
-    def hashed(golds):
-        problems = eval(GOLDS % golds, dict(Fraction=Fraction))
+    def hashed(gold):
+        problems = [{"prompt": str(n)} | gold(n) for n in range(40)]
         return launch.hash_of(Task(problems[:30], problems[30:], itemgetter("prompt"), None))
 
     assert (hashed(then) == hashed(now)) == same
@@ -921,18 +918,20 @@ def test_a_list_has_a_line_for_each_run(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "argv, drawn",
     [
-        ("show {run} nowhere", []),
-        ("plot nowhere {run}", ["run/curves.png"]),
+        ("show {run}", []),
+        ("plot {run}", ["run/curves.png"]),
         ("plot {run} {run}", ["curves.png"]),
     ],
 )
 def test_report_shows_and_plots(ended, tmp_path, monkeypatch, capsys, argv, drawn):
     """plot writes into the only run's folder, or for several into the current one. A folder without
-    a run is passed over with a note, as in `plot runs/*`."""
+    a run is refused."""
     monkeypatch.chdir(tmp_path)
     (ended / "curves.png").unlink()
+    with pytest.raises(SystemExit, match="nowhere holds no (metrics|samples).jsonl"):
+        report_command(monkeypatch, capsys, *argv.format(run=ended).split(), "nowhere")
     said = report_command(monkeypatch, capsys, *argv.format(run=ended).split())
-    assert said.err == "note: nowhere holds no run\n" * ("nowhere" in argv)
+    assert not said.err
     assert (" best " in said.out) == (not drawn)
     assert list(tmp_path.rglob("curves.png")) == [tmp_path / name for name in drawn]
     for name in drawn:

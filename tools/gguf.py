@@ -70,11 +70,11 @@ SPLITS = {
 class GGUFFile:
     """A parsed .gguf file. Its tensors stay in the mapped file until read() dequantises them.
 
-    path: the file. header: {key: value}. config: transformers' config, with a list of end tokens.
-    marked: {id: text} of the control tokens and of those that the model's makers defined. names:
-    {transformers' name: the library's ReaderTensor}, of the tensors that a model can ask for.
-    unread: the keys of names, and llama.cpp's names of all other tensors in the file. The caller
-    discards what it reads; what remains has no place in the model.
+    path: the file. reader: the library's GGUFReader. header: {key: value}. config: transformers'
+    config, with a list of end tokens. marked: {id: text} of the control tokens and of those that
+    the model's makers defined. names: {transformers' name: the library's ReaderTensor}, of the
+    tensors that a model can ask for. unread: the keys of names, and llama.cpp's names of all other
+    tensors in the file. The caller discards what it reads; what remains has no place in the model.
     """
 
     def __init__(self, path):
@@ -85,16 +85,17 @@ class GGUFFile:
 
         self.path = path
         with readable(path, "cannot be read, fetch it again"):
-            reader = parse(path)
-            self.header = {key: field.contents() for key, field in reader.fields.items()}
+            self.reader = parse(path)
+            self.header = {key: field.contents() for key, field in self.reader.fields.items()}
         parts = self.header.get("split.count", 1)
         if parts > 1:
             raise ValueError(
                 f"{path} is one part of {parts}: join them with llama-gguf-split --merge"
             )
-        stored = {tensor.name: tensor for tensor in reader.tensors}
+        stored = {tensor.name: tensor for tensor in self.reader.tensors}
         divisors = stored.pop("rope_freqs.weight", None)
-        with readable(path, "cannot be loaded, take this model's safetensors"):
+        refused = readable(path, "cannot be loaded, take this model's safetensors")
+        with self.shared_with_transformers(), refused:
             self.config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
             family = self.header["general.architecture"]  # "llama", "qwen2", "qwen3"
             self._mend_config(f"{family}.", "blk.0.attn_q.bias" in stored)
@@ -108,6 +109,24 @@ class GGUFFile:
             if found in stored:
                 self.names[name] = stored.pop(found)
         self.unread = set(self.names) | set(stored)
+
+    @contextmanager
+    def shared_with_transformers(self):
+        """Inside the block transformers gets our reader instead of parsing the file again.
+
+        Parsing takes seconds, and transformers offers no way to pass a reader, but it looks up
+        gguf.GGUFReader at each call. So the block replaces this class by a function that returns
+        our reader for any path. Hence inside the block nothing else may open a .gguf file, in
+        another thread neither.
+        """
+        import gguf
+
+        theirs = gguf.GGUFReader
+        gguf.GGUFReader = lambda path: self.reader
+        try:
+            yield
+        finally:
+            gguf.GGUFReader = theirs
 
     def _mend_config(self, prefix, biased):
         """Make `marked`, and put into the config what transformers passes over.
@@ -124,10 +143,10 @@ class GGUFFile:
         size = header.get(f"{prefix}rope.dimension_count", size)
         config.head_dim = header.get(f"{prefix}attention.key_length", size)
         sizes = dict.fromkeys(("rope.dimension_count", "attention.value_length"), config.head_dim)
+        plain = PLAIN | sizes
         for key, value in header.items():
-            plain = (PLAIN | sizes).get(key.removeprefix(prefix))
-            # a factor of 0 means none
-            if re.search("scal|dimension|value_length", key) and value not in (0, plain):
+            allowed = 0, plain.get(key.removeprefix(prefix))  # a factor of 0 means none
+            if re.search("scal|dimension|value_length", key) and value not in allowed:
                 raise ValueError(f"its {key} is {value}")
         ends = {header.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
         self.marked = {}
@@ -168,14 +187,16 @@ class GGUFFile:
         the tokenizer files of another model that lie in it.
         """
         header = self.header
-        tokenizer = PreTrainedTokenizerFast(
-            name_or_path=str(self.path.parent), gguf_file=self.path.name
-        )
+        with self.shared_with_transformers():
+            tokenizer = PreTrainedTokenizerFast(
+                name_or_path=str(self.path.parent), gguf_file=self.path.name
+            )
         # transformers 5.17 leaves most of them out, and would cut their texts into pieces
-        kinds = header.get("tokenizer.ggml.token_type")
+        added = []
         for i, text in self.marked.items():
-            special = kinds[i] == MARKED[0]
-            tokenizer.add_tokens(AddedToken(text, normalized=False, special=special))
+            special = header["tokenizer.ggml.token_type"][i] == MARKED[0]
+            added.append(AddedToken(text, normalized=False, special=special))
+        tokenizer.add_tokens(added)
         end = header.get("tokenizer.ggml.eos_token_id")
         if end is not None:  # transformers 5.17 takes another
             tokenizer.eos_token = header["tokenizer.ggml.tokens"][end]

@@ -304,11 +304,7 @@ def main(arguments):
     if command == "list":
         print(table(folders or ["runs"]))
     elif command in ("show", "plot") and folders:
-        # `plot runs/*` may name folders that hold no run. If none holds one, jsonl() says so.
-        runs = [name for name in folders if (Path(name) / "metrics.jsonl").is_file()] or folders
-        for folder in set(folders).difference(runs):
-            print(f"note: {folder} holds no run", file=sys.stderr)
-        print(show(runs) if command == "show" else plot(runs))
+        print(show(folders) if command == "show" else plot(folders))
     else:
         raise ValueError("usage: python -m tools.report show RUN…, plot RUN… or list [FOLDER]")
 
