@@ -406,7 +406,9 @@ def _forward(x, weight, bias, lora, compute_output):
 
 
 def _forward_few_rows(x, weight, bias, lora):
-    """The same on a GPU for at most FUSED_MAX rows, by the Triton kernels."""
+    """As _forward, on a GPU for at most FUSED_MAX rows. With LoRA the shrink kernel computes xa.
+    Then the main kernel computes y, or cuBLAS if the weight is Dense.
+    """
     gpu = torch.cuda.get_device_properties(x.device)
     dense = isinstance(weight, Dense)
     # A shrink kernel that starts early occupies SMs while it waits. With more than 16 rows, cuBLAS

@@ -3,6 +3,10 @@
     ids → embed → [   x + o(attention(rope(qkv(norm(x)))))
                     → x + down(swiglu(gate_up(norm(x))))   ] × layers → norm → hidden
 
+The tokens of a forward pass lie in one flat row (n,), without padding: every operation but
+attention computes a token alone, and an object of ops/attention.py says which tokens a token sees.
+The trainer packs a prompt once, followed by the answers to it; flat_row() makes that row.
+
 Sampler and trainer run this same code on the same tensors. Every projection is a frozen base in
 NVFP4 (or in bf16, with quant="bf16", or if a 4-bit checkpoint leaves it so) with a LoRA beside it;
 q, k, v are one matrix, and so are gate and up. Embeddings, lm_head, norms and biases are not
@@ -112,19 +116,17 @@ class FrozenLinear(nn.Module):
 class Where(NamedTuple):
     """Where the tokens of a forward pass are, for the attention of one layer."""
 
-    positions: torch.Tensor  # (B, T) int64
-    cos: torch.Tensor  # (B, T, Dh/2) f32, of the positions' angles
+    attend: object  # an attention.Packed or attention.Paged
+    cos: torch.Tensor  # (n, Dh/2) f32, of the angles of the tokens' positions
     sin: torch.Tensor
-    cache: "KVCache"  # None in training
     layer: int
-    decoding: bool  # T = 1: a new token reads its row's other tokens from the cache
 
 
 class Attention(nn.Module):
     def __init__(self, linear, norm, config, qkv_bias, o_bias, head_norm):
         super().__init__()
         H, Hkv, Dh = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
-        self.heads, self.head_dim = (H, Hkv), Dh
+        self.heads = H, Hkv
         q, kv, D = H * Dh, Hkv * Dh, config.hidden_size
         self.qkv_proj = linear(dict(q_proj=q, k_proj=kv, v_proj=kv), D, qkv_bias)
         self.o_proj = linear(dict(o_proj=D), q, o_bias)
@@ -133,33 +135,11 @@ class Attention(nn.Module):
         )
 
     def forward(self, h, where):
-        """h (B, T, D) → (B, T, D)."""
-        qkv = self.qkv_proj(h)
-        attend = self.decode if where.decoding else self.attend_to_rows
-        return self.o_proj(attend(qkv, where))
-
-    def decode(self, qkv, where):
-        """Attention of each row's new token (T = 1) to its cached ones and to itself."""
+        """h (n, D) → (n, D)."""
         norms = self.q_norm and (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        cos, sin, positions = where.cos[:, 0], where.sin[:, 0], where.positions[:, 0]
-        out = attention.cached_attention(
-            qkv[:, 0], norms, cos, sin, where.cache, where.layer, positions
-        )
-        return out[:, None]
-
-    def attend_to_rows(self, qkv, where):
-        """Causal attention within each row. If there is a cache, it gets the keys and values."""
-        H, Hkv = self.heads
-        qk, v = qkv.unflatten(-1, (-1, self.head_dim)).split((H + Hkv, Hkv), 2)  # (B, T, …, Dh)
-        if self.q_norm:
-            q, k = qk.split((H, Hkv), 2)
-            q = elementwise.rms_norm(q, self.q_norm.weight, self.q_norm.eps)
-            k = elementwise.rms_norm(k, self.k_norm.weight, self.q_norm.eps)
-            qk = torch.cat([q, k], 2)
-        q, k = attention.rope(qk, where.cos, where.sin).split((H, Hkv), 2)
-        if where.cache is not None:
-            where.cache.fill(where.layer, k, v)
-        return attention.causal_attention(q, k, v)
+        heads = attention.Heads(*self.heads, norms)
+        qkv = self.qkv_proj(h)
+        return self.o_proj(where.attend(qkv, heads, where.cos, where.sin, where.layer))
 
 
 class MLP(nn.Module):
@@ -180,7 +160,7 @@ class Block(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = input_norm, post_attention_norm
 
     def forward(self, x, y, where, compute_output=True):
-        """x (B, T, D) and the branch y that the next norm adds to it → both after this block."""
+        """x (n, D) and the branch y that the next norm adds to it → both after this block."""
         x, h = self.input_layernorm(x, y)
         x, h = self.post_attention_layernorm(x, self.self_attn(h, where))
         return x, self.mlp(h, compute_output)
@@ -257,34 +237,20 @@ class Decoder(nn.Module):
         inv_freq, self.rope_scale = rope_frequencies(config)
         self.register_buffer("inv_freq", inv_freq.float().to(device))
 
-    def forward(self, ids, positions):
-        """ids, positions (B, T) → hidden (B, T, D) after the final norm. Rows are independent and
-        causal, each from position 0; padding goes on the right.
+    def forward(self, ids, positions, attend):
+        """Tokens ids (n,), each at its position (n,) in its text → hidden (n, D), after the final
+        norm. attend: which tokens each of them sees, an attention.Packed or attention.Paged.
         """
-        return self._hidden(ids, positions, cache=None, decoding=False)
-
-    def prefill(self, ids, cache):
-        """Fill a KVCache with the keys and values of prompts ids (P, T), padded on the right."""
-        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        self._hidden(ids, positions, cache, decoding=False)
-
-    def decode(self, tokens, positions, cache):
-        """The newest token of each row (B,) and its position (B,) → hidden (B, D). The token's key
-        and value go into the KVCache, and it attends to all positions up to its own.
-        """
-        return self._hidden(tokens[:, None], positions[:, None], cache, decoding=True)[:, 0]
-
-    def _hidden(self, ids, positions, cache, decoding):
         # The residual stream is fp32 on a GPU too, because bf16 would round each of its sums, and
         # not always to the same number in the sampler's and the trainer's batches.
-        x = elementwise.embed(ids, self.embed_tokens)  # (B, T, D)
+        x = elementwise.embed(ids, self.embed_tokens)  # (n, D)
         y = None  # a sublayer's output; the next norm adds it to x
-        angle = positions[..., None] * self.inv_freq  # (B, T, Dh/2) f32
+        angle = positions[:, None] * self.inv_freq  # (n, Dh/2) f32
         cos, sin = angle.cos(), angle.sin()
         if self.rope_scale != 1:
             cos, sin = cos * self.rope_scale, sin * self.rope_scale
         for i, layer in enumerate(self.layers):
-            where = Where(positions, cos, sin, cache, i, decoding)
+            where = Where(attend, cos, sin, i)
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 # Use reentrant checkpointing, for two reasons. Non-reentrant checkpointing calls a
                 # hook for every tensor that autograd saves, and on a small model these hooks take
@@ -308,55 +274,66 @@ class Decoder(nn.Module):
 
     def logprobs(self, tokens, prompt_lengths, lengths, temperature):
         """(B, T) tokens → (B, T) f32 log-probability of each answer token, and entropy of its
-        distribution.
+        distribution. Rows with the same prompt share it: the model reads it once.
 
         Row b is prompt_lengths[b] prompt tokens, lengths[b] answer tokens, then padding; outside
         the answer both results are 0. Temperature divides the logits, as in sampling (0 counts as
         1). Only the log-probabilities have a gradient. No [B, T, V] tensor ever exists: see
         ops/logprobs.py.
         """
-        mask = answer_mask(tokens, prompt_lengths, lengths)
-        hidden = self(tokens, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
-        chosen = hidden[:, :-1][mask[:, 1:]]  # (n, D): the state before each answer token
-        found = logprobs.TokenLogprobs.apply(chosen, tokens[mask], self.lm_head, temperature or 1.0)
-        zeros = torch.zeros(tokens.shape, device=tokens.device)
-        return tuple(zeros.masked_scatter(mask, values) for values in found)
+        flat = flat_row(tokens, prompt_lengths, lengths)
+        ids = tokens.flatten()
+        attend = attention.Packed(flat.groups, tokens.device)
+        hidden = self(ids[flat.source], attend.positions, attend)
+        states = attention.Gather.apply(hidden, flat.before)  # (a, D), a: all answer tokens
+        targets = ids[flat.answers]
+        found = logprobs.TokenLogprobs.apply(states, targets, self.lm_head, temperature or 1.0)
+        zeros = torch.zeros(ids.shape, device=ids.device)
+        return tuple(zeros.index_copy(0, flat.answers, x).view(tokens.shape) for x in found)
 
 
-def answer_mask(tokens, prompt_lengths, lengths):
-    """(B, T) bool: an answer's tokens and end token. From lengths, because padding may be the end
-    token.
-    """
-    t = torch.arange(tokens.shape[1], device=tokens.device)
-    return (t >= prompt_lengths[:, None]) & (t < (prompt_lengths + lengths)[:, None])
+class FlatRow(NamedTuple):
+    """Rows of padded tokens (B, T) as one flat row of n tokens, in which each prompt stands once.
 
-
-class KVCache:
-    """Keys and values of `slots` sequences of `length` tokens, each (layers, slots, Hkv, length,
-    Dh).
+    An answer's last token is left out, because no token follows it.
     """
 
-    def __init__(self, model, slots, length):
-        c = model.config
-        shape = (c.num_hidden_layers, slots, c.num_key_value_heads, length, head_dim(c))
-        # zeros, not empty: a masked position has weight 0, and 0 · NaN would still be NaN
-        self.k, self.v = (
-            torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(2)
-        )
-        self.counters = torch.zeros(slots * shape[2], dtype=torch.int32, device=model.device)
-        # The sampler sets these before each call.
-        self.slots = None  # (n,) prefill: the slots to fill; decode: each row's slot
-        self.prompt_of_slot = None  # (n,) prefill: which row of k and v each slot receives
-        self.shared = None  # (B,) decode: how many positions of a prompt a row shares
-        self.leaders = None  # (B,) decode: the slot that holds those positions
-        self.pieces = None  # decode: pieces of attention.SPLIT positions in the longest row
+    source: torch.Tensor  # (n,) int64: where each flat token lies in tokens.flatten()
+    groups: list  # what attention.Packed takes
+    before: torch.Tensor  # (a,) int64: the flat token in front of each answer token
+    answers: torch.Tensor  # (a,) int64: where each answer token lies in tokens.flatten()
 
-    def fill(self, layer, k, v):
-        """Store k, v (B, T, Hkv, Dh) as positions 0 … T−1: slot slots[i] gets row
-        prompt_of_slot[i]."""
-        T = k.shape[1]
-        self.k[layer][self.slots, :, :T] = k.transpose(1, 2)[self.prompt_of_slot]
-        self.v[layer][self.slots, :, :T] = v.transpose(1, 2)[self.prompt_of_slot]
+
+def flat_row(tokens, prompt_lengths, lengths):
+    """→ FlatRow of tokens (B, T). Row b is prompt_lengths[b] tokens of a prompt, lengths[b] ≥ 1 of
+    its answer, padding.
+    """
+    T, device = tokens.shape[1], tokens.device
+    lengths = lengths.tolist()
+    source, groups, before, answers = [], [], [], []
+    end = 0  # of the flat row so far
+    for prompt, rows in rows_by_prompt(tokens, prompt_lengths).items():
+        start = rows[0] * T
+        source.append(torch.arange(start, start + len(prompt)))
+        end += len(prompt)
+        last_of_prompt = torch.tensor([end - 1])
+        for row in rows:
+            start, read = row * T + len(prompt), lengths[row] - 1
+            source.append(torch.arange(start, start + read))
+            before += [last_of_prompt, torch.arange(end, end + read)]
+            answers.append(torch.arange(start, start + read + 1))
+            end += read
+        groups.append((len(prompt), [lengths[row] - 1 for row in rows]))
+    source, before, answers = (torch.cat(part).to(device) for part in (source, before, answers))
+    return FlatRow(source, groups, before, answers)
+
+
+def rows_by_prompt(tokens, prompt_lengths):
+    """→ {a prompt, a tuple of token ids: numbers of its rows} of tokens (B, T)."""
+    rows = {}
+    for row, (ids, length) in enumerate(zip(tokens.tolist(), prompt_lengths.tolist(), strict=True)):
+        rows.setdefault(tuple(ids[:length]), []).append(row)
+    return rows
 
 
 def family(config):

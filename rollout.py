@@ -1,21 +1,32 @@
-"""The sampler: a group of answers to each prompt, and the log-probability of every token as it was
-drawn.
+"""The sampler, by continuous batching: a group of answers to each prompt, and the log-probability
+of every token as it was drawn.
 
-    waiting prompts ──► prefill: a prompt's tokens but the last, once for the rows of its group
-                        ▲                     │
-             free slots │                     ▼
-                        └── finished rows ◄── 8 steps, each one CUDA graph: last token of each row
-                                              → model → sample → write it to the Rollout → stop test
+    waiting rows ──► admit: give a row pages ──► prefill: compute a prompt's keys and values,
+         ▲           while slots and pages last           once for the rows of its group
+         │ put back: no page is free                               │
+         │                                                         ▼
+    running rows ◄── retire: ended rows ◄── decode 8 steps, each one CUDA graph: newest token of
+                     free their pages       each row → model → sample → Rollout → stop test
+
+Keys and values lie in pages of 128 positions. A row gets a page when it needs one, so memory holds
+the tokens that exist, not the longest possible answer of each row:
+
+    prompt of 300 tokens    answers of two rows      pages of row 0: A B C E
+    | page A  | page B  | C  …  | page E …           pages of row 1: A B D
+                        | D  …                       (A, B shared; C, D hold a copy of the prompt's
+                                                      last 43 positions, then the answer)
+
+A group shares the whole pages of its prompt, and each row copies the last, partial one. If no page
+is free, the youngest row is put back into the queue: its pages are freed, its answer so far stays
+in the Rollout, and later it is prefilled again and goes on.
 
 A step reads each row's newest token, which is not in the cache yet (at first the prompt's last),
 and draws the next one; so prefill draws nothing. The host replays the graph of a step 8 times, then
-reads which rows have finished, moves the other rows up and refills the free slots. A row's slot,
-position and last token are data on the GPU. So a graph depends on two numbers only, each rounded up
-to a power of two: the rows of the batch, and the pieces of 256 positions in the longest row, at
-least 4 to save captures. A row has a copy of its prompt's keys and values, but on a GPU it reads
-whole tiles of them in its group's first row, through L2. generate makes as many slots as free
-memory holds, and captures graphs as it needs them. It frees slots and graphs at the end: the update
-needs the memory, and no graph may outlive what it reads. A CPU uses no graphs.
+reads which rows have ended and moves the others up. A row's position, last token and block table
+are data on the GPU. So a graph depends on two numbers only, each rounded up to a power of two: the
+rows of the batch, and the pieces of 256 positions in the longest row, at least 4 to save captures.
+generate frees pages and graphs at its end: the update needs the memory, and no graph may outlive
+what it reads. A CPU uses no graphs.
 
 The sampler runs the model that trains, on the same tensors. So no weights are handed over, AQN's
 noise is in exactly the modules that sample, and the recorded log-probabilities are those of the
@@ -30,14 +41,14 @@ Needs: torch, tqdm; on a GPU also triton; ops/{attention,sampling}.py, model.py.
 import math
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from model import KVCache, answer_mask, head_dim
+from model import head_dim, rows_by_prompt
 from ops import attention, sampling
 from ops.sampling import launch_options, wait_for_predecessor
 
@@ -51,9 +62,9 @@ except ImportError:  # a CPU machine may lack Triton: its kernel is then never l
 
 SLOTS = 256  # most sequences that run at once
 STEPS = 8  # decode steps between the host's reads of which rows have finished
-# most prompt tokens, with padding, in one forward pass; a longer prompt is prefilled alone
-PREFILL_TOKENS = 8192
+PREFILL_TOKENS = 8192  # most in one forward pass; a longer prompt is prefilled alone
 MIN_PIECES = 4  # pieces of 256 positions that a graph covers at least: fewer graphs to capture
+CPU_PAGE = 16  # positions of a page on a CPU, which copies pages and so wants small ones
 
 
 class Rollout(NamedTuple):
@@ -78,8 +89,12 @@ class Rollout(NamedTuple):
         ]
 
     def answer_mask(self):
-        """→ (B, T) bool: where tokens are an answer's, its end token included."""
-        return answer_mask(self.tokens, self.prompt_lengths, self.lengths)
+        """→ (B, T) bool: True at an answer's tokens, its end token included. The mask compares
+        positions with lengths, not token ids: padding may have the end token's id.
+        """
+        t = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        start = self.prompt_lengths[:, None]
+        return (t >= start) & (t < start + self.lengths[:, None])
 
     def scored_by(self, model, temperature):
         """→ (B, T) f32 each: the model's log-probability of each answer token, with a gradient, and
@@ -109,18 +124,33 @@ class Rollout(NamedTuple):
             )
         )
 
+    def flat_tokens(self):
+        """→ how many tokens the trainer computes: each prompt once, each answer but its last token,
+        from which nothing is predicted."""
+        prompts = rows_by_prompt(self.tokens, self.prompt_lengths)
+        return sum(map(len, prompts)) + int((self.lengths - 1).sum())
+
     def micro_batches(self, rows, budget):
-        """Row numbers (n,) → [(k,), …], longest first: each at most `budget` padded tokens, or one
-        row.
+        """Row numbers (n,) → [(k,), …]: each at most `budget` flat tokens, or one row. A group that
+        fits into one micro-batch is not cut, so that its prompt is computed once.
         """
-        length = (self.prompt_lengths + self.lengths).tolist()
-        batches = []
-        for row in sorted(rows.tolist(), key=lambda b: (-length[b], b)):
-            if batches and (len(batches[-1]) + 1) * length[batches[-1][0]] <= budget:
+        answer_tokens = (self.lengths - 1).tolist()
+        batches, used = [], budget
+        groups = rows_by_prompt(self.tokens[rows], self.prompt_lengths[rows])
+        rows = rows.tolist()
+        for prompt, members in groups.items():
+            members = [rows[member] for member in members]
+            if used + len(prompt) + sum(answer_tokens[row] for row in members) > budget:
+                batches.append([])
+                used = 0
+            used += len(prompt)
+            for row in members:
+                if batches[-1] and used + answer_tokens[row] > budget:
+                    batches.append([])
+                    used = len(prompt)
                 batches[-1].append(row)
-            else:
-                batches.append([row])
-        return [torch.tensor(b, device=rows.device) for b in batches]
+                used += answer_tokens[row]
+        return [torch.tensor(batch, device=self.tokens.device) for batch in batches]
 
 
 class Draw(NamedTuple):
@@ -138,12 +168,12 @@ class Draw(NamedTuple):
 
 @dataclass
 class Sequence:
-    """A running answer, as the host sees it."""
+    """An answer that waits or runs, as the host sees it."""
 
     row: int  # in the Rollout
     prompt: list  # of token ids
-    slot: int  # in the KV cache
     position: int  # of its newest token; −1: the answer has ended
+    pages: list = field(default_factory=list)  # of its positions, in their order; none: it waits
 
 
 class Rows(NamedTuple):
@@ -152,19 +182,45 @@ class Rows(NamedTuple):
     """
 
     row: torch.Tensor  # in the Rollout
-    slot: torch.Tensor  # in the KV cache
     last_token: torch.Tensor  # which the model reads next
     position: torch.Tensor  # of that token; −1: the answer has ended
     number: torch.Tensor  # global number of the sequence, which fixes its random bits
-    shared_length: torch.Tensor  # positions of the prompt, which its group shares
-    shared_slot: torch.Tensor  # where the row reads those positions
+
+
+class PagePool:
+    """Which pages of the KV cache are free, and how many rows use each of the others."""
+
+    def __init__(self, pages):
+        self.free = list(range(pages))
+        self.users = [0] * pages
+
+    def take(self, count):
+        """→ a list of `count` free pages, which have one user now."""
+        pages = [self.free.pop() for _ in range(count)]
+        self.share(pages)
+        return pages
+
+    def share(self, pages):
+        """Add a user to each page."""
+        for page in pages:
+            self.users[page] += 1
+
+    def release(self, pages):
+        """Take a user from each page. A page without users is free."""
+        for page in pages:
+            self.users[page] -= 1
+            if self.users[page] == 0:
+                self.free.append(page)
 
 
 class Sampler:
-    """slots: most sequences that run at once; if a GPU's memory is short, fewer do."""
+    """slots: most sequences that run at once. pages: most pages of keys and values; None: as many
+    as are needed, or as a GPU's free memory holds.
+    """
 
-    def __init__(self, model, slots=SLOTS):
-        self.model, self.slots = model, slots
+    def __init__(self, model, slots=SLOTS, pages=None):
+        self.model, self.slots, self.pages = model, slots, pages
+        self.page_size = CPU_PAGE if model.device.type == "cpu" else attention.PAGE
         self.stats = {}  # measurements of the last call of generate
         self.loaded = set()  # steps whose kernels are loaded: (rows, greedy?, top-p?, stop tokens)
 
@@ -188,7 +244,8 @@ class Sampler:
         number of the first answer; give each rank its own, or ranks draw the same bits. progress: a
         bar's label, "" for none. top_p < 1, for evaluation only: sample from the renormalised
         nucleus (see sampling.nucleus). ValueError: an empty prompt, or one that with max_new_tokens
-        exceeds the model's context. torch.OutOfMemoryError: not even one sequence fits.
+        exceeds the model's context or all pages. torch.OutOfMemoryError: memory ran out while
+        sampling, and half of the pages do not hold the longest row.
         """
         self._check(prompts, max_new_tokens)
         rollout = self._prompts_alone(prompts, group_size, max_new_tokens)
@@ -203,32 +260,48 @@ class Sampler:
             max_new_tokens=max_new_tokens,
         )
         rows, length = rollout.tokens.shape
-        longest = length - max_new_tokens
-        prefill = max(longest, min(PREFILL_TOKENS, len(prompts) * longest))
-        slots = min(self.slots, self._room(length, prefill, top_p), rows)
-        # length: positions of a slot; prefill: most prompt tokens of a forward pass
-        self.stats = dict(slots=slots, length=length, prefill=prefill, steps=0)
-        self.stats |= dict.fromkeys(("prefill_s", "capture_s", "decode_s"), 0.0)
-        waiting = deque((row, prompts[row // group_size]) for row in range(rows))
+        slots = min(self.slots, rows)
+        row_pages = math.ceil((length - 1) / self.page_size)  # the last token is not cached
+        pages, prefill = self._room(prompts, slots, length, top_p)
+        if pages < row_pages:
+            raise ValueError(
+                f"a prompt of {length - max_new_tokens} tokens with {max_new_tokens} new ones "
+                f"needs {row_pages * self.page_size} tokens of keys and values; there is room for "
+                f"{pages * self.page_size}: shorten the prompt or lower --max-new-tokens"
+            )
+        # length: of the longest row; prefill: most tokens of a forward pass
+        self.stats = dict(slots=slots, pages=pages, length=length, prefill=prefill)
+        self.stats |= dict.fromkeys(("steps", "put_back", "prefill_s", "capture_s", "decode_s"), 0)
+        waiting = deque(
+            Sequence(row, prompt, position=len(prompt) - 1)
+            for row, prompt in enumerate(p for p in prompts for _ in range(group_size))
+        )
         with tqdm(
             total=rows, desc=progress, unit="seq", leave=False, disable=None if progress else True
         ) as bar:
-            while waiting:
-                running = []
-                try:
-                    _Batch(self, slots, rollout, draw).run(waiting, running, bar)
-                except torch.OutOfMemoryError:
-                    if slots == 1:
-                        raise
-                    slots = math.ceil(slots / 2)
-                    self.stats["slots"] = slots
-                    tqdm.write(
-                        f"out of memory while sampling: going on with {slots} sequences at a time"
-                    )
-                    _restart(running, waiting, rollout)
-                # The batch is gone. Return its memory to CUDA, or the update's tensors fragment it.
-                torch.cuda.empty_cache()
+            self._sample(waiting, rollout, draw, row_pages, bar)
         return rollout.rows(range(rows))
+
+    def _sample(self, waiting, rollout, draw, row_pages, bar):
+        """Sample the waiting rows. If memory runs out, go on with half of the pages, as long as
+        they hold the longest row, which needs row_pages.
+        """
+        while waiting:
+            running = []
+            try:
+                _Batch(self, rollout, draw).run(waiting, running, bar)
+            except torch.OutOfMemoryError:
+                if self.stats["pages"] // 2 < row_pages:
+                    raise
+                self.stats["pages"] //= 2
+                self.stats["prefill"] = max(self.stats["prefill"], self.stats["length"])
+                bar.update(_put_back_all(running, waiting, rollout, draw))
+                tqdm.write(
+                    "out of memory while sampling: going on with half of the memory for keys and "
+                    f"values, {self.stats['pages'] * self.page_size} tokens"
+                )
+            # The batch is gone. Return its memory to CUDA, or the update's tensors fragment it.
+            torch.cuda.empty_cache()
 
     def _check(self, prompts, max_new_tokens):
         context = self.model.config.max_position_embeddings
@@ -258,40 +331,67 @@ class Sampler:
             prompt_lengths=prompt_lengths.repeat_interleave(group_size),
         )
 
-    def _room(self, length, prefill, top_p):
-        """→ how many slots of `length` positions fit into free memory beside a prefill of so many
-        tokens.
+    def _room(self, prompts, slots, length, top_p):
+        """→ the pages to allocate, and the most tokens of one prefill. length: of the longest
+        prompt and answer.
         """
-        model, c = self.model, self.model.config
-        if model.device.type == "cpu":
-            return self.slots
+        needed = slots * math.ceil((length - 1) / self.page_size)
+        prefill = max(max(map(len, prompts)), min(PREFILL_TOKENS, sum(map(len, prompts))))
+        fitting = self._fitting_pages(slots, length, prefill, top_p)
+        pages = min(needed, self.pages or needed, fitting)
+        if pages < needed:  # so answers may be put back and prefilled again
+            prefill = max(length, min(PREFILL_TOKENS, slots * length))
+            pages = min(pages, self._fitting_pages(slots, length, prefill, top_p))
+        return pages, prefill
+
+    def _fitting_pages(self, slots, length, prefill, top_p):
+        """→ how many pages fit into a GPU's free memory beside all else that generate needs. A CPU
+        has no limit.
+        """
+        c = self.model.config
+        if self.model.device.type == "cpu":
+            return math.inf
         # Reserve memory for a layer's largest weight in bf16, a prefill's activations, and half a
-        # GB for the allocator's gaps. A slot takes its keys and values, and its logits twice in
-        # fp32. With top-p a logit takes up to 20 bytes.
+        # GB for the allocator's gaps. A row takes its scratch memory of attention, and its logits
+        # twice in fp32. With top-p a logit takes up to 20 bytes.
         reserved = 4 * c.hidden_size * c.intermediate_size + prefill_bytes(c, prefill) + 5e8
+        logits = (20 if top_p < 1 else 8) * c.vocab_size
+        reserved += slots * (logits + scratch_bytes(c, length))
         torch.cuda.empty_cache()  # what the allocator still holds is too fragmented to count
         free, total = torch.cuda.mem_get_info()
         allowed = total * torch.cuda.get_per_process_memory_fraction()
         free = min(free, allowed - torch.cuda.memory_reserved())
-        logits = (20 if top_p < 1 else 8) * c.vocab_size
-        return max(1, int((free - reserved) // (length * cached_bytes(c) + logits)))
+        return max(0, int((free - reserved) // (self.page_size * cached_bytes(c))))
 
 
-def _restart(running, waiting, rollout):
-    """Put running sequences back to the head of the queue and clear their answers. Their numbers
-    fix their random bits, so they draw the same tokens again.
+def _put_back_all(running, waiting, rollout, draw):
+    """After an error put the running rows back, at the head of the queue → how many had ended.
+
+    The steps before the error may have drawn tokens that the host has not read: so lengths come
+    from the Rollout.
     """
+    lengths, finished = rollout.lengths.tolist(), rollout.finished.tolist()
+    ended = 0
     for sequence in reversed(running):
-        row, prompt = sequence.row, sequence.prompt
-        waiting.appendleft((row, prompt))
-        rollout.lengths[row] = 0
-        rollout.tokens[row, len(prompt) :] = 0
-        rollout.logprobs[row] = 0
+        length = lengths[sequence.row]
+        if finished[sequence.row] or length == draw.max_new_tokens:
+            ended += 1
+            continue
+        sequence.position = len(sequence.prompt) - 1 + length
+        sequence.pages = []
+        waiting.appendleft(sequence)
+    return ended
 
 
 def cached_bytes(config):
     """→ bytes of one token's keys and values in all layers, in bf16."""
     return 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config)
+
+
+def scratch_bytes(config, length):
+    """→ bytes of a decode step's partial sums of attention, for a row of `length` tokens."""
+    pieces = _power_of_two(math.ceil(length / attention.SPLIT))
+    return 4 * pieces * config.num_attention_heads * (head_dim(config) + 2)
 
 
 def prefill_bytes(config, tokens):
@@ -307,107 +407,166 @@ def _power_of_two(n):
 
 
 class _Batch:
-    """Continuous batching: the KV cache of all slots, the rows that run in them, and the CUDA
-    graphs of their decode steps.
+    """Continuous batching: the KV cache, the rows that run, and the CUDA graphs of their decode
+    steps.
     """
 
-    def __init__(self, sampler, slots, rollout, draw):
+    def __init__(self, sampler, rollout, draw):
         self.sampler, self.model, self.stats = sampler, sampler.model, sampler.stats
-        self.slots, self.rollout, self.draw = slots, rollout, draw
-        device = self.model.device
-        self.cache = KVCache(self.model, slots, rollout.tokens.shape[1])
+        self.rollout, self.draw = rollout, draw
+        slots, pages = self.stats["slots"], self.stats["pages"]
+        self.slots = slots
+        self.page_size = sampler.page_size
+        c, device = self.model.config, self.model.device
+        self.cuda = device.type == "cuda"
+        shape = (c.num_hidden_layers, pages, c.num_key_value_heads, self.page_size, head_dim(c))
+        # zeros, not empty: a masked position has weight 0, and 0 · NaN would still be NaN
+        self.cache = attention.KVCache(
+            k=torch.zeros(shape, dtype=self.model.dtype, device=device),
+            v=torch.zeros(shape, dtype=self.model.dtype, device=device),
+            counters=torch.zeros(slots * shape[2], dtype=torch.int32, device=device),
+        )
+        self.pool = PagePool(pages)
         # The memory of Rows, a line for each field. An even width aligns every line at 16 bytes, so
         # that Triton compiles a kernel once.
         self.table = torch.zeros(
             len(Rows._fields), slots + slots % 2, dtype=torch.long, device=device
         )
         self.rows = Rows(*self.table)
-        self.cuda = device.type == "cuda"
-        self.graphs, self.pool = {}, None  # (rows, pieces) → graph; the memory that graphs share
+        self.most_pieces = math.ceil(rollout.tokens.shape[1] / attention.SPLIT)
+        blocks = math.ceil(self.most_pieces * attention.SPLIT / self.page_size)
+        self.block_table = torch.zeros(slots, blocks, dtype=torch.long, device=device)
+        self.full = 0  # rows that ran after the last admission
+        self.graphs, self.graph_memory = {}, None  # (rows, pieces) → graph; memory that they share
         self.requested = None  # (rows, pieces) at the last call of pick_graph
 
     def run(self, waiting, running, bar):
-        """Sample until every row has finished. waiting: deque of (row, prompt). running: a list of
-        Sequences, kept up to date.
+        """Sample until every row has ended. waiting: deque of Sequences. running: a list of them,
+        the oldest first, kept up to date.
         """
-        free = list(range(self.slots))
-        refill = math.ceil(self.slots / 8)  # free slots to wait for: a small prefill is slow
         while waiting or running:
-            if waiting and len(free) >= min(refill, len(waiting)):
-                new = []
-                while waiting and free:
-                    row, prompt = waiting.popleft()
-                    new.append(Sequence(row, prompt, free.pop(), position=len(prompt) - 1))
-                running += new
-                self.admit(new, running)
-            self.run_steps(running)
-            ended = [sequence.slot for sequence in running if sequence.position < 0]
-            if ended:
-                bar.update(len(ended))
-                free += ended
-                self.remove_ended(running)
+            # A small prefill is slow: wait until an eighth of the rows has ended.
+            if len(running) + min(len(waiting), math.ceil(self.full / 8)) <= self.full:
+                self.admit(waiting, running)
+            self.reserve(waiting, running)
+            self.decode(running)
+            bar.update(self.retire(running))
 
-    def admit(self, new, running):
-        """Prepare the Sequences `new`, which end the list `running`: prefill their prompts, or copy
-        the keys and values of a row of their group that runs already.
+    # --- admit: pages and prefill
+
+    def admit(self, waiting, running):
+        """Start waiting rows while slots and pages last: the first row of a group prefills its
+        prompt, the others share it.
         """
         began = time.perf_counter()
-        older, group_size = len(running) - len(new), self.draw.group_size
-        lines = []
-        for sequence in new:
-            lines.append(
-                Rows(
-                    row=sequence.row,
-                    slot=sequence.slot,
-                    last_token=sequence.prompt[-1],
-                    position=sequence.position,
-                    number=self.draw.first_sequence + sequence.row,
-                    shared_length=sequence.position,
-                    shared_slot=sequence.slot,  # share_prompts overwrites it
-                )
-            )
-        self.table[:, older : len(running)] = torch.tensor(lines, device=self.table.device).T
-        self.share_prompts(len(running))
-        cached = {sequence.row // group_size: sequence.slot for sequence in running[:older]}
-        slots_of = {}  # tokens to prefill → the slots that receive their keys and values
-        for sequence in new:
-            tokens, group = tuple(sequence.prompt[:-1]), sequence.row // group_size
-            if group in cached:
-                for x in (self.cache.k, self.cache.v):
-                    x[:, sequence.slot, :, : len(tokens)] = x[:, cached[group], :, : len(tokens)]
-            elif tokens:
-                slots_of.setdefault(tokens, []).append(sequence.slot)
-        self.prefill(slots_of)
+        older, group_size = len(running), self.draw.group_size
+        with_prompt = {sequence.row // group_size: sequence for sequence in running}
+        growing = sum(self.will_grow(sequence) for sequence in running)
+        prefills, sources, copies = [], [], []
+        while waiting and len(running) < self.slots:
+            sequence = waiting[0]
+            sibling = with_prompt.setdefault(sequence.row // group_size, sequence)
+            whole = (len(sequence.prompt) - 1) // self.page_size
+            shared = [] if sibling is sequence else sibling.pages[:whole]
+            missing = self.pages_ahead(sequence) - len(shared)
+            # Keep a free page for each row that will need more, or rows would soon be put back.
+            if running and missing + growing > len(self.pool.free):
+                break
+            waiting.popleft()
+            self.pool.share(shared)
+            sequence.pages = shared + self.pool.take(missing)
+            running.append(sequence)
+            growing += self.will_grow(sequence)
+            if sibling is sequence or sequence.position >= len(sequence.prompt):
+                prefills.append((sequence, len(shared) * self.page_size))
+            else:  # the prompt's last page, unless that is whole
+                sources += sibling.pages[whole : whole + 1]
+                copies += sequence.pages[whole : whole + 1]
+        self.full = len(running)
+        if len(running) == older:
+            return
+        self.write_rows(running, older)
+        self.prefill(prefills)
+        for x in (*self.cache.k, *self.cache.v):  # (pages, Hkv, PAGE, Dh): of each layer
+            x[copies] = x[sources]
         self.clock("prefill_s", began)
 
-    def prefill(self, slots_of):
-        """Compute keys and values of prompts and store them. slots_of: {tokens: slots}."""
-        device = self.model.device
-        prompts = sorted(slots_of, key=len)
-        while prompts:  # the longest first
-            fit = max(1, PREFILL_TOKENS // len(prompts[-1]))
-            part, prompts = prompts[-fit:], prompts[:-fit]
-            # A row overwrites each position of the padding before it reads that position.
-            width = len(part[-1])
-            ids = torch.tensor([tokens + (0,) * (width - len(tokens)) for tokens in part])
-            slots, prompt_of_slot = [], []
-            for i, tokens in enumerate(part):
-                slots += slots_of[tokens]
-                prompt_of_slot += [i] * len(slots_of[tokens])
-            self.cache.slots = torch.tensor(slots, device=device)
-            self.cache.prompt_of_slot = torch.tensor(prompt_of_slot, device=device)
-            self.model.prefill(ids.to(device), self.cache)
+    def pages_ahead(self, sequence, steps=STEPS):
+        """→ how many pages a row needs for so many steps more."""
+        most = len(sequence.prompt) + self.draw.max_new_tokens - 1
+        return math.ceil(min(sequence.position + steps, most) / self.page_size)
 
-    def share_prompts(self, size):
-        """Let all rows of a group read their prompt in the slot of the group's first running row.
-        The batch's rows are in ascending order, so searchsorted finds that row.
+    def will_grow(self, sequence):
+        """→ bool: the longest possible answer needs more pages than the row has."""
+        return self.pages_ahead(sequence, self.draw.max_new_tokens) > len(sequence.pages)
+
+    def write_rows(self, running, start):
+        """Write the running rows from number `start` on into the GPU's Rows."""
+        places = [(sequence.row, sequence.position) for sequence in running[start:]]
+        row, position = torch.tensor(places, device=self.table.device).T
+        new = Rows(
+            row=row,
+            last_token=self.rollout.tokens[row, position],
+            position=position,
+            number=self.draw.first_sequence + row,
+        )
+        self.table[:, start : len(running)] = torch.stack(new)
+
+    def prefill(self, sequences):
+        """Compute keys and values of all tokens but a row's newest. sequences: pairs (Sequence, the
+        position from which on its pages receive them: before it they are shared).
         """
-        row = self.rows.row[:size]
-        first_of_group = row // self.draw.group_size * self.draw.group_size
-        leader = torch.searchsorted(row, first_of_group)
-        self.rows.shared_slot[:size] = self.rows.slot[leader]
+        part, tokens = [], 0
+        for sequence, start in sequences:
+            if part and tokens + sequence.position > self.stats["prefill"]:
+                self.prefill_part(part)
+                part, tokens = [], 0
+            if sequence.position > 0:
+                part.append((sequence, start))
+                tokens += sequence.position
+        if part:
+            self.prefill_part(part)
 
-    def run_steps(self, running):
+    def prefill_part(self, part):
+        """One forward pass of prefill, over the texts of some sequences in one flat row."""
+        texts, token, page, offset = [], [], [], []
+        end = 0  # of the flat row so far
+        for sequence, start in part:
+            texts.append(self.rollout.tokens[sequence.row, : sequence.position])
+            position = torch.arange(start, sequence.position)
+            token.append(end + position)
+            page.append(torch.tensor(sequence.pages)[position // self.page_size])
+            offset.append(position % self.page_size)
+            end += sequence.position
+        device = self.model.device
+        places = attention.Places(*(torch.cat(x).to(device) for x in (token, page, offset)))
+        groups = [(sequence.position, []) for sequence, _ in part]
+        attend = attention.Packed(groups, device, self.cache, places)
+        self.model(torch.cat(texts), attend.positions, attend)
+
+    # --- decode
+
+    def reserve(self, waiting, running):
+        """Give each running row the pages of its next steps, the oldest row first. If too few are
+        free, put the youngest row back. The oldest never waits: all pages hold any one row.
+        """
+        i = 0
+        while i < len(running):
+            missing = self.pages_ahead(running[i]) - len(running[i].pages)
+            if missing > len(self.pool.free):
+                youngest = running.pop()
+                self.pool.release(youngest.pages)
+                youngest.pages = []
+                waiting.appendleft(youngest)
+                self.stats["put_back"] += 1
+                continue
+            running[i].pages += self.pool.take(missing)
+            i += 1
+        blocks = max(len(sequence.pages) for sequence in running)
+        table = [s.pages + [0] * (blocks - len(s.pages)) for s in running]
+        self.block_table[: len(running), :blocks] = torch.tensor(table, device=self.table.device)
+
+    def decode(self, running):
         """Draw up to 8 tokens for each running row, then copy each row's position from the GPU."""
         size, steps = len(running), 1
         if self.cuda:  # one graph for all sizes up to a power of two
@@ -415,12 +574,9 @@ class _Batch:
             newest = min(s.position - len(s.prompt) + 1 for s in running)  # the fewest tokens
             steps = min(STEPS, self.draw.max_new_tokens - newest)
         self.rows.position[len(running) :] = -1  # the graph's other rows count as ended
-        longest = max(sequence.position for sequence in running) + steps  # tokens of its slot
-        most = math.ceil(self.rollout.tokens.shape[1] / attention.SPLIT)
-        needed = (longest - 1) // attention.SPLIT + 1
-        pieces = min(most, max(MIN_PIECES, _power_of_two(needed)))
-
-        key = self.pick_graph(size, pieces)
+        longest = max(sequence.position for sequence in running) + steps
+        pieces = _power_of_two(math.ceil(longest / attention.SPLIT))
+        key = self.pick_graph(size, min(self.most_pieces, max(MIN_PIECES, pieces)))
         began = time.perf_counter()
         if self.cuda and key not in self.graphs:
             steps -= self.capture(key)
@@ -447,9 +603,9 @@ class _Batch:
             made = 1
         graph = torch.cuda.CUDAGraph()
         self.graphs[key] = graph
-        with torch.cuda.graph(graph, pool=self.pool):
+        with torch.cuda.graph(graph, pool=self.graph_memory):
             self.step(*key)
-        self.pool = graph.pool()
+        self.graph_memory = graph.pool()
         return made
 
     def pick_graph(self, size, pieces):
@@ -465,12 +621,9 @@ class _Batch:
 
     def step(self, size, pieces):
         """Draw one more token for each running row: what a graph captures."""
-        rows, draw, cache = Rows(*self.table[:, :size]), self.draw, self.cache
-        cache.slots = rows.slot
-        cache.shared = rows.shared_length
-        cache.leaders = rows.shared_slot
-        cache.pieces = pieces
-        logits = self.model.logits(self.model.decode(rows.last_token, rows.position, cache))
+        rows, draw = Rows(*self.table[:, :size]), self.draw
+        attend = attention.Paged(self.cache, self.block_table[:size], rows.position, pieces)
+        logits = self.model.logits(self.model(rows.last_token, rows.position, attend))
         if draw.top_p < 1:
             logits = sampling.nucleus(logits, draw.temperature, draw.top_p)
         index = self.rollout.lengths[rows.row]  # of the new token in its answer
@@ -479,12 +632,23 @@ class _Batch:
         )
         append(token, logprob, rows, draw, self.rollout)
 
-    def remove_ended(self, running):
-        """Move the rows that go on to the front of the batch, in their order."""
-        kept = [i for i, sequence in enumerate(running) if sequence.position >= 0]
-        running[:] = [running[i] for i in kept]
-        self.table[:, : len(kept)] = self.table[:, torch.tensor(kept, dtype=torch.long)]
-        self.share_prompts(len(kept))
+    # --- retire
+
+    def retire(self, running):
+        """Free the pages of ended rows, and move the rows that go on to the front of the batch, in
+        their order → how many have ended.
+        """
+        kept = []
+        for i, sequence in enumerate(running):
+            if sequence.position >= 0:
+                kept.append(i)
+            else:
+                self.pool.release(sequence.pages)
+        ended = len(running) - len(kept)
+        if ended:
+            running[:] = [running[i] for i in kept]
+            self.table[:, : len(kept)] = self.table[:, torch.tensor(kept, dtype=torch.long)]
+        return ended
 
     def clock(self, name, began):
         """Add the seconds since `began` to a statistic → the time now."""
@@ -514,6 +678,7 @@ def append(token, logprob, rows, draw, rollout):
             draw.stops,
             len(draw.stops),
             draw.max_new_tokens,
+            # receives the token, which the model reads next
             rows.last_token,
             # the Rollout
             rollout.tokens,

@@ -8,20 +8,23 @@ r"""Tasks: problems, a prompt for each, and a reward that a program can verify: 
 An answer scores 1 if the model ended it (finished) and if it is right:
 
     multiplication, addition    the last number in the text equals the result exactly
-    gsm8k                       its number equals the solution's. The mark is the last "####". Its
-                                line is what follows on that line or, if that has no digit, the next
-                                line that is not empty. Behind the last "=" of this line, the first
-                                number counts. Without a mark it is the number in the last
-                                \boxed{…}, else the last number in the text
+    gsm8k                       the answer's number equals the solution's. That number is in the
+                                line behind the last "####": the text that follows on the same
+                                line or, if that has no digit, the next line that is not empty.
+                                Without "####" it is in the last \boxed{…}. In both places it is
+                                the first number, behind the last "=" if there is one. Without
+                                either, it is the last number in the text
     math                        math-verify finds the last \boxed{…} equal to the solution
 
     "7 * 8 = 56."         56    "-7", "−$7", "- 7"      −7      "1,000" is 1000; "3/4", "\frac34" ¾
     "$56", "56%", "56kg"  56    "7.0", "7 m^2", "**7**"  7      "1 1/2", "5e3", "5E-1"  1½ 5000 ½
 
-A number that something changes is no answer and scores 0, because a part of it would reward a wrong
-answer: 18², 2^18, √18, 18!, 18 * 2, 5 apples + 3 apples, 10–18, 5k, 5 million, 18,5, 1'000, 1 000,
-0x12. Only ASCII digits are read, at most 40 of them. No text is evaluated as code. Judging takes a
-few milliseconds, or at most 1 s of processor time where math-verify judges.
+A number that is only a part of an expression, or is spelled in another notation, is no answer and
+scores 0, because reading the part alone would reward a wrong answer: 18², 2^18, √18, 18!, 18 * 2,
+5 apples + 3 apples, 10–18, 5k, 5 million, 18,5, 1'000, 1 000, 0x12. Only ASCII digits are read, at
+most 40 before the point and 40 behind it, or 20 in each part of a fraction. No text is evaluated as
+code. Judging takes a few milliseconds, or at most 1 s of processor time for each comparison that
+math-verify makes.
 
 math-verify leaves out some parts of a formula, so tasks.py decides about these: a base (52_8),
 dots, a prime or a word such as "million" must be the same in both texts; 5\% is 1/20; (1, 2) is
@@ -431,7 +434,7 @@ def hold_out(task, count, source, operands=None, gold=None):
 
 
 def _asked(prompt):
-    """→ a prompt without what does not make it another: the amount of blanks, and case."""
+    """→ a prompt's key. Prompts that differ only in case or in the amount of blanks share a key."""
     return " ".join(str(prompt).split()).casefold()
 
 

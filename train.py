@@ -83,7 +83,7 @@ def train(config, model, environment, sampler, run):
             sigma = noise_level(config, step)
             with aqn.noisy_norms(model, sigma, config.seed, step):
                 batch = collect(config, sampler, environment, step, run.drawn)
-                if step % 10 == 0:  # it costs a few forward passes
+                if step % 10 == 0:  # rarely: measuring the mismatch costs a few forward passes
                     batch.stats["mismatch"] = mismatch(config, model, batch.rollout)
             advantages = advantages_of(config, batch.rewards)  # (B,)
             lr = learning_rate(config, step)
@@ -248,8 +248,9 @@ def batch_of(problems, config, start, count):
 def update(config, model, optimizer, rollout, advantages):
     """Make --updates-per-step optimizer steps on one rollout (TRL's num_iterations).
 
-    → measurements: grad_norm and clip_fraction of the last one, all others of the first.
-    advantages: (B,).
+    → measurements. grad_norm and clip_fraction are the last step's, update_s and update_tok_s cover
+    all steps, the others are the first step's. skipped is set only if the last step's loss or
+    gradient is not finite. advantages: (B,).
     """
     began = time.perf_counter()
     # None: the trainer's own log-probabilities before the first update
@@ -265,7 +266,7 @@ def update(config, model, optimizer, rollout, advantages):
         stats["clip_fraction"] = means["clip_fraction"]
         tokens += sums["run_tokens"]
         if sums["rows"] == 0:
-            break  # no gradient: only AdamW's momentum would act
+            break  # no gradient: AdamW would apply only its momentum and weight decay
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
         stats["grad_norm"] = norm
         if not math.isfinite(norm + sums["loss"]):
@@ -297,7 +298,7 @@ def backward(config, model, rollout, advantages, old=None):
     rows = torch.nonzero(runs)[:, 0]
 
     logprobs = torch.zeros_like(rollout.logprobs)
-    names = "tokens", "entropy", "kl_noise", "clip_fraction", "kl_reference", "run_tokens", "loss"
+    names = "tokens entropy kl_noise clip_fraction kl_reference run_tokens flat_tokens loss".split()
     sums = dict.fromkeys(names, 0.0)
     for micro in rollout.micro_batches(rows, config.micro_tokens):
         part = rollout.rows(micro)
@@ -349,6 +350,7 @@ def loss_of(config, model, part, advantages, old, normalizer):
             clip_fraction=clipped,
             kl_reference=(logprobs - reference).sum(),  # k1; outside of answers both are 0
             run_tokens=(part.prompt_lengths + part.lengths).sum(),
+            flat_tokens=torch.tensor(part.flat_tokens()),
             loss=loss.detach(),
         )
     return loss, logprobs, measured

@@ -106,11 +106,11 @@ def whole(model, slots):
     }
 
 
-def sample_whole(sampler, prompts=32, samples=16, mean=600, limit=2048):
-    """Sample a whole rollout twice, as the first compiles → prompts, second Rollout, seconds.
+def sample_whole(sampler, prompts=32, samples=16, mean=600, limit=2048, prompt_length=None):
+    """Sample a whole rollout → prompts, Rollout, seconds. One of short answers compiles before it.
 
-    Prompts have 50 to 340 tokens. Random weights draw nearly uniformly: with V / μ stop tokens,
-    lengths are geometric, cut off at the limit, with mean μ (1 − exp(−limit / μ)).
+    Prompts have 50 to 340 tokens, or all prompt_length. Random weights draw nearly uniformly: with
+    V / μ stop tokens, lengths are geometric, cut off at the limit, with mean μ (1 − exp(−limit/μ)).
     """
     V = sampler.model.config.vocab_size
     mu = mean
@@ -119,11 +119,13 @@ def sample_whole(sampler, prompts=32, samples=16, mean=600, limit=2048):
     stops = torch.randperm(V)[: round(V / mu)].tolist()
     asked = []
     for i in range(prompts):
-        asked += common.random_prompts(sampler.model, 1, 50 + 300 * i // prompts)
-    for _ in range(2):
-        began = common.clock()
-        done = sampler.generate(asked, samples, limit, 1.0, stops, seed=0, step=1)
-        seconds = common.clock() - began
+        length = prompt_length or 50 + 300 * i // prompts
+        asked += common.random_prompts(sampler.model, 1, length)
+    # one token of 40 ends an answer, so slowly that the graphs of all sizes are captured
+    sampler.generate(asked, samples, min(limit, 512), 1.0, range(0, V, 40), seed=0, step=0)
+    began = common.clock()
+    done = sampler.generate(asked, samples, limit, 1.0, stops, seed=0, step=1)
+    seconds = common.clock() - began
     return asked, done, seconds
 
 

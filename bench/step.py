@@ -1,12 +1,15 @@
 """Whole GRPO steps of train.py on random weights: python -m bench.step --out FILE.jsonl
 
---prompts × --samples answers of --new tokens, then the update with random advantages and gradient
-checkpointing. The first of --steps compiles. --memory-gb caps the allocator, in 1e9 bytes.
+--prompts × --samples answers of --new tokens, then the update with random advantages. Each layer is
+recomputed in backward unless --no-recompute is given. The first of --steps compiles. --memory-gb
+caps the allocator, in 1e9 bytes.
 torchrun --nproc-per-node N -m bench.step … gives each rank that many; the rates are those of all
 ranks.
 
 Needs: common.py; rollout.py, train.py, tools/{memory,optimizer,ranks,run}.py.
 """
+
+import argparse
 
 import torch
 
@@ -23,6 +26,7 @@ def parse(arguments=None):
     sizes = dict(prompts=8, samples=8, prompt_length=128, new=1024, micro_tokens=2560, rank=32)
     parser = common.flags(__doc__, model_shape="7b", **sizes, steps=2, memory_gb=0.0)
     parser.add_argument("--quant", nargs="+", choices=common.QUANT, default=common.QUANT)
+    parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=True)
     return parser.parse_args(arguments)
 
 
@@ -52,14 +56,29 @@ def measure(args, quant, records):
     length = args.prompt_length + args.new
     for number in range(args.steps):
         ranks.all_sum(torch.zeros(1))  # a barrier: all ranks start together
+        common.forget_peak()
         began = common.clock()
         how = dict(temperature=1.0, stop_ids=[], seed=0, step=number, first_sequence=rank * rows)
         sampled = sampler.generate(prompts, args.samples, args.new, **how)
         rollout_s = common.clock() - began
+        rollout_peak_gb = peak_memory_gb()
+        common.forget_peak()
         update_s = update(sampled)
-        slots, prefill = sampler.stats["slots"], sampler.stats["prefill"]
-        tokens = config.micro_tokens
-        plan = memory.plan(model.config, quant, args.rank, slots, length, tokens, prefill=prefill)
+        stats = sampler.stats
+        answers, tokens = largest_micro_batch(args, config.micro_tokens)
+        plan = memory.plan(
+            model.config,
+            quant,
+            args.rank,
+            stats["slots"],
+            length,
+            tokens,
+            args.recompute,
+            stats["prefill"],
+            stats["pages"],
+            answers * args.prompt_length,
+        )
+        fixed = plan.weights + plan.adapter
         asked = ("prompts", "samples", "prompt_length", "new", "rank")
         records.append(
             {name: getattr(args, name) for name in asked}
@@ -70,16 +89,33 @@ def measure(args, quant, records):
                 "micro_tokens": config.micro_tokens,
                 "cap_gb": args.memory_gb,
                 "step": number,
-                "slots": slots,
+                "slots": stats["slots"],
+                "pages": stats["pages"],
+                "prefill": stats["prefill"],
+                "recompute": args.recompute,
                 "rollout_s": rollout_s,
                 "rollout_tok_s": count * rows * args.new / rollout_s,
                 "update_s": update_s,
                 "update_tok_s": count * rows * length / update_s,
                 "step_s": rollout_s + update_s,
-                "peak_gb": peak_memory_gb(),
+                "rollout_peak_gb": rollout_peak_gb,
+                "rollout_planned_gb": (fixed + plan.rollout) / 1e9,
+                "update_peak_gb": peak_memory_gb(),
+                "update_planned_gb": (fixed + plan.update) / 1e9,
+                "peak_gb": max(rollout_peak_gb, peak_memory_gb()),
                 "planned_gb": plan.peak / 1e9,
             }
         )
+
+
+def largest_micro_batch(args, budget):
+    """→ its answers and its flat tokens: as many whole groups as fit, or a part of one."""
+    whole = args.prompt_length + args.samples * args.new
+    groups = min(args.prompts, budget // whole)
+    if groups:
+        return groups * args.samples, groups * whole
+    answers = (budget - args.prompt_length) // args.new
+    return answers, args.prompt_length + answers * args.new
 
 
 def updater(args, quant, model):
@@ -92,9 +128,9 @@ def updater(args, quant, model):
         lr=1e-6,
         max_new_tokens=args.new,
         micro_tokens=max(args.micro_tokens, args.prompt_length + args.new),
-        gradient_checkpointing=True,
+        gradient_checkpointing=args.recompute,
     )
-    model.gradient_checkpointing = True
+    model.gradient_checkpointing = args.recompute
     optimizer = adamw(config, model)
     advantages = torch.randn(args.prompts * args.samples, device=common.DEVICE)
 

@@ -9,8 +9,11 @@ process of its own.
 decode: 8, 64 and 256 rows, of which 16 share a prompt of 936 tokens; 128 tokens are timed, without
     prefill; the median of 3. Ours is the sampler's decode_s. vLLM's is the time of 8 + 128 tokens
     less that of 8, both with cached prompts.
-whole: the rollout of `bench.rollout --whole`, prefill included, the second of two. Chance decides
-    where random weights end an answer, so vLLM is told to make the lengths that ours drew.
+whole: the rollout of `bench.rollout --whole`, prefill included, after one of short answers. Chance
+    decides where random weights end an answer, so vLLM is told to make the lengths that ours drew.
+    Long answers: --prompts 16 --prompt-length 128 --mean 1800 --limit 8192.
+
+--memory-gb caps both, in 1e9 bytes: the allocator of ours, gpu_memory_utilization of vLLM.
 
 A mode of vLLM is WEIGHTS/COMPILE/PROCESSES. COMPILE none: full CUDA graphs of decode steps, no
 torch.compile; default: vLLM's own. PROCESSES 2 is vLLM's default; 1 puts its engine into the
@@ -78,11 +81,14 @@ def main(arguments=None):
     from tools import memory
 
     python = shlex.quote(sys.executable)
-    parser = common.flags(__doc__, model_shape="7b")
+    sizes = dict(prompts=32, prompt_length=0, mean=600, limit=2048)
+    parser = common.flags(__doc__, model_shape="7b", **sizes, memory_gb=0.0)
     parser.set_defaults(out="vllm.jsonl")
     parser.add_argument(
         "--vllm", default=python, help="command that starts a Python which has vllm"
     )
+    parser.add_argument("--once", action="store_true", help="ours before vLLM only")
+    parser.add_argument("--batches", type=int, nargs="*", default=BATCHES, help="rows of decode")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=[*MODES[:4], "bf16/none/1"])
     args = parser.parse_args(arguments)
     probe = "import importlib.util as u, sys; sys.exit(not u.find_spec('vllm'))"
@@ -93,13 +99,15 @@ def main(arguments=None):
         )
     card = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
     info = {"run": time.strftime("%F %T"), "shape": args.model_shape, "card": card}
+    info |= {name: getattr(args, name) for name in (*sizes, "memory_gb", "batches")}
     info |= common.conditions()
     records = common.Records(args.out, info)
     out = Path(args.out).resolve()
     ours = list(dict.fromkeys(f"ours/{mode.split('/')[0]}" for mode in args.modes))
     with tempfile.TemporaryDirectory() as folder, open(f"{out}.log", "ab") as log:
         write_configs(Path(folder), memory.config(args.model_shape))
-        for part in [*ours, *(f"vllm/{mode}" for mode in args.modes), *ours]:
+        parts = [*ours, *(f"vllm/{mode}" for mode in args.modes)]
+        for part in parts if args.once else [*parts, *ours]:
             print(part, flush=True)
             job = {"part": part, "info": info | {"part": part}, "folder": folder}
             job |= {"out": str(out), "skip": log.seek(0, os.SEEK_END)}
@@ -163,27 +171,37 @@ def run_ours(job):
 
     import lora
     from bench import common, rollout
+    from tools.run import peak_memory_gb
 
     weights = job.part.split("/")[1]
-    folder = Path(job.folder)
+    folder, asked = Path(job.folder), job.info
+    share = 0.85  # of the card's memory: vLLM's, without a cap
+    if asked["memory_gb"]:
+        _, total = torch.cuda.mem_get_info()
+        share = asked["memory_gb"] * 1e9 / total
+        torch.cuda.set_per_process_memory_fraction(share)
     torch.manual_seed(0)  # the second turn repeats the first: weights, prompts, lengths
     model = common.random_model(job.info["shape"], weights)
     if not (folder / "adapter").exists():
         lora.save_adapter(model, folder / "adapter")  # vLLM loads the same one
-    for batch in BATCHES:
+    for batch in asked["batches"]:
         turn = rollout.decoding(model, batch, GROUP, PROMPT + NEW // 2, NEW)
         turn()  # compiles the kernels
         save(job, batch, batch * NEW, [turn()["decode_s"] for _ in range(REPEATS)])
-    asked, done, seconds = rollout.sample_whole(rollout.Sampler(model))
+    sampler = rollout.Sampler(model)
+    sizes = {name: asked[name] for name in ("prompts", "mean", "limit", "prompt_length")}
+    prompts, done, seconds = rollout.sample_whole(sampler, samples=GROUP, **sizes)
     lengths = done.lengths.tolist()
+    job.info |= {"stats": dict(sampler.stats), "peak_gb": peak_memory_gb()}
     save(job, "whole", sum(lengths), [seconds], lengths)
-    drawn = {"prompts": [len(prompt) for prompt in asked], "lengths": lengths}
+    drawn = {"prompts": [len(prompt) for prompt in prompts], "lengths": lengths, "share": share}
     (folder / f"{weights}.json").write_text(json.dumps(drawn))
 
 
 def run_vllm(job):
     _, weights, compiled, processes = job.part.split("/")
-    engine = Engine(job, weights, compiled, processes)
+    drawn = json.loads(Path(job.folder, f"{weights}.json").read_text())
+    engine = Engine(job, weights, compiled, processes, drawn["share"])
     said = printed(job.out, job.skip)
     kernel = re.search(r"Using (\w+) for NVFP4 GEMM", said)
     attention = re.search(r"Using (\S+) attention backend", said)
@@ -192,7 +210,7 @@ def run_vllm(job):
         "kernel": kernel and kernel[1],  # None with bf16
         "attention": attention and attention[1],
     }
-    for batch in BATCHES:
+    for batch in job.info["batches"]:
         group = min(batch, GROUP)
         rows = engine.prompts([PROMPT] * (batch // group), group)
         for _ in range(2):  # fill the prefix cache, then compile what reads it
@@ -202,18 +220,17 @@ def run_vllm(job):
             short = engine.seconds(rows, [WARM] * batch)
             times.append(engine.seconds(rows, [WARM + NEW] * batch) - short)
         save(job, batch, batch * NEW, times)
-    drawn = json.loads(Path(job.folder, f"{weights}.json").read_text())
     lengths = drawn["lengths"]
-    for _ in range(2):  # other prompts each time, so no prefix is cached
+    for most in (64, max(lengths)):  # other prompts each time, so no prefix is cached
         rows = engine.prompts(drawn["prompts"], len(lengths) // len(drawn["prompts"]))
-        seconds = engine.seconds(rows, lengths)
+        seconds = engine.seconds(rows, [min(n, most) for n in lengths])
     save(job, "whole", sum(lengths), [seconds], lengths)
 
 
 class Engine:
     """vLLM with random weights and our adapter."""
 
-    def __init__(self, job, weights, compiled, processes):
+    def __init__(self, job, weights, compiled, processes, share):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if processes == "2" else "0"
         os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         import vllm
@@ -233,9 +250,9 @@ class Engine:
             skip_tokenizer_init=True,
             dtype="bfloat16",
             generation_config="vllm",
-            max_model_len=4096,
+            max_model_len=job.info["limit"] + 2048,
             max_num_seqs=SLOTS,
-            gpu_memory_utilization=0.85,
+            gpu_memory_utilization=share,
             enable_prefix_caching=True,
             enable_lora=True,
             max_lora_rank=32,

@@ -1,17 +1,25 @@
-"""Rotary positions and attention: causal over whole prompts, and one token against a KV cache.
+"""Rotary positions and attention: among the tokens of a flat row, and of one token with its pages.
 
     RoPE       rotate the pair (i, i + Dh/2) of each head by the angle position · θ_i
-    attention  softmax(q @ k.T / √Dh) @ v, where a token sees itself and earlier tokens of its row
+    attention  softmax(q @ k.T / √Dh) @ v, where a token sees itself and earlier tokens of its text
     GQA        the H query heads share Hkv key heads: query head h reads key head h // (H / Hkv)
 
 RoPE (rotary position embedding) is arXiv 2104.09864, GQA (grouped-query attention) 2305.13245. On a
-CPU plain torch lines compute each result, and they are its definition. On a GPU Triton kernels
-compute the same, but causal attention is torch's on both. rope has a gradient, also by its kernel;
-cached_attention has none, because only the sampler calls it.
+CPU plain torch lines compute each result, and they are its definition.
 
-How a GPU computes cached_attention. A decode step has one query per row, so it takes as long as the
-cached keys and values take to load. A few rows with long caches must still occupy all SMs. So a
-row's cached positions are split into pieces of 256 (split-KV, "flash decoding"):
+A forward pass has its tokens in one flat row, without padding. Two objects say which tokens a token
+sees; a layer calls them with its qkv:
+
+    Packed     training and prefill. A prompt stands once, its answers follow it:
+                   | prompt 0 | answer | answer | prompt 1 | answer | …
+               An answer sees its prompt and itself. Prompts and other answers are independent.
+    Paged      a decode step: one new token for each running row. It sees the row's earlier tokens,
+               whose keys and values lie in pages of the KV cache. A block table lists a row's pages
+               (vLLM's PagedAttention, arXiv 2309.06180), so rows may share the pages of a prompt.
+
+How a GPU computes Paged. A decode step has one query per row, so it takes as long as the cached
+keys and values take to load. A few rows with long caches must still occupy all SMs. So a row's
+cached positions are split into pieces of 256 (split-KV, "flash decoding"), which are two pages:
 
     a CTA (program, in Triton's words) computes one piece of one row, for one key head and all
     query heads that share it, so that it loads keys and values once for all of them;
@@ -21,19 +29,22 @@ row's cached positions are split into pieces of 256 (split-KV, "flash decoding")
 The kernel reads each row's length from GPU memory, so one CUDA graph serves all lengths up to the
 pieces that it was captured for. A piece's size is fixed, so only the number of rows, which chooses
 the tile, can change a row's bits. The kernel computes scores.T = K @ q.T: a tensor core's tile has
-at least 16 rows, which keys fill, but only 8 columns, which suit few queries. Rows of one group
-have the same prompt. They load whole tiles of it from the slot of the group's first row, so L2
-serves all of them.
+at least 16 rows, which keys fill, but only 8 columns, which suit few queries. Pages that several
+rows share are loaded from memory once, because L2 serves the other rows.
 
 PDL (programmatic dependent launch, from Hopper on): the GPU starts a kernel while its predecessor
-still runs. The kernel loads what no recent kernel writes (in cached_attention: positions, slots,
-cos, sin, older keys and values), waits for its predecessor, and then allows its successor to start.
+still runs. The kernel of Paged loads what no recent kernel writes (positions, block table, cos,
+sin, older keys and values), waits for its predecessor, and then allows its successor to start.
 
 Left out: sliding windows, attention biases. Needs: torch; on a GPU also triton.
 """
 
+import inspect
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
 
 try:
     import triton
@@ -47,10 +58,11 @@ except ImportError:  # a CPU needs no Triton: these two only let Python define t
         return kernel or jit
 
 
-SPLIT = 256  # cached positions of one piece: what one CTA of the attention reads
-# Use PyTorch's own attention kernels: cuDNN plans its attention anew for each shape, which takes
-# longer than the attention of an update.
-torch.backends.cuda.enable_cudnn_sdp(False)
+PAGE = 128  # positions of one page of the KV cache on a GPU
+SPLIT = 2 * PAGE  # cached positions of one piece: what one CTA of the attention reads
+CAUSAL = {"window_size": (-1, 0)}  # of varlen_attn, aligned at the end: queries are the last keys
+if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 needs no flag
+    CAUSAL["enable_gqa"] = True
 
 
 def launch_options(x):
@@ -82,14 +94,14 @@ def rope(x, cos, sin):
     """Rotary position embedding: rotate the pair (i, i + Dh/2) of each head by its position's i-th
     angle, in fp32 → x's shape and dtype.
 
-    x (…, H, Dh), on a GPU (B, T, H, Dh), which may be a strided part of qkv. cos, sin (…, Dh/2)
-    f32: of the angles, the same for all heads of a token; contiguous on a GPU.
+    x (n, H, Dh), which may be a strided part of qkv. cos, sin (n, Dh/2) f32: of the angles, the
+    same for all heads of a token; contiguous on a GPU.
     """
     if x.is_cuda:
         return Rope.apply(x, cos, sin)
     x1, x2 = x.float().chunk(2, -1)
-    cos = cos[..., None, :]  # (…, 1, Dh/2)
-    sin = sin[..., None, :]
+    cos = cos[:, None]  # (n, 1, Dh/2)
+    sin = sin[:, None]
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1).to(x.dtype)
 
 
@@ -108,12 +120,12 @@ class Rope(torch.autograd.Function):
 
 def _rope(x, cos, sin, sign):
     """Launch the kernel. sign: 1.0 rotates by the angles, −1.0 by the opposite ones."""
-    B, T, H, Dh = x.shape
+    n, H, Dh = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _rope_kernel[T, B](
+    _rope_kernel[n,](
         x,
-        *x.stride()[:3],
+        *x.stride()[:2],
         cos,
         sin,
         sign,
@@ -124,181 +136,6 @@ def _rope(x, cos, sin, sign):
         HALF=triton.next_power_of_2(Dh // 2),
         num_warps=8,
         **launch_options(x),
-    )
-    return out
-
-
-@jit(do_not_specialize=["sign"])
-def _rope_kernel(
-    # x and its strides
-    x,
-    row_stride,
-    token_stride,
-    head_stride,
-    # the rotation
-    cos,
-    sin,
-    sign,
-    # the result, contiguous
-    out,
-    # sizes
-    H,
-    # meta
-    DH: constexpr,
-    ROWS: constexpr,
-    HALF: constexpr,
-    PDL: constexpr,
-):
-    """Grid (T, B): a CTA rotates all heads of one token, as two tiles (ROWS, HALF) of the first and
-    the second half of each head. ROWS and HALF are H and Dh/2 rounded up to a power of two; the
-    masks exclude what lies past H and Dh/2.
-    """
-    wait_for_predecessor(PDL)  # the qkv product before writes x
-    t = tl.program_id(0)
-    b = tl.program_id(1)
-    token = b.to(tl.int64) * tl.num_programs(0) + t
-    h = tl.arange(0, ROWS)[:, None]
-    d = tl.arange(0, HALF)[None, :]
-    c = tl.load(cos + token * (DH // 2) + d, mask=d < DH // 2, other=0.0)  # (1, HALF)
-    s = tl.load(sin + token * (DH // 2) + d, mask=d < DH // 2, other=0.0) * sign
-    x += b.to(tl.int64) * row_stride + t.to(tl.int64) * token_stride
-    mask = (h < H) & (d < DH // 2)
-    x1 = tl.load(x + h * head_stride + d, mask=mask, other=0.0).to(tl.float32)
-    x2 = tl.load(x + h * head_stride + d + DH // 2, mask=mask, other=0.0).to(tl.float32)
-    out += token * H * DH + h * DH + d
-    tl.store(out, (x1 * c - x2 * s).to(out.dtype.element_ty), mask=mask)
-    tl.store(out + DH // 2, (x2 * c + x1 * s).to(out.dtype.element_ty), mask=mask)
-
-
-# --- attention over whole prompts
-
-
-def causal_attention(q, k, v):
-    """Each token attends to itself and to earlier tokens of its row.
-
-    q (B, T, H, Dh), k, v (B, T, Hkv, Dh) → (B, T, H·Dh) in q's dtype. Rows are padded on the right,
-    so the causal mask also hides the padding from every real token; results in the padding are
-    meaningless.
-    """
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, Dh)
-    out = F.scaled_dot_product_attention(
-        q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-    )
-    return out.transpose(1, 2).flatten(2)
-
-
-# --- attention of a decode step
-
-
-def _rms_norm(x, weight, eps):
-    """x (…, D) / rms(x) · weight (D,) f32, computed in fp32 → (…, D) in x's dtype.
-
-    A copy of elementwise.rms_norm, because this file stands alone.
-    """
-    return torch.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)
-
-
-def cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
-    """Attention of a decode step, for one new token per row: normalize and rotate its q and k,
-    write k and v to the cache, attend to positions 0 … positions[b] → (B, H·Dh) in qkv's dtype.
-
-    qkv (B, (H + 2·Hkv)·Dh): the projection's output, all heads of q, then of k, then of v.
-    head_norms: (q's weight (Dh,) f32, k's weight, eps) for Qwen3, which normalizes each head of q
-    and k, or None. cos, sin (B, Dh/2) f32. layer: int. positions (B,) int64: of the new tokens; −1
-    marks a finished row, whose result is undefined and whose keys and values are not written.
-
-    cache: a model.KVCache; k[layer] and v[layer] are (slots, Hkv, length, Dh). Row b is cached in
-    slot cache.slots[b]. Its first cache.shared[b] positions hold the same in slot cache.leaders[b],
-    where a GPU reads whole tiles of them. A GPU loads older keys and values before the PDL wait, so
-    the kernel before this one must not write them.
-    """
-    if qkv.is_cuda:
-        return _cached_attention(qkv, head_norms, cos, sin, cache, layer, positions)
-    k_cache = cache.k[layer]
-    v_cache = cache.v[layer]
-    slots = cache.slots
-    Hkv, _, Dh = k_cache.shape[1:]
-    q, k, v = qkv.unflatten(-1, (-1, Dh)).tensor_split((-2 * Hkv, -Hkv), 1)  # (B, heads, Dh)
-    if head_norms:
-        q_weight, k_weight, eps = head_norms
-        q = _rms_norm(q, q_weight, eps)
-        k = _rms_norm(k, k_weight, eps)
-    q = rope(q, cos, sin)
-    k = rope(k, cos, sin)
-    running = (positions >= 0).nonzero()[:, 0]  # numbers of the rows that have not finished
-    k_cache[slots[running], :, positions[running]] = k[running]
-    v_cache[slots[running], :, positions[running]] = v[running]
-    longest = int(positions.max()) + 1
-    visible = torch.arange(longest, device=q.device) <= positions[:, None]  # (B, longest)
-    # Query heads that share a key head become queries of that head, (B, Hkv, H/Hkv, Dh), so that
-    # keys and values are read once.
-    out = F.scaled_dot_product_attention(
-        q.unflatten(1, (Hkv, -1)),
-        k_cache[slots, :, :longest],
-        v_cache[slots, :, :longest],
-        attn_mask=visible[:, None, None],
-    )
-    return out.flatten(1)
-
-
-def _cached_attention(qkv, head_norms, cos, sin, cache, layer, positions):
-    """Launch the kernel. cache.pieces: the pieces of the longest row, or more. cache.counters (≥
-    B·Hkv,) int32: how many pieces of a row and key head are done; 0 before and after a call.
-    """
-    pieces = cache.pieces
-    B, width = qkv.shape
-    _, Hkv, length, Dh = cache.k[layer].shape
-    H = width // Dh - 2 * Hkv
-    q_weight, k_weight, eps = head_norms or (None, None, 0.0)
-    out = qkv.new_empty(B, H * Dh)
-    # Scratch memory for rows of several pieces. With p = 2^(score − the piece's largest score):
-    # each piece's Σ p·v; its largest score in line 0 and Σ p in line 1.
-    sums = qkv.new_empty(B, Hkv, pieces, H // Hkv, Dh, dtype=torch.float32)
-    maxima = qkv.new_empty(B, Hkv, pieces, 2, H // Hkv, dtype=torch.float32)
-    assert cache.counters.numel() >= B * Hkv and pieces * SPLIT < length + SPLIT
-    # Few rows: large tiles, so that a CTA loads its piece at once. Many rows: small tiles, so that
-    # several CTAs share an SM.
-    few = 4 * B * Hkv <= 132  # at 4 pieces a row, no more CTAs than an H100 has SMs
-    if qkv.is_cuda:
-        few &= (
-            torch.cuda.get_device_properties(qkv.device).shared_memory_per_block_optin > 200 * 2**10
-        )
-    half = max(16, triton.next_power_of_2(Dh) // 2)
-    scale = Dh**-0.5 * 1.4426950408889634  # times log2(e), because the kernel uses exp2
-    _attention_kernel[Hkv, pieces, B](
-        # the new tokens
-        qkv,
-        q_weight,
-        k_weight,
-        eps,
-        cos,
-        sin,
-        # the cache
-        cache.k[layer],
-        cache.v[layer],
-        cache.slots,
-        cache.leaders,
-        cache.shared,
-        positions,
-        # results and scratch
-        out,
-        sums,
-        maxima,
-        cache.counters,
-        # sizes
-        length,
-        scale,
-        H,
-        # meta
-        DH=Dh,
-        REP=H // Hkv,
-        SPLIT=SPLIT,
-        TILE=min((8192 if few else 2048) // half, SPLIT),
-        ROWS=max(8, triton.next_power_of_2(H // Hkv)),
-        HALF=half,
-        num_warps=4 if few else 2,
-        num_stages=3,
-        **launch_options(qkv),
     )
     return out
 
@@ -321,7 +158,287 @@ def _rotated(x, at, mask, weight, d, in_d, cos, sin, eps, DH: constexpr):
     return first, second
 
 
-@jit(do_not_specialize=["length"])
+@jit(do_not_specialize=["sign"])
+def _rope_kernel(
+    # x and its strides
+    x,
+    token_stride,
+    head_stride,
+    # the rotation
+    cos,
+    sin,
+    sign,
+    # the result, contiguous
+    out,
+    # sizes
+    H,
+    # meta
+    DH: constexpr,
+    ROWS: constexpr,
+    HALF: constexpr,
+    PDL: constexpr,
+):
+    """Grid (n,): a CTA rotates all heads of one token, as two tiles (ROWS, HALF) of the first and
+    the second half of each head. ROWS and HALF are H and Dh/2 rounded up to a power of two; the
+    masks exclude what lies past H and Dh/2.
+    """
+    wait_for_predecessor(PDL)  # the qkv product before writes x
+    token = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, ROWS)[:, None]
+    d = tl.arange(0, HALF)[None, :]
+    c = tl.load(cos + token * (DH // 2) + d, mask=d < DH // 2, other=0.0)  # (1, HALF)
+    s = tl.load(sin + token * (DH // 2) + d, mask=d < DH // 2, other=0.0) * sign
+    x += token * token_stride
+    mask = (h < H) & (d < DH // 2)
+    first, second = _rotated(x, h * head_stride + d, mask, None, d, None, c, s, 0.0, DH)
+    out += token * H * DH + h * DH + d
+    tl.store(out, first, mask=mask)
+    tl.store(out + DH // 2, second, mask=mask)
+
+
+# --- attention of a flat row
+
+
+class Heads(NamedTuple):
+    """What a layer's attention must know of its heads."""
+
+    query: int  # H
+    key: int  # Hkv
+    norms: tuple  # Qwen3: (weight of q's norm (Dh,) f32, of k's, eps), each head's; or None
+
+
+class KVCache(NamedTuple):
+    """Keys and values of the running rows, in pages of PAGE positions each."""
+
+    k: torch.Tensor  # (layers, pages, Hkv, PAGE, Dh)
+    v: torch.Tensor
+    counters: torch.Tensor  # (≥ B·Hkv,) int32, zeros: the kernel counts a row's finished pieces
+
+
+class Places(NamedTuple):
+    """Where a prefill stores keys and values: those of flat token token[i] go to offset[i] of page
+    page[i]. All are (m,) int64.
+    """
+
+    token: torch.Tensor
+    page: torch.Tensor
+    offset: torch.Tensor
+
+
+class Gather(torch.autograd.Function):
+    """x[index], with a gradient that is summed in fp32 and then rounded once.
+
+    A prompt's keys, values and last state are read by each of its G answers. Their advantages sum
+    to about 0, so their gradients cancel: a sum in bf16 would be mostly rounding.
+    """
+
+    @staticmethod
+    def forward(ctx, x, index):
+        ctx.save_for_backward(index)
+        ctx.shape = x.shape
+        return x[index]
+
+    @staticmethod
+    def backward(ctx, d):
+        (index,) = ctx.saved_tensors
+        total = torch.zeros(ctx.shape, device=d.device)
+        return total.index_add_(0, index, d.float()).to(d.dtype), None
+
+
+class Packed:
+    """Attention among the tokens of a flat row: prompts, each followed by its answers.
+
+    positions (n,) int64: of each token in its text. A call returns the attention of one layer.
+    """
+
+    def __init__(self, groups, device, cache=None, places=None):
+        """groups: a pair for each prompt, (its length ≥ 1, the lengths of its answers), in the
+        order of the flat row. cache, places: a KVCache, and the Places where a prefill stores its
+        keys and values there.
+        """
+        self.cache, self.places = cache, places
+        self.spans = []  # (first token, last + 1, which token sees which) of each group, for a CPU
+        positions, keys, query_lengths, key_lengths = [], [], [], []
+        end = 0  # of the flat row so far
+        for prompt_length, answer_lengths in groups:
+            start = end
+            prompt = torch.arange(start, start + prompt_length)
+            lengths = [prompt_length, *answer_lengths]
+            for length in lengths:
+                seen = 0 if end == start else prompt_length  # tokens of the prompt before this text
+                positions.append(torch.arange(seen, seen + length))
+                keys += [prompt[:seen], torch.arange(end, end + length)]
+                query_lengths.append(length)
+                key_lengths.append(seen + length)
+                end += length
+            visible = None
+            if answer_lengths and device.type == "cpu":
+                text = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+                visible = ((text[:, None] == text) | (text == 0)).tril()  # 0: the prompt
+            self.spans.append((start, end, visible))
+        self.positions = torch.cat(positions).to(device)
+        self.keys = None  # (m,) int64: the tokens that each text sees, one text after the other
+        if any(answer_lengths for _, answer_lengths in groups):
+            self.keys = torch.cat(keys).to(device)
+        self.longest = max(query_lengths), max(key_lengths)
+        # where each text begins among the queries, and among the keys, (texts + 1,) int32 each
+        self.begins = [
+            F.pad(torch.tensor(lengths), (1, 0)).cumsum(0).int().to(device)
+            for lengths in (query_lengths, key_lengths)
+        ]
+
+    def __call__(self, qkv, heads, cos, sin, layer):
+        """qkv (n, (H + 2·Hkv)·Dh): all heads of q, then of k, then of v. heads: Heads. cos, sin (n,
+        Dh/2) f32: of the tokens' angles. layer: int, for the cache → (n, H·Dh) in qkv's dtype.
+        """
+        q, k, v = rotated_heads(qkv, heads, cos, sin)
+        if self.cache is not None:
+            token, page, offset = self.places
+            self.cache.k[layer][page, :, offset] = k[token]
+            self.cache.v[layer][page, :, offset] = v[token]
+        if not qkv.is_cuda:
+            return torch.cat([self.attend_to_group(q, k, v, *span) for span in self.spans])
+        if self.keys is not None:
+            k = Gather.apply(k, self.keys)
+            v = Gather.apply(v, self.keys)
+        return varlen_attn(q, k, v, *self.begins, *self.longest, **CAUSAL).flatten(1)
+
+    def attend_to_group(self, q, k, v, start, end, visible):
+        """Attention within one group, for a CPU → (end − start, H·Dh). visible: (end − start, end −
+        start) bool; None: a prompt alone, which is causal.
+        """
+        q, k, v = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))  # (1, heads, tokens, Dh)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=True
+        )
+        return out[0].transpose(0, 1).flatten(1)
+
+
+def rotated_heads(qkv, heads, cos, sin):
+    """→ q (n, H, Dh), k, v (n, Hkv, Dh) of the projection's output, ready for attention: q and k
+    normalized if the model does so, and rotated.
+    """
+    H, Hkv, norms = heads
+    qk, v = qkv.unflatten(-1, (H + 2 * Hkv, -1)).split((H + Hkv, Hkv), 1)
+    if norms:
+        q_weight, k_weight, eps = norms
+        q, k = qk.split((H, Hkv), 1)
+        qk = torch.cat([_rms_norm(q, q_weight, eps), _rms_norm(k, k_weight, eps)], 1)
+    q, k = rope(qk, cos, sin).split((H, Hkv), 1)
+    return q, k, v
+
+
+def _rms_norm(x, weight, eps):
+    """x (…, D) / rms(x) · weight (D,) f32, computed in fp32 → (…, D) in x's dtype.
+
+    A copy of elementwise.rms_norm, because this file stands alone.
+    """
+    return torch.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)
+
+
+# --- attention of a decode step
+
+
+class Paged(NamedTuple):
+    """Attention of a decode step: one new token for each of B rows. A call writes a layer's new
+    keys and values into the cache and returns that layer's attention to positions 0 … positions[b].
+    """
+
+    cache: KVCache
+    # (B, blocks) int64: the page of a row's positions 0 … PAGE − 1, then of the next PAGE, …
+    block_table: torch.Tensor
+    # (B,) int64: of the new tokens; −1: the row has ended, its result is undefined, and nothing is
+    # written for it
+    positions: torch.Tensor
+    pieces: int  # of SPLIT positions, at least as many as the longest row has: for the kernel
+
+    def __call__(self, qkv, heads, cos, sin, layer):
+        """qkv (B, (H + 2·Hkv)·Dh), heads, cos, sin (B, Dh/2), layer: as for Packed → (B, H·Dh).
+
+        A GPU loads older keys and values before the PDL wait, so the kernel before this one must
+        not write them.
+        """
+        if qkv.is_cuda:
+            return _paged_attention(qkv, heads, cos, sin, layer, self)
+        q, k, v = rotated_heads(qkv, heads, cos, sin)
+        k_cache, v_cache = self.cache.k[layer], self.cache.v[layer]
+        page_size = k_cache.shape[2]
+        running = (self.positions >= 0).nonzero()[:, 0]  # numbers of the rows that have not ended
+        block = self.positions[running] // page_size
+        page, offset = self.block_table[running, block], self.positions[running] % page_size
+        k_cache[page, :, offset] = k[running]
+        v_cache[page, :, offset] = v[running]
+        longest = int(self.positions.max()) + 1
+        pages = self.block_table[:, : (longest - 1) // page_size + 1]
+        # (B, blocks, Hkv, PAGE, Dh) → (B, Hkv, longest, Dh)
+        k, v = (x[pages].transpose(1, 2).flatten(2, 3)[:, :, :longest] for x in (k_cache, v_cache))
+        visible = torch.arange(longest, device=q.device) <= self.positions[:, None]  # (B, longest)
+        # Query heads that share a key head become queries of that head, (B, Hkv, H/Hkv, Dh), so
+        # that keys and values are read once.
+        q = q.unflatten(1, (heads.key, -1))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None, None])
+        return out.flatten(1)
+
+
+def _paged_attention(qkv, heads, cos, sin, layer, paged):
+    """Launch the kernel."""
+    cache, pieces = paged.cache, paged.pieces
+    B, _ = qkv.shape
+    _, Hkv, _, Dh = cache.k[layer].shape
+    H = heads.query
+    q_weight, k_weight, eps = heads.norms or (None, None, 0.0)
+    out = qkv.new_empty(B, H * Dh)
+    # Scratch memory for rows of several pieces. With p = 2^(score − the piece's largest score):
+    # each piece's Σ p·v; its largest score in line 0 and Σ p in line 1.
+    sums = qkv.new_empty(B, Hkv, pieces, H // Hkv, Dh, dtype=torch.float32)
+    maxima = qkv.new_empty(B, Hkv, pieces, 2, H // Hkv, dtype=torch.float32)
+    assert cache.counters.numel() >= B * Hkv and 2 * pieces <= paged.block_table.shape[1]
+    # Few rows: large tiles, so that a CTA loads its piece at once. Many rows: small tiles, so that
+    # several CTAs share an SM.
+    few = 4 * B * Hkv <= 132  # at 4 pieces a row, no more CTAs than an H100 has SMs
+    if qkv.is_cuda:
+        few &= (
+            torch.cuda.get_device_properties(qkv.device).shared_memory_per_block_optin > 200 * 2**10
+        )
+    half = max(16, triton.next_power_of_2(Dh) // 2)
+    scale = Dh**-0.5 * 1.4426950408889634  # times log2(e), because the kernel uses exp2
+    _attention_kernel[Hkv, pieces, B](
+        # the new tokens
+        qkv,
+        q_weight,
+        k_weight,
+        eps,
+        cos,
+        sin,
+        # the cache
+        cache.k[layer],
+        cache.v[layer],
+        paged.block_table,
+        paged.block_table.stride(0),
+        paged.positions,
+        # results and scratch
+        out,
+        sums,
+        maxima,
+        cache.counters,
+        # sizes
+        scale,
+        H,
+        # meta
+        DH=Dh,
+        REP=H // Hkv,
+        PAGE=PAGE,
+        TILE=min((8192 if few else 2048) // half, PAGE),
+        ROWS=max(8, triton.next_power_of_2(H // Hkv)),
+        HALF=half,
+        num_warps=4 if few else 2,
+        num_stages=3,
+        **launch_options(qkv),
+    )
+    return out
+
+
+@jit(do_not_specialize=["blocks"])
 def _attention_kernel(
     # the new tokens
     qkv,
@@ -333,9 +450,8 @@ def _attention_kernel(
     # the cache
     k_cache,
     v_cache,
-    slots,
-    leaders,
-    shared,
+    block_table,
+    blocks,
     positions,
     # results and scratch
     out,
@@ -343,13 +459,12 @@ def _attention_kernel(
     maxima,
     counters,
     # sizes
-    length,
     scale,
     H,
     # meta
     DH: constexpr,
     REP: constexpr,
-    SPLIT: constexpr,
+    PAGE: constexpr,
     TILE: constexpr,
     ROWS: constexpr,
     HALF: constexpr,
@@ -369,8 +484,8 @@ def _attention_kernel(
     # values, but not qkv). The kernels in between, norm and qkv, have waited for all of that.
     position = tl.load(positions + b).to(tl.int32)
     Hkv = tl.num_programs(0)
-    last = position // SPLIT  # the piece of the new token
-    begin = piece * SPLIT
+    last = position // (2 * PAGE)  # the piece of the new token
+    begin = piece * 2 * PAGE
     head = tl.arange(0, ROWS)
     d = tl.arange(0, HALF)
     dim = tl.arange(0, 2 * HALF)
@@ -378,12 +493,11 @@ def _attention_kernel(
     in_q = (head < REP)[:, None] & (d < DH // 2)[None, :]
     c = tl.load(cos + b * (DH // 2) + d, mask=in_d, other=0.0)[None, :]
     s = tl.load(sin + b * (DH // 2) + d, mask=in_d, other=0.0)[None, :]
-    slot = tl.load(slots + b)
-    in_both = tl.load(shared + b).to(tl.int32)  # positions that the leader's slot holds too
-    at = (slot * Hkv + h) * length * DH  # offset of this head's first key
-    to_leader = (tl.load(leaders + b) - slot) * Hkv * length * DH  # from there to the leader's copy
-    k_cache += at
-    v_cache += at
+    # A piece lies in two pages. Offsets of this head's keys in both, from the piece's first key on.
+    page1 = tl.load(block_table + b * blocks + piece * 2)
+    page2 = tl.load(block_table + b * blocks + piece * 2 + 1)
+    in_page1 = (page1 * Hkv + h) * PAGE * DH
+    in_page2 = (page2 * Hkv + h) * PAGE * DH - PAGE * DH
     if begin > position:
         # This piece is empty. Piece 0 of a finished row waits all the same: if no CTA waited, this
         # kernel could end before its predecessor, and the next kernel would read too early.
@@ -400,10 +514,10 @@ def _attention_kernel(
     total = tl.zeros((TILE, ROWS), tl.float32)
     acc = tl.zeros((2 * HALF, ROWS), tl.float32)
     # At least one tile, masked if need be, because the loop also handles the new token.
-    for start in range(begin, tl.maximum(begin + 1, tl.minimum(begin + SPLIT, position)), TILE):
+    for start in range(begin, tl.maximum(begin + 1, tl.minimum(begin + 2 * PAGE, position)), TILE):
         t = tl.arange(0, TILE)
         live = (start + t < position)[:, None]
-        there = tl.where(start + TILE <= in_both, to_leader, 0) + start * DH
+        there = tl.where(start - begin < PAGE, in_page1, in_page2) + (start - begin) * DH
         k_ptr = k_cache + there + t[:, None] * DH + d[None, :]
         k1 = tl.load(k_ptr, mask=live & in_d[None, :], other=0.0)  # (TILE, HALF)
         k2 = tl.load(k_ptr + DH // 2, mask=live & in_d[None, :], other=0.0)
@@ -435,9 +549,11 @@ def _attention_kernel(
                 new_at = (H + h) * DH + d[None, :]
                 new1, new2 = _rotated(qkv, new_at, in_d[None, :], k_weight, d, in_d, c, s, eps, DH)
                 new_v = tl.load(qkv + (H + Hkv + h) * DH + dim, mask=dim < DH, other=0.0)
-                tl.store(k_cache + position * DH + d[None, :], new1, mask=in_d[None, :])
-                tl.store(k_cache + position * DH + DH // 2 + d[None, :], new2, mask=in_d[None, :])
-                tl.store(v_cache + position * DH + dim, new_v, mask=dim < DH)
+                place = tl.where(position - begin < PAGE, in_page1, in_page2)
+                place += (position - begin) * DH
+                tl.store(k_cache + place + d[None, :], new1, mask=in_d[None, :])
+                tl.store(k_cache + place + DH // 2 + d[None, :], new2, mask=in_d[None, :])
+                tl.store(v_cache + place + dim, new_v, mask=dim < DH)
                 m = (
                     tl.sum(
                         q1_rows.to(tl.float32) * new1.to(tl.float32)
@@ -500,5 +616,8 @@ if __name__ == "__main__":
     angles = torch.arange(3)[:, None] * torch.pi / 2  # of positions 0, 1, 2; Dh = 2 has one angle
     heads = torch.tensor([1.0, 0.0]).expand(3, 1, 2)
     print("the head [1, 0] at positions 0, 1, 2:", rope(heads, angles.cos(), angles.sin()))
-    v = torch.tensor([1.0, 3.0, 8.0]).view(1, 3, 1, 1)  # (B, T, H, Dh)
-    print("means of the values 1, 3, 8 so far:", causal_attention(v * 0, v * 0, v))
+    v = torch.tensor([1.0, 3.0, 8.0, 20.0])  # of a prompt of two tokens and two answers of one
+    qkv = torch.stack([v * 0, v * 0, v * 0, v * 0, v, v], 1)  # one head of q, k and v, Dh = 2
+    packed = Packed([(2, [1, 1])], qkv.device)
+    zero = torch.zeros(4, 1)
+    print("each token's mean of the values it sees:", packed(qkv, Heads(1, 1, None), zero, zero, 0))

@@ -249,7 +249,8 @@ def _swiglu(gate_up, out, d_out):
 
 @jit
 def _swiglu_kernel(gate_up, out, d_out, F, TILE: constexpr, PDL: constexpr):
-    """Grid (rows, tiles of F): a CTA computes TILE columns of gate and of up in one row.
+    """Grid (rows, tiles of F): a CTA loads TILE columns of gate and the same columns of up, in one
+    row.
 
     d_out None: out (rows, F) = silu(gate) · up. Else backward: out (rows, 2F) = the gradient of
     gate_up, from d_out (rows, F). The last tile masks its columns past F. The arithmetic is fp32,

@@ -60,6 +60,16 @@ ROPE = {  # kind of RoPE → its parameters, for a tiny checkpoint
 }
 
 
+def logits_of(model, ids):
+    """→ (B, T, V) our decoder's logits of the rows ids (B, T), independent texts."""
+    from ops import attention
+
+    B, T = ids.shape
+    attend = attention.Packed([(T, [])] * B, ids.device)
+    hidden = model(ids.flatten(), attend.positions, attend)
+    return model.logits(hidden).view(B, T, -1)
+
+
 def tiny_checkpoint(folder, family="llama", **changes):
     """Save a random transformers model of a family into `folder` → that model in fp32, as the
     oracle.

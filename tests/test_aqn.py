@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import tiny_checkpoint
+from conftest import logits_of, tiny_checkpoint
 
 import aqn
 import lora
@@ -38,8 +38,7 @@ def moved(before, model):
 
 
 def logits(model):
-    ids = torch.arange(12).view(2, 6) + 3
-    return model.logits(model(ids, torch.arange(6).expand(2, 6)))
+    return logits_of(model, torch.arange(12).view(2, 6) + 3)
 
 
 def draws(seed, step, sigma=1.0, n=64):

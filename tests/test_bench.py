@@ -169,12 +169,13 @@ def test_vllm_does_the_same_work_as_ours(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(**library))
     monkeypatch.setitem(sys.modules, "vllm.lora.request", request)
     clock = SimpleNamespace(perf_counter=lambda: LLM.now, strftime=time.strftime)
-    changes = dict(run=run, time=clock, use_random_weights=int, BATCHES=[16], PROMPT=12)
+    changes = dict(run=run, time=clock, use_random_weights=int, PROMPT=12)
     changes |= dict(NEW=6, REPEATS=1)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     for name, value in changes.items():
         monkeypatch.setattr(vllm, name, value)
-    flags = "--vllm true --modes nvfp4/none/1 nvfp4/default/2"
+    flags = "--vllm true --batches 16 --modes nvfp4/none/1 nvfp4/default/2"
+    flags += " --prompts 2 --mean 6 --limit 12"
     found = measured(vllm, tmp_path / "log", flags)
     _, before, theirs, other, broken, ours, after = found
     assert (ours["part"], broken["failed"]) == ("ours/nvfp4", "no kernel image")
@@ -194,7 +195,11 @@ def test_why_a_part_failed(tmp_path, python, timeout, why):
     """What earlier parts printed does not count. The last is a real child."""
     with open(tmp_path / "out.log", "ab") as log:
         log.write(b"OldError: long gone\n")
-        job = {"part": "ours/bf16", "folder": ".", "info": {"shape": "no shape"}}
+        job = {
+            "part": "ours/bf16",
+            "folder": ".",
+            "info": {"shape": "no shape", "memory_gb": 0, "batches": []},
+        }
         job |= {"out": f"{tmp_path}/out", "skip": log.tell()}
         log.flush()
         assert vllm.run(python, job, log, timeout) == why

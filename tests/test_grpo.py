@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import pad
 
 import grpo
-import model as decoder
+from rollout import Rollout
 
 LOSSES = ["dapo", "grpo", "dr_grpo", "gspo", "cispo"]
 LENGTHS = torch.tensor([4, 1, 6, 0, 3, 6])  # one answer is masked out
@@ -261,5 +261,6 @@ def test_the_end_token_is_trained():
     mask.
     """
     tokens = torch.tensor([[5, 2, 6, 7, 8, 9, 2, 2, 2], [5, 2, 6, 10, 2, 2, 2, 2, 2]])
-    mask = decoder.answer_mask(tokens, torch.tensor([3, 3]), torch.tensor([4, 2]))
+    lengths, prompts = torch.tensor([4, 2]), torch.tensor([3, 3])
+    mask = Rollout(tokens, None, lengths, None, prompts).answer_mask()
     assert mask.nonzero().tolist() == [[0, 3], [0, 4], [0, 5], [0, 6], [1, 3], [1, 4]]

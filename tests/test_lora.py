@@ -8,7 +8,7 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import tiny_checkpoint
+from conftest import logits_of, tiny_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -25,7 +25,7 @@ def load(folder, rank=4, alpha=8, seed=0):
 
 
 def logits(model):
-    return model.logits(model(IDS, torch.arange(12).expand(2, 12)))
+    return logits_of(model, IDS)
 
 
 def randomise(model):

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 import lora
 import model
 import nvfp4
-from ops import logprobs
-from rollout import Sampler
+from ops import attention, logprobs
+from rollout import Rollout, Sampler
 from tools import weights
 
 END = 2  # the tiny models' end token, and their padding
@@ -32,13 +32,19 @@ def load(folder, quant="bf16", device="cpu", learned=True):
     return m
 
 
+def hidden(m, ids):
+    """→ (n, D) of one text alone."""
+    attend = attention.Packed([(len(ids), [])], ids.device)
+    return m(ids, attend.positions, attend)
+
+
 @torch.no_grad()
 def check_against(oracle, m, ids, new):
     """Logits and `new` greedy tokens; returns these. fp32 sums in another order differ by 1e-5, a
     wrong RoPE pair by 0.1.
     """
-    ours = m.logits(m(ids, torch.arange(ids.shape[1]).expand_as(ids)).flatten(0, 1))
-    assert (ours.view(*ids.shape, -1) - oracle(ids).logits).abs().max() < 1e-4
+    ours = torch.stack([m.logits(hidden(m, row)) for row in ids])
+    assert (ours - oracle(ids).logits).abs().max() < 1e-4
     oracle.generation_config.eos_token_id = None
     mask = torch.ones_like(ids)
     theirs = oracle.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False)
@@ -48,12 +54,14 @@ def check_against(oracle, m, ids, new):
 
 
 def answers(m):
-    """Rows whose prompt or answer has an end token, one that is only an end token, one without an
-    answer; the padding is random.
+    """Rows 0, 3 and 6 share a prompt, and so do 2 and 5. Row 1's has one token, row 4's is the
+    start of row 0's. A prompt or an answer may have an end token, or be one; the padding is random.
     """
-    prompts, lengths = torch.tensor([5, 1, 9, 3, 7]), torch.tensor([11, 1, 6, 0, 4])
-    tokens = torch.randint(3, m.config.vocab_size, (5, 19))
-    tokens[0, 2] = tokens[2, 4] = tokens[1, 1] = tokens[2, 14] = END
+    prompts, lengths = torch.tensor([5, 1, 9, 5, 4, 9, 5]), torch.tensor([11, 1, 6, 1, 4, 10, 8])
+    tokens = torch.randint(3, m.config.vocab_size, (7, 19))
+    tokens[0, 2] = tokens[2, 4] = tokens[1, 1] = tokens[3, 5] = tokens[2, 14] = END
+    for row, first in ((3, 0), (6, 0), (4, 0), (5, 2)):
+        tokens[row, : prompts[row]] = tokens[first, : prompts[row]]
     return tokens, prompts, lengths
 
 
@@ -63,11 +71,10 @@ def alone(m, tokens, prompts, lengths, temperature):
     """
     result = torch.zeros(2, *tokens.shape, dtype=torch.float64)
     for b, (p, n) in enumerate(zip(prompts.tolist(), lengths.tolist(), strict=True)):
-        ids = tokens[b : b + 1, : p + n]
-        logits = m.logits(m(ids, torch.arange(p + n)[None])[0])
-        log_p = (logits.double() / temperature).log_softmax(-1)
+        ids = tokens[b, : p + n]
+        log_p = (m.logits(hidden(m, ids)).double() / temperature).log_softmax(-1)
         for t in range(p, p + n):
-            result[0, b, t] = log_p[t - 1, ids[0, t]]
+            result[0, b, t] = log_p[t - 1, ids[t]]
             result[1, b, t] = -(log_p[t - 1].exp() * log_p[t - 1]).sum()
     return result
 
@@ -159,10 +166,10 @@ def test_logprobs_and_entropy_are_those_of_each_row_alone(tiny, monkeypatch):
     """
     m = load(tiny)
     tokens, prompts, lengths = answers(m)
-    mask = model.answer_mask(tokens, prompts, lengths)
+    mask = Rollout(tokens, None, lengths, None, prompts).answer_mask()
     assert mask.sum(1).tolist() == lengths.tolist() and mask[1, 1] and mask[2, 14]
     padding = torch.arange(19) >= (prompts + lengths)[:, None]
-    junk = torch.where(padding, torch.randint(97, (5, 19)), tokens)
+    junk = torch.where(padding, torch.randint(97, (7, 19)), tokens)
     with torch.no_grad():
         ref = alone(m, tokens, prompts, lengths, 0.7)
         for at_once in (logprobs.LOGITS_AT_ONCE, 5 * 97):
@@ -175,6 +182,24 @@ def test_logprobs_and_entropy_are_those_of_each_row_alone(tiny, monkeypatch):
             assert (result[:, ~mask] == 0).all() and (result[0, mask] < 0).all()
         other = torch.stack(m.logprobs(junk, prompts, lengths, 0.7))
     assert torch.equal(other, result) and not torch.equal(junk, tokens)
+
+
+def test_a_prompt_is_read_once_for_all_of_its_rows(tiny, monkeypatch):
+    """In one flat row, without padding and without an answer's last token, also where a group is
+    cut: its log-probabilities are those of the whole group.
+    """
+    m, read = load(tiny), []
+    rows = answers(m)
+    forward = m.forward
+    monkeypatch.setattr(
+        m, "forward", lambda ids, *more: read.append(len(ids)) or forward(ids, *more)
+    )
+    with torch.no_grad():
+        whole = torch.stack(m.logprobs(*rows, 0.7))
+        for part in ([1], [6, 5, 0], [3]):
+            found = torch.stack(m.logprobs(*(x[part] for x in rows), 0.7))
+            assert (found - whole[:, part]).abs().max() < 1.7e-5  # as above
+    assert read == [19 + 34, 1, 5 + 9 + 26, 5]
 
 
 @pytest.mark.parametrize("quant, checkpointing", [("bf16", False), ("bf16", True), ("rtn", True)])
@@ -197,7 +222,7 @@ def test_gradients_equal_the_plain_computation(tiny, monkeypatch, quant, checkpo
     assert (len(saved) < 40) == checkpointing  # each layer's input, or all activations
     (result * weight).sum().backward()
     for p, b in zip(parameters, ref, strict=True):
-        assert (p.grad - b).norm() / b.norm() < 1e-5  # fp32 sums of 22 terms
+        assert (p.grad - b).norm() / b.norm() < 1e-5  # fp32 sums of 41 terms
 
 
 def test_logits_of_all_tokens_never_exist(tmp_path, monkeypatch):
@@ -259,10 +284,10 @@ def gradients(folder, quant, device, copies, checkpointing):
 @pytest.mark.parametrize("quant", ["rtn", "bf16", "left"])
 @pytest.mark.parametrize("copies", [1, 20])
 def test_gpu_gradients_are_those_of_a_cpu(tiny, tmp_path, quant, copies):
-    """bf16 against fp32, through the kernel (95 rows) and through cuBLAS (1900 rows), recomputed or
-    not. The limit is twice the rounding error that bf16 has in this model on a CPU. A term that is
-    missing or counted twice would change the gradient by more than a tenth. "left": a checkpoint in
-    NVFP4 with projections in 16 bits in each layer.
+    """bf16 against fp32, through the kernel (53 tokens) and through cuBLAS (699 tokens, up to 60
+    answers to a prompt), recomputed or not. The limit is twice the rounding error that bf16 has in
+    this model on a CPU. A term that is missing or counted twice would change the gradient by more
+    than a tenth. "left": a checkpoint in NVFP4 with projections in 16 bits in each layer.
     """
     if quant == "left":
         foreign(tmp_path, "modelopt", "llama", "[ko]_proj|1.mlp", ["*.[ko]_proj", "*.1.mlp"])

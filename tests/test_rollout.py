@@ -1,4 +1,6 @@
-"""The sampler against the trainer's log-probabilities; slots, graphs and memory change no token."""
+"""The sampler against the trainer's log-probabilities; slots, pages, graphs and memory change no
+token.
+"""
 
 from contextlib import nullcontext
 from itertools import count
@@ -53,7 +55,7 @@ def generate(m, prompts=PROMPTS, G=4, new=20, temperature=1.0, stops=STOPS, seed
 
 
 def answered(r):
-    return model.answer_mask(r.tokens, r.prompt_lengths, r.lengths)
+    return r.answer_mask()
 
 
 def rescored(m, r, temperature=1.0):
@@ -63,9 +65,12 @@ def rescored(m, r, temperature=1.0):
 
 @torch.no_grad()
 def logits(m, r):
-    """→ (answer tokens, V) the trainer's logits."""
-    hidden = m(r.tokens, torch.arange(r.tokens.shape[1]).expand_as(r.tokens))
-    return m.logits(hidden[:, :-1][answered(r)[:, 1:]])
+    """→ (answer tokens, V) the trainer's logits, each row alone."""
+    parts = []
+    for ids, p, n in zip(r.tokens, r.prompt_lengths.tolist(), r.lengths.tolist(), strict=True):
+        attend = attention.Packed([(p + n, [])], ids.device)
+        parts.append(m(ids[: p + n], attend.positions, attend)[p - 1 : -1])
+    return m.logits(torch.cat(parts))
 
 
 def gap(m, r, temperature=1.0):
@@ -219,112 +224,212 @@ def test_a_prompt_that_does_not_fit_is_refused_by_number(m):
             generate(m, prompts)
 
 
-# --- slots, graphs and memory
+# --- slots, pages, graphs and memory
 
 
 @pytest.fixture
-def gpu_attention(monkeypatch):
-    """The attention reads as on a GPU: a row reads its prompt in its leader's slot, and a finished
-    row gives NaN. It checks that pieces hold every row, that the leader is the first row of a group
-    in the batch, and that a row which has begun goes on in each step.
+def steps(monkeypatch):
+    """Checks each decode step: every running row goes on from its newest token, in pages of its
+    own behind the whole pages of its prompt, which its group shares; a graph's pieces hold it; and
+    all pages are free at the end. An admission waits until an eighth of the rows has ended or was
+    put back, and writes into no page of a running row. What no row may read is 100 (finite, because
+    masked values are multiplied by 0), and an ended row's attention is NaN. → a list that grows by
+    the tokens that each step draws.
     """
-    plain, before = attention.cached_attention, {}
+    drawn, ran = [], {}  # ran: the batch → its rows after the last admission
+    attend, batch_type = attention.Paged.__call__, rollout._Batch
+    step, run, admit = batch_type.step, batch_type.run, batch_type.admit
 
-    def read(qkv, norms, cos, sin, cache, layer, positions):
-        Hkv, length, Dh = cache.k.shape[2:]
-        assert positions.max() < cache.pieces * attention.SPLIT < length + attention.SPLIT
-        assert len(positions) <= len(cache.k[0])
-        if layer == 0:
-            first, now = {}, {}
-            state = (x.tolist() for x in (cache.slots, cache.leaders, cache.shared, positions))
-            for slot, leader, n, at in zip(*state, strict=True):
-                first.setdefault(n, slot)
-                if at >= 0:
-                    assert leader == first[n] and n + 1 in map(len, PROMPTS)
-                    assert at == n or at - 1 == before[slot]
-                    now[slot] = at
-            before.clear()
-            before.update(now)
-        going = positions >= 0
-        slots = cache.slots[going]
-        out = qkv.new_full((len(qkv), qkv.shape[1] - 2 * Hkv * Dh), torch.nan)
-        if len(slots):
-            prompt = torch.arange(length)[:, None] < cache.shared[going, None, None, None]
-            for x in (cache.k[layer], cache.v[layer]):
-                x[slots] = torch.where(prompt, x[cache.leaders[going]], x[slots])
-            rows = SimpleNamespace(k=cache.k, v=cache.v, slots=slots)
-            where = rows, layer, positions[going]
-            out[going] = plain(qkv[going], norms, cos[going], sin[going], *where)
+    def checked_step(batch, size, pieces):
+        free, page_size, r = batch.pool.free, batch.page_size, batch.rollout
+        for x in (batch.cache.k, batch.cache.v):
+            x[:, free] = 100.0
+        rows, group_size = batch.rows, batch.draw.group_size
+        shared, used = {}, []  # group → pages of its prompt; pages of one row
+        live = (rows.position[:size] >= 0).nonzero()[:, 0].tolist()
+        for i in live:
+            row, at = int(rows.row[i]), int(rows.position[i])
+            assert at == r.prompt_lengths[row] - 1 + r.lengths[row]
+            assert rows.last_token[i] == r.tokens[row, at]
+            pages = batch.block_table[i, : at // page_size + 1].tolist()
+            whole = int(r.prompt_lengths[row] - 1) // page_size
+            assert shared.setdefault(row // group_size, pages[:whole]) == pages[:whole]
+            used += pages[whole:]
+        used = sum(shared.values(), used)
+        assert len({*used, *free}) == len(used) + len(free)
+        assert not used or max(used) < batch.cache.k.shape[1]
+        step(batch, size, pieces)
+        drawn.append(len(live))
+
+    def checked_admit(batch, waiting, running):
+        before = ran.get(batch, 0)
+        assert before - len(running) >= min(len(waiting), -(-before // 8))
+        pages = sum((sequence.pages for sequence in running), [])
+        old = [x[:, pages] for x in batch.cache[:2]]
+        admit(batch, waiting, running)
+        assert all(map(torch.equal, old, [x[:, pages] for x in batch.cache[:2]]))
+        ran[batch] = len(running)
+
+    def checked_run(batch, *arguments):
+        run(batch, *arguments)
+        assert sorted(batch.pool.free) == [*range(batch.cache.k.shape[1])]
+        assert not any(batch.pool.users)
+
+    def checked_attend(paged, qkv, heads, cos, sin, layer):
+        _, _, _, page_size, Dh = paged.cache.k.shape
+        covered = paged.pieces * attention.SPLIT
+        assert paged.positions.max() < covered <= paged.block_table.shape[1] * page_size
+        assert len(paged.positions) * heads.key <= len(paged.cache.counters)
+        live = paged.positions >= 0
+        out = qkv.new_full((len(qkv), heads.query * Dh), torch.nan)
+        if live.any():
+            table, positions = paged.block_table[live], paged.positions[live]
+            part = paged._replace(block_table=table, positions=positions)
+            out[live] = attend(part, qkv[live], heads, cos[live], sin[live], layer)
         return out
 
-    monkeypatch.setattr(attention, "cached_attention", read)
+    monkeypatch.setattr(batch_type, "step", checked_step)
+    monkeypatch.setattr(batch_type, "run", checked_run)
+    monkeypatch.setattr(batch_type, "admit", checked_admit)
+    monkeypatch.setattr(attention.Paged, "__call__", checked_attend)
+    return drawn
 
 
 @pytest.fixture
-def reads(m, monkeypatch):
-    """→ a list that grows by the tokens of each forward pass."""
-    calls = []
+def prefills(m, monkeypatch):
+    """→ a list that grows by the texts of each prefill, which are lists of tokens."""
+    forward, found = m.forward, []
 
-    def spy(real):
-        def read(ids, *rest):
-            calls.append(ids.clone())
-            return real(ids, *rest)
+    def spy(ids, positions, attend):
+        if isinstance(attend, attention.Packed):
+            starts = (positions == 0).nonzero()[1:, 0].tolist()
+            found.append([text.tolist() for text in ids.tensor_split(starts)])
+        return forward(ids, positions, attend)
 
-        return read
+    monkeypatch.setattr(m, "forward", spy)
+    return found
 
-    for name in ("prefill", "decode"):
-        monkeypatch.setattr(m, name, spy(getattr(m, name)))
-    return calls
+
+def limited(m, page_size, **limits):
+    """→ a Sampler with pages of so many positions."""
+    sampler = Sampler(m, **limits)
+    sampler.page_size = page_size
+    return sampler
 
 
 @pytest.mark.parametrize(
     "slots", [2, 5, 13, 31, 300, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 8, 17))]
 )
-def test_slots_change_nothing(m, r, gpu_attention, reads, monkeypatch, slots):
+def test_slots_change_nothing(m, r, steps, prefills, monkeypatch, slots):
     """With fewer slots than rows, rows wait for free slots, but every row draws the same tokens. A
-    prompt is read once for its group, and again only if none of its group runs; finished rows
-    leave.
+    prompt is read once for its group, and again only if none of its group runs; ended rows leave.
     """
     monkeypatch.setattr(m, "gradient_checkpointing", True)  # must not bypass the cache
     monkeypatch.setattr(rollout, "time", SimpleNamespace(perf_counter=count().__next__))
     sampler = Sampler(m, slots=slots)
     check_same(sampler.generate(*DRAW), r)
     slots = min(slots, 32)  # never more slots than rows
-    waiting, running, starts, prompts, batches = list(enumerate(r.lengths.tolist())), [], 0, [], []
+    waiting, running, full = list(enumerate(r.lengths.tolist())), [], 0
+    starts, prompts, batches = 0, [], []
     while waiting or running:
-        # rows start when an eighth of the slots, or enough for all waiting rows, is free
-        free = slots - len(running)
-        if waiting and free >= min(-(-slots // 8), len(waiting)):
+        # rows start when an eighth of those that ran, or enough for all waiting rows, has ended
+        if waiting and full - len(running) >= min(-(-full // 8), len(waiting)):
+            free = slots - len(running)
             groups = {row // 4 for row, _ in waiting[:free]} - {row // 4 for row, _ in running}
             prompts += [PROMPTS[i][:-1] for i in groups if len(PROMPTS[i]) > 1]
             running, waiting, starts = running + waiting[:free], waiting[free:], starts + 1
+            full = len(running)
         batches.append(len(running))
         running = [(row, n - 1) for row, n in running if n > 1]
-    assert [len(ids) for ids in reads if ids.dim() == 1] == batches
-    prefilled = [row for ids in reads if ids.dim() == 2 for row in ids.tolist()]
-    assert sorted([t for t in row if t] for row in prefilled) == sorted(prompts)
+    assert steps == batches and sorted(sum(prefills, [])) == sorted(prompts)
     # the clock counts its readings: two for each start of rows, two for each step
-    steps = len(batches)
-    assert sampler.stats == dict(
-        slots=slots,
-        length=37,
-        prefill=136,
-        steps=steps,
-        prefill_s=starts,
-        decode_s=steps,
-        capture_s=0,
-    )
+    stats = dict(slots=slots, pages=3 * slots, length=37, prefill=53, put_back=0)
+    stats |= dict(steps=len(batches), decode_s=len(batches), capture_s=0)
+    assert sampler.stats.pop("prefill_s") >= starts
+    assert sampler.stats == stats
 
 
-def test_prefill_in_pieces_changes_nothing(m, r, reads, monkeypatch):
-    """Prompts of more than PREFILL_TOKENS tokens are prefilled in several forward passes, and a
-    prompt of more in its own.
+# 18 pages of 2, 8 of 5, 36 of 1 and 3 of 16 hold the longest row and no more
+@pytest.mark.parametrize(
+    "page_size, pages, slots",
+    [
+        (2, 18, 32),
+        (2, 40, 13),
+        (5, 8, 32),
+        (1, 36, 32),
+        (16, 3, 32),
+        *(pytest.param(2, n, n, marks=pytest.mark.slow) for n in (19, 25, 60)),
+    ],
+)
+def test_pages_change_nothing(m, r, steps, prefills, page_size, pages, slots):
+    """With few pages rows are put back many times, and go on later with the tokens that they have:
+    nothing is drawn twice. Prompts are shorter than a page, a page, a page and a token, and longer.
+    """
+    sampler = limited(m, page_size, slots=slots, pages=pages)
+    check_same(sampler.generate(*DRAW), r)
+    assert sampler.stats["pages"] == pages and sum(steps) == r.lengths.sum()
+    texts = sum(prefills, [])
+    going_on = [text for text in texts if text not in [prompt[:-1] for prompt in PROMPTS]]
+    assert 0 < len(going_on) <= sampler.stats["put_back"] and sampler.stats["put_back"] > 5
+    rows = r.tokens.tolist()
+    assert all(any(row[: len(text)] == text for row in rows) for text in going_on)
+
+
+def test_a_group_shares_its_prompt_after_its_first_rows_have_ended(m, r, steps, prefills):
+    """12 answers, 3 at a time, to a prompt of three pages, and one of two pages and a half: each is
+    read once, because always one of its rows runs.
+    """
+    for prompt, page_size in ((PROMPTS[4][:13], 4), (PROMPTS[1], 4)):
+        sampler = limited(m, page_size, slots=3)
+        s = sampler.generate([prompt], 12, 20, 1.0, STOPS, 5, 2)
+        check_same(s, generate(m, [prompt], G=12))
+        assert (s.lengths < 20).sum() > 6
+        first, whole = prefills[:-1], prefills[-1:]
+        assert first == whole == [[prompt[:-1]]]
+        prefills.clear()
+
+
+def test_groups_of_one_row(m, r, steps, prefills):
+    """Four equal prompts with an answer each give a group's answers, with ample and few pages."""
+    for pages, put_back in ((None, False), (26, True)):
+        sampler = limited(m, 2, pages=pages)
+        s = sampler.generate([PROMPTS[4]] * 4, 1, 20, 1.0, STOPS, 5, 2, first_sequence=16)
+        check_same(s, r.rows(range(16, 20)))
+        assert (sampler.stats["put_back"] > 0) == put_back
+    assert prefills[0] == [PROMPTS[4][:-1]] * 4
+
+
+def test_a_row_that_exceeds_all_pages_is_refused_at_the_start(m, prefills):
+    """By name of what it needs, what there is, and the remedy; nothing is computed."""
+    with pytest.raises(ValueError, match="17 tokens.* 20 .* 36 .* 34.*--max-new-tokens") as error:
+        limited(m, 2, pages=17).generate(*DRAW)
+    assert "\n" not in str(error.value) and not prefills
+
+
+@pytest.mark.parametrize("pages", [None, 18])
+def test_prefill_in_pieces_changes_nothing(m, r, prefills, monkeypatch, pages):
+    """Texts of more than PREFILL_TOKENS tokens are prefilled in several forward passes, and a
+    longer text in its own.
     """
     monkeypatch.setattr(rollout, "PREFILL_TOKENS", 15)
-    sampler = Sampler(m)
+    sampler = limited(m, 2, pages=pages)
     check_same(sampler.generate(*DRAW), r)
-    shapes = [tuple(ids.shape) for ids in reads if ids.dim() == 2]
-    assert shapes == [(1, 16), (1, 10), (2, 7), (3, 4)] and sampler.stats["prefill"] == 17
+    most = sampler.stats["prefill"]
+    assert all(len(texts) == 1 or len(sum(texts, [])) <= most for texts in prefills)
+    if pages is None:
+        read = sorted(len(text) for texts in prefills for text in texts)
+        assert read == [1, 2, 4, 5, 7, 10, 16] and len(prefills) == 3
+
+
+@pytest.mark.parametrize("pages, at_once", [(None, 0), (60, 32)])
+def test_no_prefill_is_larger_than_planned(m, prefills, pages, at_once):
+    """Memory is planned for stats["prefill"] tokens, also if rows are put back and several of them
+    go on together.
+    """
+    sampler = limited(m, 2, pages=pages)
+    sampler.generate([[5]], 16, 20, 1.0, [], 5, 2)
+    most = max((len(sum(texts, [])) for texts in prefills), default=0)
+    assert at_once <= most <= sampler.stats["prefill"]
 
 
 def call_graphs(monkeypatch):
@@ -356,12 +461,16 @@ def call_graphs(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("slots", [3, 13, 32, pytest.param(1, marks=pytest.mark.slow)])
-def test_what_the_host_does_for_a_gpu(m, r, gpu_attention, monkeypatch, slots):
-    """Each graph is large enough (see gpu_attention), and no token changes."""
+@pytest.mark.parametrize(
+    "slots, pages", [(3, None), (13, 40), (32, None), pytest.param(1, 18, marks=pytest.mark.slow)]
+)
+def test_what_the_host_does_for_a_gpu(m, r, steps, monkeypatch, slots, pages):
+    """Each graph is large enough, pages last for its 8 steps, and no token changes."""
     monkeypatch.setattr(attention, "SPLIT", 3)
     call_graphs(monkeypatch)
-    check_same(Sampler(m, slots=slots).generate(*DRAW), r)
+    sampler = limited(m, 2, slots=slots, pages=pages)
+    check_same(sampler.generate(*DRAW), r)
+    assert sum(steps) == r.lengths.sum() and (sampler.stats["put_back"] > 0) == (pages == 40)
 
 
 def test_a_smaller_graph_is_captured_when_it_is_wanted_twice():
@@ -382,49 +491,88 @@ def test_a_smaller_graph_is_captured_when_it_is_wanted_twice():
         batch.graphs[chosen] = None
 
 
-def test_out_of_memory_halves_the_slots_and_loses_nothing(m, r, gpu_attention, monkeypatch):
-    """Memory runs out twice while sampling: running rows restart and draw the same tokens, finished
-    rows are kept. With one slot the error is raised.
+@pytest.mark.parametrize(
+    "name, fails, graphs",
+    [
+        ("append", (6, 16), False),
+        # before the host reads that rows have ended, by a stop token and then at the limit
+        ("append", (7, 50), True),
+        ("forward", (1, 13), False),
+    ],
+)
+def test_out_of_memory_halves_the_pages_and_draws_nothing_twice(
+    m, r, steps, monkeypatch, name, fails, graphs
+):
+    """Memory runs out twice, in a step or in the first prefill. Running rows go on with the tokens
+    that they have; with graphs also with those of steps whose result the host has not read.
     """
-    append, batches = rollout.append, []
+    if graphs:
+        call_graphs(monkeypatch)
+    calls, ended = count(1), [0]
+    owner = rollout if name == "append" else m
+    real = getattr(owner, name)
 
     def short(*arguments):
-        _, _, rows, _, rolled = arguments
-        batches.append(len(rows.row))
-        if len(batches) in (6, 11):  # spoil the running rows: the restart must clear them
-            going = rows.row[rows.position >= 0]
-            rolled.tokens[going, 17:] = 99
-            rolled.logprobs[going] = 99.0
+        if next(calls) in fails:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        append(*arguments)
+        return real(*arguments)
+
+    def update(bar, n):
+        ended[0] += n
+
+    monkeypatch.setattr(owner, name, short)
+    monkeypatch.setattr(rollout.tqdm, "update", update)
+    sampler = limited(m, 2, slots=13, pages=80)
+    check_same(sampler.generate(*DRAW), r)
+    assert sampler.stats["pages"] == 20
+    assert sum(steps) == r.lengths.sum() and ended == [32]
+
+
+def test_out_of_memory_is_raised_if_half_of_the_pages_is_too_few(m, monkeypatch):
+    """Half of 35 pages of 2 does not hold the longest row, half of 36 does."""
+
+    def short(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(rollout, "append", short)
-    sampler = Sampler(m, slots=13)
-    check_same(sampler.generate(*DRAW), r)
-    assert [max(batches[:6]), max(batches[6:11]), max(batches[11:])] == [13, 7, 4]
-    assert sampler.stats["slots"] == 4
-    batches.clear()
-    with pytest.raises(torch.OutOfMemoryError):
-        Sampler(m, slots=1).generate(*DRAW)
+    for pages, left in ((35, 35), (37, 18)):
+        sampler = limited(m, 2, pages=pages)
+        with pytest.raises(torch.OutOfMemoryError):
+            sampler.generate(*DRAW)
+        assert sampler.stats["pages"] == left
 
 
-def test_rows_join_and_micro_batches_lose_nothing(r):
-    """join undoes rows; micro-batches hold each row once, stay in the budget and are sorted by
-    length.
-    """
+def test_rows_and_join_lose_nothing(r):
+    """join undoes rows, whose tokens are cut to the longest."""
     order = torch.randperm(32)
     parts = [r.rows(order[:10]), r.rows(order[10:11]), r.rows(order[11:])]
     assert parts[1].tokens.shape[1] == parts[1].prompt_lengths + parts[1].lengths
     back = Rollout.join(parts).rows(order.argsort())
     assert all(map(torch.equal, back, r))
     assert r.rows(range(3, 9)).answers() == r.answers()[3:9]
-    length, rows = r.prompt_lengths + r.lengths, order[:25]
-    for budget in (1, 40, 200):
-        batches = r.micro_batches(rows, budget)
-        assert sorted(torch.cat(batches).tolist()) == sorted(rows.tolist())
-        assert all(len(b) == 1 or len(b) * length[b].max() <= budget for b in batches)
-        assert (length[torch.cat(batches)].diff() <= 0).all()
-    assert len(r.micro_batches(torch.arange(32), 3 * int(length.max()))[0]) == 3
+
+
+def test_flat_tokens_count_a_prompt_once_and_no_last_token(r):
+    """Also if a prompt's rows are apart, and for a part of a group."""
+    order = torch.randperm(32)
+    assert r.rows(order).flat_tokens() == 53 + (r.lengths - 1).sum()
+    part = r.rows([7, 0, 5])
+    assert part.flat_tokens() == 11 + 3 + (r.lengths[[7, 0, 5]] - 1).sum()
+
+
+def test_micro_batches_hold_each_row_once_and_cut_no_group_that_fits(r):
+    """Each stays within the budget of flat tokens, or is one row. All rows that fit are one."""
+    rows = torch.randperm(32)[:25]
+    groups = [rows[rows // 4 == p] for p in range(8)]
+    sizes = [r.rows(group).flat_tokens() for group in groups]
+    for budget in (1, 25, *sizes, 120, sum(sizes)):
+        batches = [batch.tolist() for batch in r.micro_batches(rows, budget)]
+        assert sorted(sum(batches, [])) == sorted(rows.tolist())
+        assert all(len(b) == 1 or r.rows(b).flat_tokens() <= budget for b in batches)
+        for group, size in zip(groups, sizes, strict=True):
+            if size <= budget:
+                assert sum(bool({*group.tolist()} & {*batch}) for batch in batches) == 1
+    assert len(batches) == 1 and not r.micro_batches(rows[:0], 9)
 
 
 # --- on a GPU
@@ -437,12 +585,12 @@ def real(smollm2):
 
 
 def gpu_prompts(n):
-    """→ n prompts with lengths near the attention's pieces of 256, so that answers cross their
-    edges.
+    """→ n prompts with lengths near pages of 128 and the attention's pieces of 256, so that answers
+    cross their edges.
     """
     return [
         [(7 * i + 3 * t) % 40_000 + 50 for t in range(length)]
-        for i, length in enumerate((1, 2, 250, 254, 255, 256, 257, 40, 130, 300)[:n])
+        for i, length in enumerate((1, 2, 127, 128, 129, 254, 256, 257, 40, 300)[:n])
     ]
 
 
@@ -464,9 +612,11 @@ def test_gpu_graph_equals_eager(real, monkeypatch, top_p):
 
 
 @pytest.mark.gpu
-def test_gpu_recorded_logprobs_are_the_trainers_when_the_adapter_is_small(smollm2):
+@pytest.mark.parametrize("new, pages", [(16, None), (300, 290)])
+def test_gpu_recorded_logprobs_are_the_trainers_when_the_adapter_is_small(smollm2, new, pages):
     """256 rows, lora_B = ±5e-4 as after one step of AdamW: sampler and trainer differ by a KL that
-    bf16 rounding explains, below 1e-3 nats a token.
+    bf16 rounding explains, below 1e-3 nats a token. Also if rows need 768 pages and 290 exist, so
+    that many are put back.
     """
     source, tokenizer = smollm2
     m = learned(model.load(source, device="cuda"), 1.0)
@@ -474,7 +624,9 @@ def test_gpu_recorded_logprobs_are_the_trainers_when_the_adapter_is_small(smollm
         layer.lora_B.data.sign_().mul_(5e-4)
     lora.refresh(m)
     prompts = [weights.encode(tokenizer, f"What is {i} + {3 * i}?") for i in range(16)]
-    r = Sampler(m).generate(prompts, 16, 16, 1.0, source.stop_ids(), 0, 1)
+    sampler = Sampler(m, pages=pages)
+    r = sampler.generate(prompts, 16, new, 1.0, [] if pages else source.stop_ids(), 0, 1)
+    assert (sampler.stats["put_back"] > 0) == (pages is not None)
     with torch.no_grad():
         d = (rescored(m, r) - r.logprobs)[answered(r)]
     assert len(r.tokens) == 256 and (d.expm1() - d).mean() < 1e-3
@@ -492,8 +644,8 @@ def test_gpu_limits_and_the_longest_context(real):
 
 @pytest.mark.gpu
 def test_gpu_memory_does_not_grow_and_waves_finish(real):
-    """50 calls leave as much memory allocated as one; a request larger than memory is sampled in
-    waves.
+    """50 calls leave as much memory allocated as one; if keys and values of all rows exceed memory,
+    rows are put back.
     """
     draw, used = (gpu_prompts(9), 4, 12, 1.0, [], 3, 1), set()
     for call in range(51):
@@ -506,7 +658,7 @@ def test_gpu_memory_does_not_grow_and_waves_finish(real):
     torch.cuda.set_per_process_memory_fraction((now + 2**30) / total)
     try:
         sampler = Sampler(real)
-        r = sampler.generate(gpu_prompts(8), 32, 1000, 1.0, [], 3, 1)
+        r = sampler.generate(gpu_prompts(8), 32, 500, 1.0, [], 3, 1)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert sampler.stats["slots"] < 256 and (r.lengths == 1000).all()
+    assert sampler.stats["put_back"] > 0 and (r.lengths == 500).all()

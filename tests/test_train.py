@@ -115,7 +115,7 @@ def updated(model, flags, sampled, adv, update=train.update):
 def by_definition(flags, model, optimizer, sampled, adv):
     """train.update with all rows in one call of the loss, none skipped → the measurements."""
     where = sampled.tokens, sampled.prompt_lengths, sampled.lengths, flags.temperature
-    mask, rows = decoder.answer_mask(*where[:3]), len(adv)
+    mask, rows = sampled.answer_mask(), len(adv)
     ran = (adv != 0) | (flags.beta > 0)
     measured = mask & ran[:, None]
     per_row = dict(grpo=rows, gspo=rows, dr_grpo=rows * flags.max_new_tokens)
@@ -160,7 +160,8 @@ def assert_same(got, want):
 def test_updates_follow_their_definition_for_any_cut_and_order(
     tiny_chat, noisy, loss, correction, beta
 ):
-    """Rows in any order, in small and large micro-batches, recomputed or not, give one gradient.
+    """Rows in any order, in small micro-batches, which cut groups, and large ones, recomputed or
+    not, give one gradient.
 
     "old" is the recorded policy (bypass), or the trainer's before the first update. The weights of
     tis are min(old / recorded, 2). --overlong mask gives the gradient of the finished answers
@@ -171,7 +172,7 @@ def test_updates_follow_their_definition_for_any_cut_and_order(
         loss=loss, correction=correction, beta=beta, updates_per_step=3 if loss == "dapo" else 2
     )
     for overlong, counted, cuts in (
-        ("none", ALL, ((20, ALL), (60, order))),
+        ("none", ALL, ((14, ALL), (60, order))),
         ("mask", ended, ((10**6, order),)),
     ):
         alone = noisy.rows(counted), ADVANTAGES[counted]
@@ -186,6 +187,21 @@ def test_updates_follow_their_definition_for_any_cut_and_order(
             )
             for one, other in zip(got, want, strict=True):
                 assert_same(one, other)
+
+
+@pytest.mark.parametrize("micro_tokens, cut", [(10**6, False), (14, True)])
+def test_flat_tokens_are_what_the_model_computes(tiny_chat, noisy, monkeypatch, micro_tokens, cut):
+    """Of the rows that have an advantage: a prompt once for its rows in a micro-batch, and no last
+    token of an answer. Small micro-batches cut groups, whose prompts are then computed again.
+    """
+    model, order = actor(tiny_chat), torch.randperm(16)
+    sampled, adv = noisy.rows(order), ADVANTAGES[order]
+    read = watch(monkeypatch, decoder.Decoder, "forward", lambda given: len(given["ids"]))
+    flags = config(micro_tokens=micro_tokens)
+    stats = train.update(flags, model, adamw(flags, model), sampled, adv)
+    assert stats["flat_tokens"] == sum(read) and max(read) <= micro_tokens
+    once = sampled.rows((adv != 0).nonzero()[:, 0]).flat_tokens()
+    assert (stats["flat_tokens"] > once) == cut
 
 
 def ranks_updates(rank, folder, shared):

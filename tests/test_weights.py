@@ -13,7 +13,7 @@ import gguf
 import huggingface_hub
 import pytest
 import torch
-from conftest import tiny_checkpoint
+from conftest import logits_of, tiny_checkpoint
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, GPT2Config
@@ -30,7 +30,7 @@ IDS = torch.arange(24).view(2, 12) * 7 % 97
 
 def logits(m):
     with torch.no_grad():
-        return m.logits(m(IDS, torch.arange(12).expand(2, 12)))
+        return logits_of(m, IDS)
 
 
 def bits(t):

@@ -23,7 +23,7 @@ REFUSED = (
     "modules_to_save",
     "alora_invocation_tokens",
 )
-# ways to draw the first lora_A and lora_B that leave the base's weights as they are
+# values of PEFT's init_lora_weights that initialize lora_A and lora_B without changing the base
 HARMLESS_STARTS = ("gaussian", "orthogonal", "eva", "mica")
 
 

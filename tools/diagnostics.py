@@ -17,7 +17,10 @@ def means_of(sums):
     means = dict.fromkeys(("entropy", "kl_noise", "clip_fraction", "kl_reference"))
     if sums["tokens"]:
         means = {name: sums[name] / sums["tokens"] for name in means}
-    return means | dict(grad_norm=None, rows=int(sums["rows"]))
+    # run_tokens counts a prompt for each of its answers, flat_tokens once: what was computed
+    return means | dict(
+        grad_norm=None, rows=int(sums["rows"]), flat_tokens=int(sums["flat_tokens"])
+    )
 
 
 @torch.no_grad()

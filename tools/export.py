@@ -23,7 +23,7 @@ again, compares logits and renames it to DST, or to DST.wrong if the logits diff
 on the CPU, in fp32.
 
 Needs: torch, transformers, safetensors, huggingface_hub; model.py, lora.py, fp4_gemm.py,
-tools/weights.py, tools/adapter.py.
+ops/attention.py, tools/weights.py, tools/adapter.py.
 """
 
 import argparse
@@ -41,6 +41,7 @@ from transformers import GenerationConfig
 import fp4_gemm
 import lora
 import model
+from ops.attention import Packed
 from tools import weights
 from tools.adapter import load_adapter
 
@@ -167,10 +168,10 @@ def read_json(path):
 
 
 def probe(decoder):
-    """→ logits (1, 32, V) f32 of one fixed row of 32 tokens, by which two models are compared."""
-    positions = torch.arange(32)[None]
-    ids = (positions + 1) * 7919 % decoder.config.vocab_size  # a prime spreads them over V
-    return decoder.logits(decoder(ids, positions))
+    """→ logits (32, V) f32 of one fixed text of 32 tokens, by which two models are compared."""
+    attend = Packed([(32, [])], torch.device("cpu"))
+    ids = (attend.positions + 1) * 7919 % decoder.config.vocab_size  # a prime spreads them over V
+    return decoder.logits(decoder(ids, attend.positions, attend))
 
 
 # --- what is written

@@ -163,7 +163,7 @@ class Config:
     )
     save_every: int = flag(5, "steps between checkpoints; also at the end and on Ctrl-C", low=1)
     micro_tokens: int = flag(
-        1024, "tokens of a micro-batch in the trainer, padding included", low=1
+        1024, "tokens of a micro-batch in the trainer, each prompt once", low=1
     )
     gradient_checkpointing: bool = flag(
         False, "keep one activation per layer, recompute the others"

@@ -11,19 +11,22 @@
     adapter = 14 · trained              fp32 parameters (4 bytes), AdamW's two moments in fp32 (8),
                                         and a bf16 copy of the parameters (2)
             + block_diagonal            with bf16 weights only: lora_B once more, with its zeros
-    rollout = kv_cache                  keys and values of every slot, bf16
-            + logits                    of every slot, fp32, twice
+    rollout = kv_cache                  the pages of keys and values, bf16
+            + logits                    of every row, fp32
+            + scratch                   partial sums of a decode step's attention, of every row
             + decoded                   with NVFP4 only: the largest weight in bf16, for cuBLAS
             + prefill_bytes             the activations of a prefill
+            + WORKSPACE                 of cuBLAS
     update  = 4 · trained               the gradient, fp32
-            + activations               micro_tokens · (layers · kept + around): they wait for
+            + activations               layers · kept + micro_tokens · around: they wait for
                                         backward
             + max(logit_chunk,          the logits of a chunk of tokens, and
                   layer_backward)       the backward of one layer: never at the same time
 
 `plan` computes these terms under these names. D is the width of the model, F that of its MLP, V the
-vocabulary. A slot holds one of the answers that are sampled at once. Sampling frees its memory
-before the update starts, so the peak has only the larger of the two.
+vocabulary. micro_tokens counts a prompt once for its group. A row is one of the answers that are
+sampled at once. Sampling frees its memory before the update starts, so the peak has only the larger
+of the two.
 
 The terms of rollout and update are approximate: tests/test_memory.py compares the peak with
 measured ones. Left out as small: norms, biases, the scale of each row, the kernels' counters.
@@ -36,7 +39,7 @@ parts of that first peak. 0: nothing fits. The update has --gradient-checkpointi
 `needs` are 2³⁰ bytes, a part's 10⁹.
 
 Needs: transformers; tools/weights.py for configs; model.py, rollout.py, fp4_gemm.py,
-ops/logprobs.py for sizes and families.
+ops/{attention,logprobs}.py for sizes and families.
 """
 
 import argparse
@@ -49,11 +52,14 @@ import transformers
 
 from fp4_gemm import COLS, ROWS
 from model import QUANT, family, head_dim
+from ops.attention import PAGE
 from ops.logprobs import LOGITS_AT_ONCE
-from rollout import PREFILL_TOKENS, SLOTS, cached_bytes, prefill_bytes
+from rollout import PREFILL_TOKENS, SLOTS, cached_bytes, prefill_bytes, scratch_bytes
 from tools import weights
 
 CARDS = 12, 16, 24, 40, 48, 80  # GB as cards are sold: 2³⁰ bytes
+WORKSPACE = 2 * 2**25  # bytes of cuBLAS on Hopper: 32 MiB, outside and inside of CUDA graphs
+MOST_ROWS = 128  # of a micro-batch: more answers at once train no faster
 BESIDE = 1.5e9  # bytes for CUDA's context, a display, and the gaps that the allocator leaves
 
 SIZES = (  # of a model, by transformers' names
@@ -137,15 +143,19 @@ def plan(
     micro_tokens=4096,
     checkpointing=True,
     prefill=PREFILL_TOKENS,
+    pages=None,
+    shared_keys=0,
 ):
     """The formulas above → Plan, in bytes. ValueError: this decoder does not support the model.
 
     c: a transformers config. quant: a key of model.QUANT. slots: answers sampled at once. length:
-    tokens of a prompt plus its answer. micro_tokens: tokens of a micro-batch of the update.
-    checkpointing: each layer keeps its input alone, and backward computes the rest again. prefill:
-    prompt tokens in one forward pass.
+    tokens of a prompt plus its answer. micro_tokens: tokens of a micro-batch of the update, each
+    prompt once. checkpointing: each layer keeps its input alone, and backward computes the rest
+    again. prefill: tokens in one forward pass. pages: of keys and values; None: as many as the
+    answers need. shared_keys: how many keys answers read of prompts in a micro-batch, G·P for each
+    prompt of P tokens.
     """
-    D, F, V, layers = c.hidden_size, c.intermediate_size, c.vocab_size, c.num_hidden_layers
+    D, V, layers = c.hidden_size, c.vocab_size, c.num_hidden_layers
     gemms = linears(c).values()
     # whether projections are in NVFP4: those of layer 0 in the order of gemms and their parts, then
     # those of layer 1, and so on; empty unless the config describes a 4-bit checkpoint
@@ -166,34 +176,46 @@ def plan(
     trained = layers * rank * sum(len(gemm.parts) * gemm.K + gemm.N for gemm in gemms)
     adapter = 14 * trained + block_diagonal
 
-    kv_cache = slots * length * cached_bytes(c)
-    logits = slots * 8 * V
-    rollout = kv_cache + logits + decoded + prefill_bytes(c, prefill)
+    if pages is None:
+        pages = slots * math.ceil((length - 1) / PAGE)  # the last token is not cached
+    kv_cache = pages * PAGE * cached_bytes(c)
+    logits = slots * 4 * V
+    scratch = slots * scratch_bytes(c, length)
+    rollout = kv_cache + logits + scratch + decoded + prefill_bytes(c, prefill) + WORKSPACE
+    update = 4 * trained + update_bytes(c, rank, micro_tokens, checkpointing, shared_keys, decoded)
+    return Plan(weights, adapter, rollout, update)
 
-    kept = saved_bytes(c, rank)  # a token, in every layer, from forward until backward
-    recomputed = 0  # a token, in one layer at a time
+
+def update_bytes(c, rank, micro_tokens, checkpointing, shared_keys, decoded):
+    """→ bytes of an update beside the gradient: activations, and the logits or a layer's backward.
+
+    decoded: bytes of the largest weight in bf16, or 0. All else as for plan.
+    """
+    D, F, layers = c.hidden_size, c.intermediate_size, c.num_hidden_layers
+    _, kv, _ = linears(c)["qkv"].parts
+    # in every layer, from forward until backward; each text has its keys and values together, bf16
+    kept = micro_tokens * saved_bytes(c, rank) + (micro_tokens + shared_keys) * 4 * kv
+    recomputed = 0  # in one layer at a time
     if checkpointing:
         recomputed = kept
-        kept = 4 * D  # the layer's input: the residual stream, fp32
-    # An allowance for what follows the layers: the last residual sum (fp32), its norm, the states
-    # before answer tokens and the derivatives of the log-probabilities in them (bf16).
+        kept = micro_tokens * 4 * D  # the layer's input: the residual stream, fp32
+    # What follows the layers: the last residual sum (fp32, 4 D), its norm, the states before answer
+    # tokens and the derivatives of the log-probabilities in them (bf16, 2 D each). 2 D more are for
+    # the rest, such as log-probabilities and masks.
     around = 12 * D
-    activations = micro_tokens * (layers * kept + around)
+    activations = layers * kept + micro_tokens * around
     logit_chunk = 6 * LOGITS_AT_ONCE  # logits in fp32, their derivative in bf16
     # The MLP's backward makes the gradients of gate and up (4 F). It still holds them when it
     # decodes the weight of gate_up, but then gate, up and SwiGLU's output (6 F) are free.
     mlp_backward = max(micro_tokens * 4 * F, decoded - micro_tokens * 2 * F)
     # 8 D: gradients of the residual stream, fp32, the arriving one and the one passed on
-    layer_backward = micro_tokens * (recomputed + 8 * D) + mlp_backward
-    update = 4 * trained + activations + max(logit_chunk, layer_backward)
-    return Plan(weights, adapter, rollout, update)
+    layer_backward = recomputed + micro_tokens * 8 * D + mlp_backward
+    return activations + max(logit_chunk, layer_backward)
 
 
 def saved_bytes(c, rank):
-    """→ how many bytes autograd saves per token in one layer when a GPU runs the layer.
-
-    c: a transformers config. Approximate if q is not D wide, because attention's output is as wide
-    as q, and its term counts D columns.
+    """→ how many bytes autograd saves per token in one layer when a GPU runs the layer, without the
+    keys and values of attention. c: a transformers config.
     """
     D, F = c.hidden_size, c.intermediate_size
     q, kv, _ = linears(c)["qkv"].parts
@@ -201,8 +223,8 @@ def saved_bytes(c, rank):
     return (
         8 * D  # the residual stream after each of its two sums, fp32
         + 4 * D  # the norms of both, bf16: what qkv and gate_up multiply
-        + 4 * (q + 2 * kv)  # q, k and v before and after RoPE, bf16
-        + 2 * D  # attention's output, bf16: what o multiplies
+        + 2 * (q + kv)  # q and k after RoPE, bf16, in one tensor
+        + 2 * q  # attention's output, bf16: what o multiplies
         + 6 * F  # gate, up and SwiGLU's output, bf16
         + 14 * rank  # x @ lora_A.T of the seven projections, bf16
         + (4 * (q + kv) if head_norm else 0)  # Qwen3's norm of each head: q and k, fp32
@@ -212,8 +234,8 @@ def saved_bytes(c, rank):
 class Row(NamedTuple):
     """A line of the table: what fits on a card.
 
-    answers and micro_tokens are 0 if the card cannot hold one answer, longest is 0 if it cannot
-    hold answers of one token.
+    answers and micro_tokens are 0 if the card cannot hold one answer. longest is 0 if it cannot
+    hold a text of one token; below the prompt's length it means that only shorter prompts fit.
     """
 
     needs: float  # 2³⁰ bytes, to sample and train one answer at a time
@@ -234,7 +256,9 @@ def row_of(c, quant, rank, prompt, new, gb):
     def planned(slots, length, batch=1):
         """→ Plan of slots answers at a time in the rollout, of batch in the update."""
         prefill = max(prompt, min(PREFILL_TOKENS, slots * prompt))
-        return plan(c, quant, rank, slots, length, batch * length, prefill=prefill)
+        keys = batch * min(prompt, length)
+        micro_tokens = batch * length
+        return plan(c, quant, rank, slots, length, micro_tokens, prefill=prefill, shared_keys=keys)
 
     def most(limit, plan_of_number):
         """→ the largest number up to limit whose plan fits the card; 0 if none does."""
@@ -245,7 +269,7 @@ def row_of(c, quant, rank, prompt, new, gb):
     return Row(
         needs=(one.peak + BESIDE) / 2**30,
         answers=most(SLOTS, lambda n: planned(n, length)),
-        micro_tokens=most(128, lambda n: planned(1, length, n)) * length,
+        micro_tokens=most(MOST_ROWS, lambda n: planned(1, length, n)) * length,
         longest=most(c.max_position_embeddings, lambda n: planned(8, n)),
         plan=one,
     )

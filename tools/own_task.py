@@ -89,7 +89,7 @@ def _reward(path, function):
     for an answer that is not judged.
     """
     takes = _takes(path, "reward", function, "problem", "text", "finished")
-    named = set()  # the sets of names that the parts of rewards had
+    named = set()  # sets of part names that reward() returned so far: total() refuses a second one
 
     def total(**given):
         value = function(**given)

@@ -362,7 +362,9 @@ class Safetensors(Source):
     """
 
     def __init__(self, folder):
-        """folder: a Path. ValueError: a file is missing or damaged, or another quantisation."""
+        """folder: a Path. ValueError: config.json or the list of tensors is missing or damaged, or
+        the config names a quantisation other than NVFP4. read() finds a missing or damaged shard.
+        """
         self.path = folder
         self.config = config_of(folder)
         files = self._files()
