@@ -2,6 +2,7 @@
 definitions.
 """
 
+import copy
 import sys
 
 import pytest
@@ -40,11 +41,14 @@ def hidden(m, ids):
 
 @torch.no_grad()
 def check_against(oracle, m, ids, new):
-    """Logits and `new` greedy tokens; returns these. fp32 sums in another order differ by 1e-5, a
-    wrong RoPE pair by 0.1.
+    """Logits and `new` greedy tokens; returns these. fp32 sums differ by their order: measured
+    against transformers in fp64, our rounding error is at most twice that of transformers in fp32.
+    A wrong RoPE pair is off by 0.1.
     """
     ours = torch.stack([m.logits(hidden(m, row)) for row in ids])
-    assert (ours - oracle(ids).logits).abs().max() < 1e-4
+    theirs = oracle(ids).logits
+    exact = torch.nn.Module.double(copy.deepcopy(oracle))(ids).logits
+    assert (ours - exact).norm() <= 2 * (theirs - exact).norm() < 2e-5 * exact.norm()
     oracle.generation_config.eos_token_id = None
     mask = torch.ones_like(ids)
     theirs = oracle.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False)
