@@ -93,7 +93,8 @@ class FrozenLinear(nn.Module):
             parts = [w if torch.is_tensor(w) else nvfp4.dequantize(w, torch.float32) for w in parts]
             self.W = fp4_gemm.Dense(torch.cat(parts).to(dtype))
             if left and device.type == "cpu":
-                self.W.parts = weights  # for who writes the weight to a file
+                # tools/export.py, which loads on a CPU, writes the codes and not these numbers.
+                self.W.parts = weights
         else:
             if torch.is_tensor(parts[0]):
                 # vLLM and TensorRT-LLM require one global scale for all weights of one GEMM
@@ -285,7 +286,9 @@ class Decoder(nn.Module):
         ids = tokens.flatten()
         attend = attention.Packed(flat.groups, tokens.device)
         hidden = self(ids[flat.source], attend.positions, attend)
-        states = attention.Gather.apply(hidden, flat.before)  # (a, D), a: all answer tokens
+        # (a, D), a: all answer tokens. Gather: all answers read their prompt's last state, and it
+        # sums the gradients in fp32.
+        states = attention.Gather.apply(hidden, flat.before)
         targets = ids[flat.answers]
         found = logprobs.TokenLogprobs.apply(states, targets, self.lm_head, temperature or 1.0)
         zeros = torch.zeros(ids.shape, device=ids.device)

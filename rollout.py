@@ -64,7 +64,7 @@ SLOTS = 256  # most sequences that run at once
 STEPS = 8  # decode steps between the host's reads of which rows have finished
 PREFILL_TOKENS = 8192  # most in one forward pass; a longer prompt is prefilled alone
 MIN_PIECES = 4  # pieces of 256 positions that a graph covers at least: fewer graphs to capture
-CPU_PAGE = 16  # positions of a page on a CPU, which copies pages and so wants small ones
+CPU_PAGE = 16  # positions of a page on a CPU, where attention copies the pages of a row together
 
 
 class Rollout(NamedTuple):
@@ -294,6 +294,7 @@ class Sampler:
                 if self.stats["pages"] // 2 < row_pages:
                     raise
                 self.stats["pages"] //= 2
+                # a row that was put back is prefilled with its answer so far
                 self.stats["prefill"] = max(self.stats["prefill"], self.stats["length"])
                 bar.update(_put_back_all(running, waiting, rollout, draw))
                 tqdm.write(
@@ -351,9 +352,10 @@ class Sampler:
         c = self.model.config
         if self.model.device.type == "cpu":
             return math.inf
-        # Reserve memory for a layer's largest weight in bf16, a prefill's activations, and half a
-        # GB for the allocator's gaps. A row takes its scratch memory of attention, and its logits
-        # twice in fp32. With top-p a logit takes up to 20 bytes.
+        # Reserve memory for a prefill and half a GB for the allocator's gaps. A prefill decodes one
+        # packed weight at a time to bf16; the largest is that of gate and up, 2·I × D numbers. A
+        # decoding row takes its scratch memory of attention, and its logits twice in fp32. With
+        # top-p a logit takes up to 20 bytes.
         reserved = 4 * c.hidden_size * c.intermediate_size + prefill_bytes(c, prefill) + 5e8
         logits = (20 if top_p < 1 else 8) * c.vocab_size
         reserved += slots * (logits + scratch_bytes(c, length))
@@ -395,8 +397,9 @@ def scratch_bytes(config, length):
 
 
 def prefill_bytes(config, tokens):
-    """→ bytes of the activations of so many prompt tokens, in bf16 with a residual stream in
-    fp32.
+    """→ bytes of the activations of so many prompt tokens. Of each, at the MLP of a layer, exist
+    the residual stream of D numbers in fp32 and at most four tensors of D in bf16 (12·D bytes); and
+    gate, up and their product, of I numbers each in bf16 (6·I bytes).
     """
     return tokens * (12 * config.hidden_size + 6 * config.intermediate_size)
 
@@ -424,6 +427,7 @@ class _Batch:
         self.cache = attention.KVCache(
             k=torch.zeros(shape, dtype=self.model.dtype, device=device),
             v=torch.zeros(shape, dtype=self.model.dtype, device=device),
+            # of the pieces that the attention kernel has finished, for each row and KV head
             counters=torch.zeros(slots * shape[2], dtype=torch.int32, device=device),
         )
         self.pool = PagePool(pages)
@@ -479,9 +483,9 @@ class _Batch:
             growing += self.will_grow(sequence)
             if sibling is sequence or sequence.position >= len(sequence.prompt):
                 prefills.append((sequence, len(shared) * self.page_size))
-            else:  # the prompt's last page, unless that is whole
-                sources += sibling.pages[whole : whole + 1]
-                copies += sequence.pages[whole : whole + 1]
+            else:  # the page with the end of the prompt, in which the row's answer begins
+                sources.append(sibling.pages[whole])
+                copies.append(sequence.pages[whole])
         self.full = len(running)
         if len(running) == older:
             return
@@ -540,7 +544,7 @@ class _Batch:
             end += sequence.position
         device = self.model.device
         places = attention.Places(*(torch.cat(x).to(device) for x in (token, page, offset)))
-        groups = [(sequence.position, []) for sequence, _ in part]
+        groups = [(sequence.position, []) for sequence, _ in part]  # each text has no answers
         attend = attention.Packed(groups, device, self.cache, places)
         self.model(torch.cat(texts), attend.positions, attend)
 
@@ -593,6 +597,7 @@ class _Batch:
 
     def capture(self, key):
         """Capture the graph of a step → how many steps were made on the way, 0 or 1."""
+        # The number of pieces only sets the size of a launch, so another one loads no new kernel.
         rows, _ = key
         kernels = rows, self.draw.temperature == 0, self.draw.top_p < 1, len(self.draw.stops)
         made = 0

@@ -114,8 +114,8 @@ HUB = re.compile(r"(?!.*\.jsonl?\Z)([\w-][\w.-]*/[\w.-]+)(?:/([\w.-]+))?(?::([\w
 DAPO = re.compile(
     r"\ASolve the following math problem[^\n]*\n\n|\n\nRemember to put your answer[^\n]*\Z"
 )
-# LaTeX that may keep sympy busy for hours: series, integrals, towers of powers or factorials, huge
-# exponents.
+# LaTeX that may keep sympy busy until the judge gives up, after a second: series, integrals, towers
+# of powers or factorials, huge exponents. A policy that repeats itself writes hundreds of these.
 HEAVY = re.compile(
     r"\\(?:sum|prod|i*int|lim|Gamma)(?![a-z])|\^ *(?:\{[^}]*|\w)[\^!]"
     r"|(?:!|[0-9]{6})(?:\\right|[)} ])*!|(?:\^|binom)[{( -]*[0-9]{6}"
@@ -249,8 +249,8 @@ def math_reward(problem, text, finished):
 
 def _same_formula(gold, answer):
     """→ whether two texts in LaTeX are equal. math-verify decides, but for parts that it leaves
-    out, and for an answer that could keep sympy busy for hours: this one is equal only if the gold
-    is such a formula, too.
+    out. It never sees an answer that could take all of its second (HEAVY, DEEP): such an answer is
+    wrong, unless the gold is HEAVY, too.
     """
     if not 0 < len(answer) <= MAX_FORMULA or DEEP.search(answer):
         return False

@@ -158,7 +158,7 @@ def _rotated(x, at, mask, weight, d, in_d, cos, sin, eps, DH: constexpr):
     return first, second
 
 
-@jit(do_not_specialize=["sign"])
+@jit
 def _rope_kernel(
     # x and its strides
     x,

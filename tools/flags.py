@@ -242,7 +242,8 @@ def _of_resumed_run(given):
     """→ the flags of the run in --resume. ValueError: a flag that it cannot change."""
     folder = given["resume"]
     stored = flags_of_run(folder) | {"out": folder}
-    # another seed would shuffle the problems of the present epoch anew
+    # What the checkpoint is of, where it lies, and what the steps so far were made by. Another seed
+    # would shuffle the problems of the present epoch anew.
     kept = FIXED | {"out", "adapter", "updates_per_step", "eval_problems", "seed"}
     for name in given.keys() & kept:
         if os.path.abspath(str(given[name])) != os.path.abspath(str(stored[name])):

@@ -2,7 +2,7 @@
 
     file = GGUFFile(Path("SmolLM2-135M-Instruct.Q4_1.gguf"))
     file.config                                       transformers' config
-    file.tokenizer()                                  transformers' tokenizer
+    file.read_tokenizer()                             transformers' tokenizer
     file.read("model.layers.0.mlp.down_proj.weight")  (N, K) fp32, whatever type the file stores
 
 llama.cpp's RoPE rotates row 2i of a head together with row 2i + 1, transformers' rotates row i

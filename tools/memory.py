@@ -167,7 +167,9 @@ def plan(
         if quant == "bf16":
             dense = layers
         weights += dense * 2 * gemm.N * gemm.K + (layers - dense) * 0.5625 * gemm.stored
-        block_diagonal += dense * 2 * rank * len(gemm.parts) * gemm.N  # (N, S·r)
+        # Dense weights take one cuBLAS GEMM over the ranks of all parts. So lora_B is written out
+        # (N, S·r), with the zeros between the parts; the kernel for packed weights skips these.
+        block_diagonal += dense * 2 * rank * len(gemm.parts) * gemm.N
         if dense < layers:
             decoded = max(decoded, 2 * gemm.N * gemm.K)
         first = last

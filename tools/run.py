@@ -61,7 +61,8 @@ class Run:
     checkpoint.previous as it is: renaming the damaged file would destroy the only good one.
     best: the highest eval_greedy of the trained model so far, in all segments. first: that of the
     model before its first step.
-    drawn: problems drawn for all steps that are done, over all ranks.
+    drawn: problems drawn for all steps that are done, over all ranks. train() counts it with
+    `done`. The next step begins behind them; --resample draws a different number in each step.
     problems: what the run is about, as a hash of its prompts and answers.
     print_error: why say() could not print, which stops the run.
     """
@@ -83,6 +84,7 @@ class Run:
         named = f"runs/{Path(config.task).stem}-{time.strftime('%m%d-%H%M%S')}"
         self.folder = Path(config.resume or config.out or named)
         self.how_to_resume = f"go on with: python train.py --resume {self.folder}"
+        # A task of the user's own is a program. A resume does not start it because a file says so.
         if config.own_task:
             self.how_to_resume += f" --task {config.task}"
         self.config = config
@@ -139,7 +141,7 @@ class Run:
         if self.config.steps < made:
             raise ValueError(
                 f"--steps {self.config.steps}: {self.folder} has made {made} steps; "
-                f"take at least as many, or evaluate with --steps 0 --adapter {self.folder}"
+                f"take at least as many, or evaluate with --steps 0 --adapter {self.folder}/adapter"
             )
 
     def _weights(self):
@@ -248,7 +250,7 @@ class Run:
         Write config.json only after that, because a resume that is refused must not change the
         flags. ValueError: all checkpoints are damaged, or one is of another model.
         """
-        with alike() as facts:
+        with alike() as facts:  # an error, if the ranks found different checkpoints
             for path in self.checkpoints():
                 try:
                     tensors, metadata = read_checkpoint(path)
@@ -291,7 +293,8 @@ class Run:
         """→ the paths of the existing checkpoints, the newest first.
 
         There is only the previous one after a crash between the two renames of write_atomically. A
-        preflight never resumes, so it has none, even with --out of a run.
+        preflight never resumes: also with --out of a run it has none here, so that
+        tools/launch.py loads the adapter of --adapter.
         """
         if self.config.preflight:
             return []

@@ -56,8 +56,9 @@ HARMLESS = (
     "output_activations symmetric actorder observer observer_kwargs "
     "scale_dtype zp_dtype"
 ).split()
-# ends of the names of tensors that no model asks for: scales of quantised activations, keys and
-# values; the shape of a packed weight; RoPE's frequencies, which the model computes from the config
+# ends of the names of tensors that no model asks for: scales and offsets (ModelOpt's k_bias and
+# v_bias) of quantised activations, keys and values; the shape of a packed weight; RoPE's
+# frequencies, which the model computes from the config
 UNUSED = re.compile(
     r"\.((input|output|[qkv]|kv|prob)_(global_)?(scale|zero_point)"
     r"|weight_shape|inv_freq|(cos|sin)_cached)$|_proj\.[kv]_bias$"
@@ -189,7 +190,7 @@ class Source:
              otherwise be ignored, and the model would compute something else.
     packed   True if projections are in NVFP4. Those that are not keep their 16 bits.
     inexact  True when a projection was read whose weights bf16 does not hold: its global scale is
-             no power of two
+             no power of two. tools/launch.py warns of it.
 
     Names are transformers', with compressed-tensors' suffixes for a projection in NVFP4.
     """
