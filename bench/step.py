@@ -10,6 +10,7 @@ Needs: common.py; rollout.py, train.py, tools/{memory,optimizer,ranks,run}.py.
 """
 
 import argparse
+from types import SimpleNamespace
 
 import torch
 
@@ -65,47 +66,51 @@ def measure(args, quant, records):
         common.forget_peak()
         update_s = update(sampled)
         stats = sampler.stats
-        answers, tokens = largest_micro_batch(args, config.micro_tokens)
-        plan = memory.plan(
-            model.config,
-            quant,
-            args.rank,
-            stats["slots"],
-            length,
-            tokens,
-            args.recompute,
-            stats["prefill"],
-            stats["pages"],
-            answers * args.prompt_length,
-        )
-        fixed = plan.weights + plan.adapter
         asked = ("prompts", "samples", "prompt_length", "new", "rank")
-        records.append(
-            {name: getattr(args, name) for name in asked}
-            | {
-                "shape": args.model_shape,
-                "weights": quant,
-                "ranks": count,
-                "micro_tokens": config.micro_tokens,
-                "cap_gb": args.memory_gb,
-                "step": number,
-                "slots": stats["slots"],
-                "pages": stats["pages"],
-                "prefill": stats["prefill"],
-                "recompute": args.recompute,
-                "rollout_s": rollout_s,
-                "rollout_tok_s": count * rows * args.new / rollout_s,
-                "update_s": update_s,
-                "update_tok_s": count * rows * length / update_s,
-                "step_s": rollout_s + update_s,
-                "rollout_peak_gb": rollout_peak_gb,
-                "rollout_planned_gb": (fixed + plan.rollout) / 1e9,
-                "update_peak_gb": peak_memory_gb(),
-                "update_planned_gb": (fixed + plan.update) / 1e9,
-                "peak_gb": max(rollout_peak_gb, peak_memory_gb()),
-                "planned_gb": plan.peak / 1e9,
-            }
-        )
+        record = {name: getattr(args, name) for name in asked} | {
+            "shape": args.model_shape,
+            "weights": quant,
+            "ranks": count,
+            "micro_tokens": config.micro_tokens,
+            "cap_gb": args.memory_gb,
+            "step": number,
+            "slots": stats["slots"],
+            "pages": stats["pages"],
+            "prefill": stats["prefill"],
+            "recompute": args.recompute,
+            "rollout_s": rollout_s,
+            "rollout_tok_s": count * rows * args.new / rollout_s,
+            "update_s": update_s,
+            "update_tok_s": count * rows * length / update_s,
+            "step_s": rollout_s + update_s,
+            "rollout_peak_gb": rollout_peak_gb,
+            "update_peak_gb": peak_memory_gb(),
+            "peak_gb": max(rollout_peak_gb, peak_memory_gb()),
+        }
+        records.append(record | planned(record))
+
+
+def planned(record):
+    """→ what tools.memory plans for a record's step, in GB: {name: number}."""
+    r = SimpleNamespace(**record)
+    answers, tokens = largest_micro_batch(r, r.micro_tokens)
+    plan = memory.plan(
+        memory.config(r.shape),
+        r.weights,
+        r.rank,
+        r.slots,
+        r.prompt_length + r.new,
+        tokens,
+        r.recompute,
+        r.prefill,
+        r.pages,
+        answers * r.prompt_length,
+    )
+    return dict(
+        rollout_planned_gb=plan._replace(update=0).peak / 1e9,
+        update_planned_gb=plan._replace(rollout=0).peak / 1e9,
+        planned_gb=plan.peak / 1e9,
+    )
 
 
 def largest_micro_batch(args, budget):

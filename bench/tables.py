@@ -3,7 +3,7 @@
 python -m bench.tables NAME
     results, hardware       README.md: what was measured, and which model needs which card
     quickstart              results/LOG.md: the default run, three seeds
-    gemm, rollout, step, recipes, vllm, qwen            results/LOG.md: speed and memory
+    gemm, rollout, step, peaks, recipes, vllm, long, qwen   results/LOG.md: speed and memory
 """
 
 import argparse
@@ -13,6 +13,7 @@ import statistics
 import textwrap
 from pathlib import Path
 
+from bench.step import planned
 from tools import memory, report
 
 LOGS = Path(__file__).parent.parent / "results"
@@ -279,6 +280,65 @@ def vllm(path="peers_bench.jsonl"):
     )
 
 
+def longs():
+    """→ of each whole rollout of long answers beside vLLM: a record of its run, our tokens/s, those
+    of vLLM, and ours over vLLM's.
+    """
+    records, rates = peers("long_bench.jsonl")
+    found = []
+    for run in dict.fromkeys(run for run, _ in rates):
+        here = [r for r in records if (r["run"], r["card"]) == run]
+        alone = {key: row for key, row in rates.items() if key[0] == run}
+        ours, theirs = (alone[run, part]["whole"] for part in ("ours/nvfp4", "vllm/nvfp4/none/1"))
+        ratio = over_vllm(alone, "nvfp4")["whole"]
+        made = dict(name=model(here[0]["shape"]), ours=ours, theirs=theirs, over=ratio)
+        found.append(here[-1] | made)
+    return found
+
+
+def long():
+    head("long answers | memory, GB | mean length | longest", "ours, tokens/s", "vLLM", "ours over")
+    for r in longs():
+        entry(
+            "{name}, {prompts} × 16 | {memory_gb:g} | {mean_length:.0f} | {longest:,}".format(**r),
+            " and ".join(f"{rate:,.0f}" for rate in r["ours"]),
+            "{theirs[0]:,.0f} | **×{over:.2f}**".format(**r),
+        )
+    records, _ = peers("long_bench.jsonl")
+    engine = next("vLLM {vllm}, {kernel}, {attention}".format(**r) for r in records if "vllm" in r)
+    note(
+        records,
+        f"{engine}, CUDA graphs alone, one process; whole rollouts on random weights, prompts of "
+        "128 tokens, LoRA of rank 32, temperature 1, log-prob of each token. By `python -m "
+        "bench.vllm --once --batches --prompts N --prompt-length 128 --mean 1800 --limit 8192 "
+        "--memory-gb GB`, log in `results/long_bench.jsonl`.",
+    )
+
+
+def peaks():
+    head(
+        "model | answers × new tokens, after a prompt of | weights | recomputed",
+        "rollout, GB | planned | update, GB | planned",
+    )
+    records = [r for r in read("memory_bench.jsonl") if r["step"]]
+    for r in records:
+        r |= planned(r)  # by today's formula
+        entry(
+            model(r["shape"]),
+            "{prompts} × {samples} × {new}, {prompt_length}".format(**r),
+            NAMES[r["weights"]],
+            "all layers" if r["recompute"] else "none",
+            "{rollout_peak_gb:.1f} | {rollout_planned_gb:.1f}".format(**r),
+            "{update_peak_gb:.1f} | {update_planned_gb:.1f}".format(**r),
+        )
+    note(
+        records,
+        "random weights, LoRA of rank 32; PyTorch's peaks in the second step, beside what "
+        "tools/memory.py plans. By `python -m bench.step`, log in "
+        "`results/memory_bench.jsonl`.",
+    )
+
+
 def qwen():
     tests = []
     head(
@@ -407,6 +467,12 @@ def versus_vllm():
         f"{card(records[0])} (answers at once)",
         f"ours over vLLM, tokens/s: {'; '.join(versus)} |  | ",
     )
+    found = longs()
+    entry(
+        f"whole rollouts beside vLLM {version}, {card(found[0])}: answers of "
+        f"{each('{mean_length:,.0f}', found)} tokens on average",
+        f"ours over vLLM: {each('×{over:.2f} ({name}, {memory_gb:g} GB)', found)} |  | ",
+    )
 
 
 def gsm8k():
@@ -471,8 +537,10 @@ TABLES = {
     "gemm": gemm,
     "rollout": rollout,
     "step": step,
+    "peaks": peaks,
     "recipes": recipes,
     "vllm": vllm,
+    "long": long,
     "qwen": qwen,
 }
 

@@ -2,9 +2,8 @@
 
 Each DIR is a checkout (`git worktree add DIR REVISION`). One without bench/ is measured by ours.
 Each builds a model of its own, from the same random weights. The checkouts take turns at the same
-work
-in this one process, in an order that each round shuffles: in a fixed order the first is about 1 %
-slower, and a GPU drifts by more than that in a minute.
+work in this one process, in an order that each round shuffles: in a fixed order the first is about
+1 % slower, and a GPU drifts by more than that in a minute.
 
 The work is a decode step of --batch answers, or with --update one update of 4 answers of --new
 tokens. The first round compiles and does not count. `faster` is the median over the rounds of the

@@ -6,7 +6,6 @@ python -m pytest tests/test_memory.py
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -126,22 +125,9 @@ def test_the_plan_is_within_a_twentieth_of_the_measured_peaks():
     later = [r for r in records if r["step"]]
     assert {r["shape"] for r in later} >= {"0.5b", "1.5b", "7b", "32b"} and len(later) >= 18
     for r in later:
-        answers, tokens = step.largest_micro_batch(SimpleNamespace(**r), r["micro_tokens"])
-        planned = memory.plan(
-            memory.config(r["shape"]),
-            r["weights"],
-            r["rank"],
-            r["slots"],
-            r["prompt_length"] + r["new"],
-            tokens,
-            r["recompute"],
-            r["prefill"],
-            r["pages"],
-            answers * r["prompt_length"],
-        )
-        for part in ("rollout", "update"):
-            peak = planned._replace(**{"rollout": 0, "update": 0, part: getattr(planned, part)})
-            assert abs(peak.peak / 1e9 / r[f"{part}_peak_gb"] - 1) < 0.05, (r, part, peak)
+        for part, planned in step.planned(r).items():
+            peak = r[part.replace("planned", "peak")]
+            assert abs(planned / peak - 1) < 0.05, (r, part, planned)
 
 
 def printed(capsys, *arguments):
