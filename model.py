@@ -185,7 +185,9 @@ class Decoder(nn.Module):
         config, traits = source.config, family(source.config)
         self.config, self.device = config, device
         self.dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        self.gradient_checkpointing = False
+        # So many layers, the first ones, keep their input alone for backward, which computes the
+        # rest again (gradient checkpointing).
+        self.recomputed_layers = 0
         D, V = config.hidden_size, config.vocab_size
 
         def norm(at, name, width):
@@ -252,7 +254,7 @@ class Decoder(nn.Module):
             cos, sin = cos * self.rope_scale, sin * self.rope_scale
         for i, layer in enumerate(self.layers):
             where = Where(attend, cos, sin, i)
-            if self.gradient_checkpointing and torch.is_grad_enabled():
+            if i < self.recomputed_layers and torch.is_grad_enabled():
                 # Use reentrant checkpointing, for two reasons. Non-reentrant checkpointing calls a
                 # hook for every tensor that autograd saves, and on a small model these hooks take
                 # longer than the kernels. It also runs the first forward with gradients enabled:

@@ -130,27 +130,55 @@ class Rollout(NamedTuple):
         prompts = rows_by_prompt(self.tokens, self.prompt_lengths)
         return sum(map(len, prompts)) + int((self.lengths - 1).sum())
 
-    def micro_batches(self, rows, budget):
-        """Row numbers (n,) → [(k,), …]: each at most `budget` flat tokens, or one row. A group that
-        fits into one micro-batch is not cut, so that its prompt is computed once.
-        """
-        answer_tokens = (self.lengths - 1).tolist()
-        batches, used = [], budget
-        groups = rows_by_prompt(self.tokens[rows], self.prompt_lengths[rows])
+    def groups(self, rows):
+        """Row numbers (n,) → [PromptRows, …]."""
+        answer_tokens = (self.lengths - 1).tolist()  # nothing is predicted from the last one
+        by_prompt = rows_by_prompt(self.tokens[rows], self.prompt_lengths[rows])
         rows = rows.tolist()
-        for prompt, members in groups.items():
-            members = [rows[member] for member in members]
-            if used + len(prompt) + sum(answer_tokens[row] for row in members) > budget:
-                batches.append([])
-                used = 0
-            used += len(prompt)
-            for row in members:
-                if batches[-1] and used + answer_tokens[row] > budget:
-                    batches.append([])
-                    used = len(prompt)
-                batches[-1].append(row)
-                used += answer_tokens[row]
-        return [torch.tensor(batch, device=self.tokens.device) for batch in batches]
+        return [
+            PromptRows(len(prompt), {rows[i]: answer_tokens[rows[i]] for i in members})
+            for prompt, members in by_prompt.items()
+        ]
+
+    def micro_batches(self, rows, budget):
+        """Row numbers (n,) → [(k,), …]: see micro_batches."""
+        batches = micro_batches(self.groups(rows), budget)
+        return [torch.tensor(batch.rows, device=self.tokens.device) for batch in batches]
+
+
+class PromptRows(NamedTuple):
+    """Rows with the same prompt."""
+
+    prompt: int  # tokens of the prompt
+    answers: dict  # {row number: tokens of its answer that the trainer computes}
+
+
+@dataclass
+class MicroBatch:
+    """Rows that the trainer computes at once, each prompt once."""
+
+    rows: list = field(default_factory=list)  # their numbers
+    tokens: int = 0  # of prompts and answers: flat tokens
+    shared_keys: int = 0  # that answers read of prompts: a prompt's length for each answer
+
+
+def micro_batches(groups, budget):
+    """[PromptRows, …] → [MicroBatch, …]: each has at most `budget` flat tokens, or one row. A group
+    that fits into one micro-batch is not cut, so that its prompt is computed once.
+    """
+    batches = []
+    for group in groups:
+        whole = group.prompt + sum(group.answers.values())
+        if not batches or batches[-1].tokens + whole > budget:
+            batches.append(MicroBatch())
+        batches[-1].tokens += group.prompt
+        for row, tokens in group.answers.items():
+            if batches[-1].rows and batches[-1].tokens + tokens > budget:
+                batches.append(MicroBatch(tokens=group.prompt))
+            batches[-1].rows.append(row)
+            batches[-1].tokens += tokens
+            batches[-1].shared_keys += group.prompt
+    return batches
 
 
 class Draw(NamedTuple):
@@ -262,7 +290,7 @@ class Sampler:
         rows, length = rollout.tokens.shape
         slots = min(self.slots, rows)
         row_pages = math.ceil((length - 1) / self.page_size)  # the last token is not cached
-        pages, prefill = self._room(prompts, slots, length, top_p)
+        pages, prefill = self.room(list(map(len, prompts)), slots, length, top_p)
         if pages < row_pages:
             raise ValueError(
                 f"a prompt of {length - max_new_tokens} tokens with {max_new_tokens} new ones "
@@ -332,12 +360,12 @@ class Sampler:
             prompt_lengths=prompt_lengths.repeat_interleave(group_size),
         )
 
-    def _room(self, prompts, slots, length, top_p):
+    def room(self, prompt_lengths, slots, length, top_p=1.0):
         """→ the pages to allocate, and the most tokens of one prefill. length: of the longest
         prompt and answer.
         """
         needed = slots * math.ceil((length - 1) / self.page_size)
-        prefill = max(max(map(len, prompts)), min(PREFILL_TOKENS, sum(map(len, prompts))))
+        prefill = max(max(prompt_lengths), min(PREFILL_TOKENS, sum(prompt_lengths)))
         fitting = self._fitting_pages(slots, length, prefill, top_p)
         pages = min(needed, self.pages or needed, fitting)
         if pages < needed:  # so answers may be put back and prefilled again
@@ -360,10 +388,15 @@ class Sampler:
         logits = (20 if top_p < 1 else 8) * c.vocab_size
         reserved += slots * (logits + scratch_bytes(c, length))
         torch.cuda.empty_cache()  # what the allocator still holds is too fragmented to count
-        free, total = torch.cuda.mem_get_info()
-        allowed = total * torch.cuda.get_per_process_memory_fraction()
-        free = min(free, allowed - torch.cuda.memory_reserved())
-        return max(0, int((free - reserved) // (self.page_size * cached_bytes(c))))
+        left = free_memory() - reserved
+        return max(0, int(left // (self.page_size * cached_bytes(c))))
+
+
+def free_memory():
+    """→ how many bytes PyTorch's allocator may still take from the GPU: --memory-gb limits it."""
+    free, total = torch.cuda.mem_get_info()
+    allowed = total * torch.cuda.get_per_process_memory_fraction()
+    return min(free, allowed - torch.cuda.memory_reserved())
 
 
 def _put_back_all(running, waiting, rollout, draw):

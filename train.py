@@ -30,6 +30,7 @@ import grpo
 import lora
 from rollout import Rollout
 from tools import launch
+from tools.budget import within_memory
 from tools.diagnostics import means_of, mismatch
 from tools.optimizer import adamw, learning_rate, noise_level
 from tools.ranks import (
@@ -287,8 +288,6 @@ def backward(config, model, rollout, advantages, old=None):
     (B, T) f32 before any update. Rows of advantage 0 add nothing to the gradient, so they are
     counted but run only for a KL term (beta > 0); their log-probabilities stay 0.
     """
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)  # a rank without rows adds zeros
     trained = rollout.lengths  # (B,)
     if config.overlong == "mask":
         trained = trained * rollout.finished
@@ -297,10 +296,24 @@ def backward(config, model, rollout, advantages, old=None):
     runs = (trained > 0) & ((advantages != 0) | (config.beta > 0))
     rows = torch.nonzero(runs)[:, 0]
 
+    def compute(micro_batches):
+        return gradient(config, model, rollout, micro_batches, advantages, old, normalizer)
+
+    sums, logprobs = within_memory(config, model, rollout, rows, compute)
+    sum_gradients(model.parameters())
+    return sum_over_ranks(sums | dict(rows=len(rows))), logprobs
+
+
+def gradient(config, model, rollout, micro_batches, advantages, old, normalizer):
+    """Write this rank's gradient into the parameters → sums, {name: tensor ()}, and the model's
+    log-probabilities (B, T). micro_batches: lists of (k,) row numbers; else as in backward.
+    """
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)  # a rank without rows adds zeros
     logprobs = torch.zeros_like(rollout.logprobs)
     names = "tokens entropy kl_noise clip_fraction kl_reference run_tokens flat_tokens loss".split()
     sums = dict.fromkeys(names, 0.0)
-    for micro in rollout.micro_batches(rows, config.micro_tokens):
+    for micro in micro_batches:
         part = rollout.rows(micro)
         columns = slice(part.tokens.shape[1])
         part_old = None if old is None else old[micro, columns]
@@ -309,8 +322,7 @@ def backward(config, model, rollout, advantages, old=None):
         logprobs[micro, columns] = new.detach()
         for name in names:
             sums[name] += measured[name].double()
-    sum_gradients(model.parameters())
-    return sum_over_ranks(sums | dict(rows=len(rows))), logprobs
+    return sums, logprobs
 
 
 def loss_of(config, model, part, advantages, old, normalizer):

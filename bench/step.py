@@ -1,8 +1,9 @@
 """Whole GRPO steps of train.py on random weights: python -m bench.step --out FILE.jsonl
 
---prompts × --samples answers of --new tokens, then the update with random advantages. Each layer is
-recomputed in backward unless --no-recompute is given. The first of --steps compiles. --memory-gb
-caps the allocator, in 1e9 bytes.
+--prompts × --samples answers of --new tokens, then the update with random advantages. Its
+micro-batches and the number of recomputed layers are chosen as in a run, unless --micro-tokens, and
+--recompute or --no-recompute, are given. The first of --steps compiles. --memory-gb caps the
+allocator, in 1e9 bytes.
 torchrun --nproc-per-node N -m bench.step … gives each rank that many; the rates are those of all
 ranks.
 
@@ -18,16 +19,17 @@ import train
 from bench import common
 from rollout import Sampler
 from tools import memory, ranks
+from tools.budget import limit_memory, size_of_update
 from tools.flags import Config
 from tools.optimizer import adamw
 from tools.run import peak_memory_gb
 
 
 def parse(arguments=None):
-    sizes = dict(prompts=8, samples=8, prompt_length=128, new=1024, micro_tokens=2560, rank=32)
+    sizes = dict(prompts=8, samples=8, prompt_length=128, new=1024, micro_tokens=0, rank=32)
     parser = common.flags(__doc__, model_shape="7b", **sizes, steps=2, memory_gb=0.0)
     parser.add_argument("--quant", nargs="+", choices=common.QUANT, default=common.QUANT)
-    parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--recompute", action=argparse.BooleanOptionalAction)
     return parser.parse_args(arguments)
 
 
@@ -36,8 +38,7 @@ def main(arguments=None):
     common.DEVICE = ranks.join_ranks(common.DEVICE)
     rank, _ = ranks.rank_and_count()
     if args.memory_gb:
-        _, total = torch.cuda.mem_get_info()
-        torch.cuda.set_per_process_memory_fraction(args.memory_gb * 1e9 / total)
+        limit_memory(args.memory_gb)
     records = common.Records(None if rank else args.out, common.conditions())
     for quant in args.quant:
         measure(args, quant, records)
@@ -64,6 +65,7 @@ def measure(args, quant, records):
         rollout_s = common.clock() - began
         rollout_peak_gb = peak_memory_gb()
         common.forget_peak()
+        size = size_of_update(config, model, sampled.groups(torch.arange(rows)))
         update_s = update(sampled)
         stats = sampler.stats
         asked = ("prompts", "samples", "prompt_length", "new", "rank")
@@ -71,13 +73,13 @@ def measure(args, quant, records):
             "shape": args.model_shape,
             "weights": quant,
             "ranks": count,
-            "micro_tokens": config.micro_tokens,
+            "micro_tokens": size.micro_tokens,
             "cap_gb": args.memory_gb,
             "step": number,
             "slots": stats["slots"],
             "pages": stats["pages"],
             "prefill": stats["prefill"],
-            "recompute": args.recompute,
+            "recompute": size.recomputed,
             "rollout_s": rollout_s,
             "rollout_tok_s": count * rows * args.new / rollout_s,
             "update_s": update_s,
@@ -93,6 +95,7 @@ def measure(args, quant, records):
 def planned(record):
     """→ what tools.memory plans for a record's step, in GB: {name: number}."""
     r = SimpleNamespace(**record)
+    recomputed = None if r.recompute is True else int(r.recompute)  # True in logs of before
     answers, tokens = largest_micro_batch(r, r.micro_tokens)
     plan = memory.plan(
         memory.config(r.shape),
@@ -101,7 +104,7 @@ def planned(record):
         r.slots,
         r.prompt_length + r.new,
         tokens,
-        r.recompute,
+        recomputed,
         r.prefill,
         r.pages,
         answers * r.prompt_length,
@@ -132,10 +135,9 @@ def updater(args, quant, model):
         group_size=args.samples,
         lr=1e-6,
         max_new_tokens=args.new,
-        micro_tokens=max(args.micro_tokens, args.prompt_length + args.new),
+        micro_tokens=args.micro_tokens or None,
         gradient_checkpointing=args.recompute,
     )
-    model.gradient_checkpointing = args.recompute
     optimizer = adamw(config, model)
     advantages = torch.randn(args.prompts * args.samples, device=common.DEVICE)
 

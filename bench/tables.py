@@ -327,7 +327,9 @@ def peaks():
             model(r["shape"]),
             "{prompts} × {samples} × {new}, {prompt_length}".format(**r),
             NAMES[r["weights"]],
-            "all layers" if r["recompute"] else "none",
+            {True: "all layers", False: "none"}.get(r["recompute"], "{recompute} layers").format(
+                **r
+            ),
             "{rollout_peak_gb:.1f} | {rollout_planned_gb:.1f}".format(**r),
             "{update_peak_gb:.1f} | {update_planned_gb:.1f}".format(**r),
         )

@@ -72,6 +72,7 @@ def decode_turn(tree, args, batch):
 def update_turn(tree, args, batch):
     """→ a function that updates once, with gradient checkpointing, and returns its ms."""
     work = tree.step.parse(f"--prompts 1 --samples {batch} --new {args.new}".split())
+    work.micro_tokens, work.recompute = 2560, True  # the same for all checkouts
     torch.manual_seed(0)
     _, update = tree.step.updater(work, args.quant, tree.model)
     prompts = tree.common.random_prompts(tree.model, work.prompts, work.prompt_length)

@@ -309,7 +309,7 @@ def run(name, logs, out, flags, problems, at_once):
         )
     log = rules.read(logs, job)
     if log.ended and out != logs:  # the one setting that depends on the card and on who shares it
-        logged = log.starts[-1]["flags"].get("micro_tokens", Config.micro_tokens)
+        logged = log.starts[-1]["flags"].get("micro_tokens", 1024)  # the default then
         flags = {"micro_tokens": logged} | flags
     make(job, out, flags, problems, at_once)
     print(name, said(rules.read(out, job)))

@@ -24,7 +24,7 @@ paper=(
     --schedule cosine --weight-decay 0.1 --max-grad-norm 0.2
     --sigma-start 1e-2 --sigma-end 5e-4          # scripts: to 1e-4; §4.1: from 5e-2
     --sigma-stages 10
-    --gradient-checkpointing --eval-every 50 --save-every 50
+    --eval-every 50 --save-every 50
 )
 # One update a rollout, as by default: Table 4 says 4 on GSM8K, the paper's authors say 1 (in their issue 12).
 # Table 4's batch of 128 is read as answers, as TRL counts: with 128 prompts a step, 600 steps are ten epochs.
@@ -33,17 +33,17 @@ case $recipe in
     3b-gsm8k | 7b-gsm8k)
         data=(--task gsm8k)
         train=(--data openai/gsm8k/main --loss grpo --prompts 16 --group-size 8 --max-new-tokens 4096
-               --steps 600 --warmup 60 --micro-tokens 8192)
+               --steps 600 --warmup 60)
         test=openai/gsm8k/main:test
         ;;
     7b-bigmath | 14b-bigmath | 32b-bigmath)
         # The paper does not say how long it trained, but evaluates after 500 to 1000 steps. The scripts' data
-        # has BigMath's levels 3 to 5, for the 32B 4 and 5. A micro-batch holds the longest row.
+        # has BigMath's levels 3 to 5, for the 32B 4 and 5.
         levels=level_3_4_5
         [ "$recipe" = 32b-bigmath ] && levels=level_4_5
         data=(--task math)
         train=(--data "open-r1/Big-Math-RL-Verified-Processed/$levels" --loss dapo --prompts 8 --group-size 16
-               --max-new-tokens 8192 --steps 1000 --warmup 100 --micro-tokens 9216)
+               --max-new-tokens 8192 --steps 1000 --warmup 100)
         test=HuggingFaceH4/MATH-500:test         # the paper also took AIME 24 and 25 and AMC 23
         ;;
     *)

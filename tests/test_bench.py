@@ -79,7 +79,7 @@ def test_step_counts_the_tokens_of_all_ranks(tmp_path, capsys, monkeypatch):
         assert r["rollout_s"] * r["rollout_tok_s"] == pytest.approx(2 * 42)
         assert r["update_s"] * r["update_tok_s"] == pytest.approx(2 * 72)
     tables.step()
-    row = "| Qwen2.5-TINY, 2 GPUs | 4 × 3 × 7 | 2560 | NVFP4 | {rollout_s:.1f} |"
+    row = "| Qwen2.5-TINY, 2 GPUs | 4 × 3 × 7 | 1024 | NVFP4 | {rollout_s:.1f} |"
     assert row.format(**found[1]) in capsys.readouterr().out
 
 

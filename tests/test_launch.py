@@ -181,6 +181,7 @@ def test_a_warm_up_that_never_ends_is_refused(words):
         ("--clip-high .3 --correction tis --loss gspo", "clip_high"),
         ("--clip-high .3 --loss cispo --updates-per-step 2", "clip_high"),
         ("--steps 0 --lr 1 --loss grpo --prompts 4", "lr loss prompts"),
+        ("--memory-gb 10 --device cpu", "memory_gb"),
         ("--clip-high .3 --correction bypass", ""),
         ("--clip-low .3 --updates-per-step 2", ""),
         ("--sigma-start 1 --eval-samples 3 --lr 1 --steps 2", ""),
@@ -456,7 +457,7 @@ def out_of_memory(*_, **__):
     [
         (launch, "load", interrupted, 130, ""),
         (Sampler, "generate", interrupted, 130, "\nstopped after 0 steps; go on with: .*\n"),
-        (launch, "load", out_of_memory, 2, "train.py: .*--gradient-checkpointing.*\n"),
+        (launch, "load", out_of_memory, 2, "train.py: out of memory: .*--max-new-tokens.*\n"),
     ],
 )
 def test_a_stop_before_the_first_step_has_no_traceback(

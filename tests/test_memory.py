@@ -110,11 +110,15 @@ def test_what_grows_with_what():
     row = 9 * 128 * 56 * 1024 + 4 * 152064 + 4 * 8 * 28 * 130
     assert two.rollout - one.rollout == 64 * row
     assert two.update == one.update
-    whole = memory.plan(c, checkpointing=False)
+    whole = memory.plan(c, recomputed=0)
     assert whole.update > 4 * one.update
+    # A layer more that is recomputed keeps its input, 4 D bytes of 4096 tokens, and nothing else.
+    less = memory.plan(c, recomputed=9).update - memory.plan(c, recomputed=10).update
+    saved = memory.saved_bytes(c, 32) + 4 * 512
+    assert less == 4096 * (saved - 4 * 3584)
     c.architectures, c.attention_bias = ["Qwen3ForCausalLM"], True
     # Qwen3's head norms save q and k of 4096 tokens in fp32: (28 + 4) · 128 · 4 bytes a layer
-    assert memory.plan(c, checkpointing=False).update - whole.update == 4096 * 28 * 32 * 128 * 4
+    assert memory.plan(c, recomputed=0).update - whole.update == 4096 * 28 * 32 * 128 * 4
 
 
 def test_the_plan_is_within_a_twentieth_of_the_measured_peaks():
@@ -142,7 +146,8 @@ def test_the_command_reads_a_config_alone_and_refuses_what_makes_no_sense(tiny, 
     shutil.copy(tiny / "config.json", tmp_path)  # and no weights
     flags = "--model", tmp_path, "--prompt-length", 20, "--max-new-tokens", 30, "--memory-gb", 4
     (row,) = printed(capsys, *flags).values()
-    assert row["longest"] == "128" and row["--micro-tokens"] == "6400"  # context, 128 answers
+    # the context; 16 × 8 answers in one micro-batch
+    assert row["longest"] == "128" and row["at-once"] == str(16 * (20 + 8 * 29))
     for flag, value in (
         ("--max-new-tokens", "0"),
         ("--rank", "0"),
@@ -168,15 +173,14 @@ def test_the_table_says_what_the_plan_of_each_card_says(capsys):
     for name, gb in (("32b", 24), ("7b", 12), ("72b", 80)):
         row, c, room = table[name, gb], memory.config(name), gb * 2**30 - memory.BESIDE
 
-        def plan(slots, length, micro, c=c):
-            more = dict(prefill=min(8192, slots * 256), shared_keys=micro // length * 256)
-            return memory.plan(c, "nvfp4", 16, slots, length, micro, **more)
+        def plan(slots, length, c=c):
+            more = dict(prefill=min(8192, slots * 256), shared_keys=256)
+            return memory.plan(c, "nvfp4", 16, slots, length, length, **more)
 
-        slots, longest, micro = (int(row[key]) for key in ("answers", "longest", "--micro-tokens"))
-        one = plan(1, 1280, 1280)
-        assert plan(slots, 1280, 1280).peak <= room < plan(slots + 1, 1280, 1280).peak
-        assert plan(1, 1280, micro).peak <= room < plan(1, 1280, micro + 1280).peak
-        assert plan(8, longest, longest).peak <= room < plan(8, longest + 1, longest + 1).peak
+        slots, longest = int(row["answers"]), int(row["longest"])
+        one = plan(1, 1280)
+        assert plan(slots, 1280).peak <= room < plan(slots + 1, 1280).peak
+        assert plan(8, longest).peak <= room < plan(8, longest + 1).peak
         assert float(row["needs"]) == pytest.approx((one.peak + memory.BESIDE) / 2**30, abs=0.06)
         for part, value in one._asdict().items():
             assert float(row[part]) == pytest.approx(value / 1e9, abs=0.006)

@@ -206,10 +206,12 @@ def test_a_prompt_is_read_once_for_all_of_its_rows(tiny, monkeypatch):
     assert read == [19 + 34, 1, 5 + 9 + 26, 5]
 
 
-@pytest.mark.parametrize("quant, checkpointing", [("bf16", False), ("bf16", True), ("rtn", True)])
-def test_gradients_equal_the_plain_computation(tiny, monkeypatch, quant, checkpointing):
-    """The chunked backward, with and without gradient checkpointing, equals autograd over whole
-    logits.
+@pytest.mark.parametrize(
+    "quant, recomputed", [("bf16", 0), ("bf16", 1), ("rtn", 2), ("bf16", 3), ("rtn", 3)]
+)
+def test_gradients_equal_the_plain_computation(tiny, monkeypatch, quant, recomputed):
+    """The chunked backward equals autograd over whole logits, whether no layer, some or all of the
+    three are recomputed.
     """
     m = load(tiny, quant)
     tokens, prompts, lengths = answers(m)
@@ -219,11 +221,14 @@ def test_gradients_equal_the_plain_computation(tiny, monkeypatch, quant, checkpo
     plain = alone(m, tokens, prompts, lengths, 0.7)[0]
     ref = torch.autograd.grad((plain * weight).sum(), parameters)
     monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", 5 * 97)
-    m.gradient_checkpointing = checkpointing
+    m.recomputed_layers = recomputed
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         result = m.logprobs(tokens, prompts, lengths, 0.7)[0]
-    assert (len(saved) < 40) == checkpointing  # each layer's input, or all activations
+    if recomputed == 3:  # of each layer its input, else all activations
+        assert len(saved) < 40
+    elif recomputed == 0:
+        assert len(saved) >= 40
     (result * weight).sum().backward()
     for p, b in zip(parameters, ref, strict=True):
         assert (p.grad - b).norm() / b.norm() < 1e-5  # fp32 sums of 41 terms
@@ -277,7 +282,7 @@ def gradients(folder, quant, device, copies, checkpointing):
     """
     torch.manual_seed(0)
     m = load(folder, quant, device)
-    m.gradient_checkpointing = checkpointing
+    m.recomputed_layers = checkpointing * len(m.layers)
     where = [t.repeat(copies, *[1] * (t.dim() - 1)).to(device) for t in answers(m)]
     weight = torch.randn(where[0].shape).to(device)
     (m.logprobs(*where, 0.7)[0] * weight).sum().backward()

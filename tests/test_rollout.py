@@ -324,7 +324,7 @@ def test_slots_change_nothing(m, r, steps, prefills, monkeypatch, slots):
     """With fewer slots than rows, rows wait for free slots, but every row draws the same tokens. A
     prompt is read once for its group, and again only if none of its group runs; ended rows leave.
     """
-    monkeypatch.setattr(m, "gradient_checkpointing", True)  # must not bypass the cache
+    monkeypatch.setattr(m, "recomputed_layers", 3)  # must not bypass the cache
     monkeypatch.setattr(rollout, "time", SimpleNamespace(perf_counter=count().__next__))
     sampler = Sampler(m, slots=slots)
     check_same(sampler.generate(*DRAW), r)

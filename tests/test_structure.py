@@ -15,8 +15,9 @@ ROOT = Path(__file__).parent.parent
 EVIDENCE = ("bench", "experiments", "tests")  # no module of the product may import from these
 ALONE = {"nvfp4", "fp4_gemm", "lora", "aqn", "grpo", "tasks"}  # and every file of ops/
 # Of the product, counted as below. The limit of the design is 43,000. Mending the known faults at
-# the edges took 2,700 more, flat tokens and pages of keys and values 1,900.
-SYMBOLS = 47_600
+# the edges took 2,700 more, flat tokens and pages of keys and values 1,900, updates that choose
+# their size by memory 1,200.
+SYMBOLS = 48_800
 LINES = 60  # of a function that is no Triton kernel
 
 

@@ -179,7 +179,7 @@ def test_updates_follow_their_definition_for_any_cut_and_order(
         measured, want = updated(model, flags, *alone, by_definition)
         flags.overlong = overlong
         for flags.micro_tokens, rows in cuts:
-            model.gradient_checkpointing = flags.micro_tokens == 60
+            flags.gradient_checkpointing = flags.micro_tokens == 60
             stats, got = updated(model, flags, noisy.rows(rows), ADVANTAGES[rows])
             stats["tokens"] = stats["update_tok_s"] * stats["update_s"]
             assert {name: stats[name] for name in measured} == pytest.approx(
@@ -591,7 +591,7 @@ def test_flags_reach_what_they_name(tiny_chat, tmp_path, monkeypatch):
     assert {len(given) for (given,) in problems} == {13}
     assert scales == [("none",)] and set(losses) == {("dr_grpo", 0.1, 0.3, 0.1)}
     assert sigmas == [(0.5, 0.25, 5, "linear")]
-    assert [model.gradient_checkpointing for (model,) in models] == [True]
+    assert [model.recomputed_layers for (model,) in models] == [2]
     # three evaluations, a step and its resampling
     assert Counter(samples) == {(-1, 0.0, 1.0): 3, (-1, 0.7, 0.5): 3, (0, 0.7, 1.0): 2}
     for name, evaluations in (("alone", 1), ("both", 2)):

@@ -1,12 +1,13 @@
 """Is training worth its time? The sampler against the trainer, and a step without an update.
 
-Needs: torch; tools/ranks.py, tools/report.py, tools/run.py.
+Needs: torch; rollout.py; tools/ranks.py, tools/report.py, tools/run.py.
 """
 
 import dataclasses
 
 import torch
 
+from rollout import PREFILL_TOKENS
 from tools.ranks import all_sum, rank_and_count, sum_over_ranks
 from tools.report import PREFLIGHT_PROMPTS, preflight_report
 from tools.run import peak_memory_gb
@@ -34,7 +35,7 @@ def mismatch(config, model, rollout):
     every = max(1, len(rollout.tokens) // 64)
     rows = torch.arange(0, len(rollout.tokens), every)
     factors = []
-    for micro in rollout.micro_batches(rows, config.micro_tokens):
+    for micro in rollout.micro_batches(rows, config.micro_tokens or PREFILL_TOKENS):
         part = rollout.rows(micro)
         logprobs, _ = part.scored_by(model, config.temperature)
         factors.append((logprobs - part.logprobs)[part.answer_mask()].abs().exp())

@@ -163,10 +163,17 @@ class Config:
     )
     save_every: int = flag(5, "steps between checkpoints; also at the end and on Ctrl-C", low=1)
     micro_tokens: int = flag(
-        1024, "tokens of a micro-batch in the trainer, each prompt once", low=1
+        None,
+        "tokens of a micro-batch in the trainer, each prompt once; left out: as memory allows "
+        "(a CPU: 1024)",
+        low=1,
     )
     gradient_checkpointing: bool = flag(
-        False, "keep one activation per layer, recompute the others"
+        None,
+        "recompute the activations of every layer, or of none; left out: as memory demands",
+    )
+    memory_gb: float = flag(
+        None, "most GPU memory to take, in 1e9 bytes; left out: all that is free", low=LITTLE
     )
     seed: int = flag(0, "of all random numbers", high=2**32 - 1, scored=True)
     device: str = flag("", "cuda or cpu; empty: cuda where there is one")
@@ -345,13 +352,15 @@ def warn_of_idle_flags(config, given):
     given: {name: value} of the flags on the command line.
     """
     one_policy = config.updates_per_step == 1 and config.correction != "bypass"
-    evaluating = SCORED | {"steps", "adapter", "resume", "preflight", "device", "out"}
+    evaluating = SCORED | {"steps", "adapter", "resume", "preflight", "device", "out", "memory_gb"}
+    on_cpu = config.device == "cpu" or not torch.cuda.is_available()
     training = config.steps or config.preflight
     rules = (  # beginnings of names, when they do nothing, why
         (FIELDS.keys() - evaluating, not training, "--steps 0 trains nothing"),
         (["sigma"], not config.aqn, "without --aqn there is no noise"),
         (["clip"], config.loss == "cispo", "cispo bounds each weight by 5, and clips nothing"),
         (["clip"], one_policy, "one update a step leaves every ratio 1; see --updates-per-step"),
+        (["memory_gb"], on_cpu, "the run is on a CPU"),
         (["eval_samples", "eval_top_p"], config.eval_problems == 0, "nothing is evaluated"),
     )
     for beginnings, idle, why in rules:

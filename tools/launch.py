@@ -23,6 +23,7 @@ from rollout import Sampler
 from tasks import TASKS, Task, with_test_set
 from tools import weights
 from tools.adapter import load_adapter, other_base
+from tools.budget import announcement, limit_memory
 from tools.diagnostics import preflight
 from tools.flags import parse, say
 from tools.own_task import load_task_file
@@ -41,6 +42,7 @@ class Environment(NamedTuple):
     model_config: object  # transformers' PretrainedConfig
     max_new_tokens: int  # room that a prompt must leave in the model's context
     template: dict = {}  # arguments for the chat template
+    longest_prompt: int = 0  # tokens; 0: nothing is trained
 
     def encode_prompts(self, problems):
         """→ the token ids of each problem's prompt, a list of lists. ValueError quotes a prompt
@@ -88,7 +90,8 @@ def main(train, trial):
         sys.exit(130)
     except torch.OutOfMemoryError:
         print(
-            "train.py: out of memory: lower --micro-tokens, take --gradient-checkpointing",
+            "train.py: out of memory: lower --max-new-tokens or --rank, or take a smaller model; "
+            "python -m tools.memory says what fits",
             file=sys.stderr,
         )
     except (ValueError, OSError) as error:
@@ -101,6 +104,9 @@ def start(config, train, trial):
     run.
     """
     device = join_ranks(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    on_gpu = torch.device(device).type == "cuda"
+    if config.memory_gb and on_gpu:
+        limit_memory(config.memory_gb)
     with alike() as facts:
         task = load_task(config)
         began = time.perf_counter()
@@ -110,15 +116,18 @@ def start(config, train, trial):
         facts.append(problems)
         held_out = environment.task.held_out[: config.eval_problems]
         environment = environment._replace(task=environment.task._replace(held_out=held_out))
-        rank, _ = rank_and_count()
+        rank, ranks = rank_and_count()
         run = Run(config, rank > 0, problems)
         model = load_model(config, source, device, run)
     announce(config, environment, model, run, time.perf_counter() - began)
+    sampler = Sampler(model)
+    if on_gpu and environment.longest_prompt:
+        run.say(announcement(config, model, sampler, environment.longest_prompt, ranks))
     exit_on_signals()
     if config.preflight:
-        code = preflight(config, model, environment, Sampler(model), run, trial)
+        code = preflight(config, model, environment, sampler, run, trial)
     else:
-        code = train(config, model, environment, Sampler(model), run)
+        code = train(config, model, environment, sampler, run)
     leave_ranks()
     # torchrun would report another code than 0 as a crash, with a traceback
     return 0 if "RANK" in os.environ else code
@@ -160,7 +169,8 @@ def load_environment(config, task, source):
         environment = drop_long_prompts(config.max_prompt_tokens, environment)
     environment.encode_prompts(environment.task.held_out)
     if config.steps or config.preflight:
-        environment.encode_prompts(environment.task.train)
+        prompts = environment.encode_prompts(environment.task.train)
+        environment = environment._replace(longest_prompt=max(map(len, prompts), default=0))
     return environment
 
 
@@ -203,7 +213,6 @@ def drop_long_prompts(most, environment):
 def load_model(config, source, device, run):
     """→ the Decoder, with the adapter that --adapter names unless the run has saved its own."""
     model = load(source, config.quant, config.rank, config.alpha, device, config.seed)
-    model.gradient_checkpointing = config.gradient_checkpointing
     if source.inexact and config.quant != "bf16":
         run.say(
             f"note: {config.model} has global scales that are no powers of two. On a GPU "

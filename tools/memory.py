@@ -18,8 +18,9 @@
             + prefill_bytes             the activations of a prefill
             + WORKSPACE                 of cuBLAS
     update  = 4 · trained               the gradient, fp32
-            + activations               layers · kept + micro_tokens · around: they wait for
-                                        backward
+            + inputs, saved             what waits for backward: of a recomputed layer its input, of
+                                        another all that it saves
+            + around                    what the end of the model saves
             + max(logit_chunk,          the logits of a chunk of tokens, and
                   layer_backward)       the backward of one layer: never at the same time
 
@@ -34,9 +35,9 @@ Embeddings that are not tied to lm_head lie in host memory. The formulas are a G
 in fp32 and keeps each weight twice, packed and decoded.
 
 A line of the table: a card; the GB needed to sample and train one answer at a time; the most
-answers sampled at a time; the most --micro-tokens; the longest prompt plus answer, 8 at a time; the
-parts of that first peak. 0: nothing fits. The update has --gradient-checkpointing. A card's GB and
-`needs` are 2³⁰ bytes, a part's 10⁹.
+answers sampled at a time; the longest prompt plus answer, 8 at a time; what an update of 16 × 8
+answers computes at once, and how many layers it recomputes, as train.py chooses; the parts of that
+first peak. 0: nothing fits. A card's GB and `needs` are 2³⁰ bytes, a part's 10⁹.
 
 Needs: transformers; tools/weights.py for configs; model.py, rollout.py, fp4_gemm.py,
 ops/{attention,logprobs}.py for sizes and families.
@@ -54,12 +55,23 @@ from fp4_gemm import COLS, ROWS
 from model import QUANT, family, head_dim
 from ops.attention import PAGE
 from ops.logprobs import LOGITS_AT_ONCE
-from rollout import PREFILL_TOKENS, SLOTS, cached_bytes, prefill_bytes, scratch_bytes
+from rollout import (
+    PREFILL_TOKENS,
+    SLOTS,
+    PromptRows,
+    cached_bytes,
+    micro_batches,
+    prefill_bytes,
+    scratch_bytes,
+)
 from tools import weights
 
-CARDS = 12, 16, 24, 40, 48, 80  # GB as cards are sold: 2³⁰ bytes
+CARDS = 12, 16, 24, 40, 48, 80, 141  # GB as cards are sold: 2³⁰ bytes
 WORKSPACE = 2 * 2**25  # bytes of cuBLAS on Hopper: 32 MiB, outside and inside of CUDA graphs
-MOST_ROWS = 128  # of a micro-batch: more answers at once train no faster
+# tokens of a micro-batch that the planner chooses from
+BUDGETS = 32768, 24576, 16384, 12288, 8192, 6144, 4096, 3072, 2048, 1536, 1024, 512, 256
+DECODED_TOKENS = 430  # each micro-batch decodes all weights, in the time of so many tokens
+RECOMPUTED = 0.32  # of an update's time: what recomputing every layer adds
 BESIDE = 1.5e9  # bytes for CUDA's context, a display, and the gaps that the allocator leaves
 
 SIZES = (  # of a model, by transformers' names
@@ -141,7 +153,7 @@ def plan(
     slots=64,
     length=1152,
     micro_tokens=4096,
-    checkpointing=True,
+    recomputed=None,
     prefill=PREFILL_TOKENS,
     pages=None,
     shared_keys=0,
@@ -150,10 +162,10 @@ def plan(
 
     c: a transformers config. quant: a key of model.QUANT. slots: answers sampled at once. length:
     tokens of a prompt plus its answer. micro_tokens: tokens of a micro-batch of the update, each
-    prompt once. checkpointing: each layer keeps its input alone, and backward computes the rest
-    again. prefill: tokens in one forward pass. pages: of keys and values; None: as many as the
-    answers need. shared_keys: how many keys answers read of prompts in a micro-batch, G·P for each
-    prompt of P tokens.
+    prompt once. recomputed: how many layers, the first ones, keep their input alone, so that
+    backward computes the rest again; None: all. prefill: tokens in one forward pass. pages: of keys
+    and values; None: as many as the answers need. shared_keys: how many keys answers read of
+    prompts in a micro-batch, G·P for each prompt of P tokens.
     """
     D, V, layers = c.hidden_size, c.vocab_size, c.num_hidden_layers
     gemms = linears(c).values()
@@ -184,35 +196,38 @@ def plan(
     logits = slots * 4 * V
     scratch = slots * scratch_bytes(c, length)
     rollout = kv_cache + logits + scratch + decoded + prefill_bytes(c, prefill) + WORKSPACE
-    update = 4 * trained + update_bytes(c, rank, micro_tokens, checkpointing, shared_keys, decoded)
+    if recomputed is None:
+        recomputed = layers
+    update = 4 * trained + update_bytes(c, rank, micro_tokens, recomputed, shared_keys, decoded)
     return Plan(weights, adapter, rollout, update)
 
 
-def update_bytes(c, rank, micro_tokens, checkpointing, shared_keys, decoded):
+def update_bytes(c, rank, micro_tokens, recomputed, shared_keys, decoded):
     """→ bytes of an update beside the gradient: activations, and the logits or a layer's backward.
 
     decoded: bytes of the largest weight in bf16, or 0. All else as for plan.
     """
     D, F, layers = c.hidden_size, c.intermediate_size, c.num_hidden_layers
     _, kv, _ = linears(c)["qkv"].parts
-    # in every layer, from forward until backward; each text has its keys and values together, bf16
-    kept = micro_tokens * saved_bytes(c, rank) + (micro_tokens + shared_keys) * 4 * kv
-    recomputed = 0  # in one layer at a time
-    if checkpointing:
-        recomputed = kept
-        kept = micro_tokens * 4 * D  # the layer's input: the residual stream, fp32
+    # of a layer, from forward until backward; each text has its keys and values together, bf16
+    saved = micro_tokens * saved_bytes(c, rank) + (micro_tokens + shared_keys) * 4 * kv
+    inputs = recomputed * micro_tokens * 4 * D  # the residual stream, fp32
     # What follows the layers: the last residual sum (fp32, 4 D), its norm, the states before answer
     # tokens and the derivatives of the log-probabilities in them (bf16, 2 D each). 2 D more are for
     # the rest, such as log-probabilities and masks.
-    around = 12 * D
-    activations = layers * kept + micro_tokens * around
+    around = micro_tokens * 12 * D
     logit_chunk = 6 * LOGITS_AT_ONCE  # logits in fp32, their derivative in bf16
+    at_logits = inputs + (layers - recomputed) * saved + around + logit_chunk
     # The MLP's backward makes the gradients of gate and up (4 F). It still holds them when it
     # decodes the weight of gate_up, but then gate, up and SwiGLU's output (6 F) are free.
     mlp_backward = max(micro_tokens * 4 * F, decoded - micro_tokens * 2 * F)
     # 8 D: gradients of the residual stream, fp32, the arriving one and the one passed on
-    layer_backward = recomputed + micro_tokens * 8 * D + mlp_backward
-    return activations + max(logit_chunk, layer_backward)
+    layer_backward = micro_tokens * 8 * D + mlp_backward
+    # Backward begins with the last layer. When it reaches those that are recomputed, the others
+    # have freed what they saved, and one of these at a time saves everything.
+    all_saved = max((layers - recomputed) * saved, saved if recomputed else 0)
+    at_a_layer = inputs + all_saved + around + layer_backward
+    return max(at_logits, at_a_layer)
 
 
 def saved_bytes(c, rank):
@@ -233,34 +248,72 @@ def saved_bytes(c, rank):
     )
 
 
+class Size(NamedTuple):
+    """How an update is cut up."""
+
+    micro_tokens: int  # most tokens of a micro-batch, but of one that is a single row
+    recomputed: int  # layers, the first ones, whose activations backward computes again
+    tokens: int  # of the largest micro-batch
+    time: float  # of the update; 1: nothing is recomputed, and decoding weights takes no time
+    peak: float  # bytes, weights included
+
+
+def choose(c, quant, rank, room, groups, budgets, recomputed):
+    """→ of the Sizes whose peak is within `room` bytes the fastest. If there is none, the smallest.
+
+    Two measured facts decide: each micro-batch decodes all weights once, which takes as long as
+    computing DECODED_TOKENS more; recomputing every layer adds RECOMPUTED to the time. The first
+    layers are recomputed: in backward the last ones have then freed their memory before.
+
+    c: a transformers config. groups: rollout.PromptRows of all rows. budgets: micro_tokens to
+    choose from, falling. recomputed: numbers of layers to choose from, rising.
+    """
+    sizes = []
+    for budget in budgets:
+        batches = micro_batches(groups, budget)
+        tokens = max(batch.tokens for batch in batches)
+        shared_keys = max(batch.shared_keys for batch in batches)
+        asked = dict(micro_tokens=tokens, shared_keys=shared_keys)
+
+        def peak(layers, asked=asked):
+            return plan(c, quant, rank, recomputed=layers, **asked)._replace(rollout=0).peak
+
+        # the fewest that fit: a peak falls with the number of recomputed layers
+        fewest = bisect.bisect_left(recomputed, True, key=lambda layers: peak(layers) <= room)
+        layers = recomputed[min(fewest, len(recomputed) - 1)]
+        time = 1 + RECOMPUTED * layers / c.num_hidden_layers + DECODED_TOKENS / tokens
+        sizes.append(Size(budget, layers, tokens, time, peak(layers)))
+    fitting = [size for size in sizes if size.peak <= room]
+    return min(fitting, key=lambda size: size.time) if fitting else sizes[-1]
+
+
 class Row(NamedTuple):
     """A line of the table: what fits on a card.
 
-    answers and micro_tokens are 0 if the card cannot hold one answer. longest is 0 if it cannot
-    hold a text of one token; below the prompt's length it means that only shorter prompts fit.
+    answers is 0 if the card cannot hold one answer. longest is 0 if it cannot hold a text of one
+    token; below the prompt's length it means that only shorter prompts fit.
     """
 
     needs: float  # 2³⁰ bytes, to sample and train one answer at a time
     answers: int  # most sampled at a time
-    micro_tokens: int  # most, in whole answers of the length that the table is for
+    size: Size  # of an update of 16 × 8 answers of the length that the table is for
     longest: int  # tokens of the longest prompt plus answer, 8 sampled and 1 trained at a time
     plan: Plan  # of one answer at a time
 
 
 def row_of(c, quant, rank, prompt, new, gb):
-    """What fits on a card of `gb` · 2³⁰ bytes → Row, with gradient checkpointing.
+    """What fits on a card of `gb` · 2³⁰ bytes → Row.
 
     c: a transformers config. prompt, new: tokens of a prompt, and at most of an answer. ValueError:
     this decoder does not support the model.
     """
     room, length = gb * 2**30 - BESIDE, prompt + new
 
-    def planned(slots, length, batch=1):
-        """→ Plan of slots answers at a time in the rollout, of batch in the update."""
+    def planned(slots, length):
+        """→ Plan of slots answers at a time in the rollout, of one in the update, recomputed."""
         prefill = max(prompt, min(PREFILL_TOKENS, slots * prompt))
-        keys = batch * min(prompt, length)
-        micro_tokens = batch * length
-        return plan(c, quant, rank, slots, length, micro_tokens, prefill=prefill, shared_keys=keys)
+        keys = min(prompt, length)
+        return plan(c, quant, rank, slots, length, length, prefill=prefill, shared_keys=keys)
 
     def most(limit, plan_of_number):
         """→ the largest number up to limit whose plan fits the card; 0 if none does."""
@@ -268,10 +321,12 @@ def row_of(c, quant, rank, prompt, new, gb):
         return bisect.bisect(range(1, limit + 1), room, key=lambda n: plan_of_number(n).peak)
 
     one = planned(1, length)
+    groups = [PromptRows(prompt, dict.fromkeys(range(8), new - 1))] * 16
+    layers = range(c.num_hidden_layers + 1)
     return Row(
         needs=(one.peak + BESIDE) / 2**30,
         answers=most(SLOTS, lambda n: planned(n, length)),
-        micro_tokens=most(MOST_ROWS, lambda n: planned(1, length, n)) * length,
+        size=choose(c, quant, rank, room, groups, BUDGETS, layers),
         longest=most(c.max_position_embeddings, lambda n: planned(8, n)),
         plan=one,
     )
@@ -293,7 +348,8 @@ def main(arguments):
     args = parser.parse_args(arguments)
     rank, prompt, new, cards = args.rank, args.prompt_length, args.max_new_tokens, args.memory_gb
     print(
-        "  card  needs  answers  --micro-tokens  longest  weights  adapter  rollout  update  model"
+        "  card  needs  answers  longest  at-once  recomputed  weights  adapter  rollout  update"
+        "  model"
     )
     for name in args.model:
         c = config(name) if name in MODELS else weights.config_of(name)
@@ -307,7 +363,8 @@ def main(arguments):
         for gb in cards:
             row = row_of(c, args.quant, rank, prompt, new, gb)
             print(
-                f"{gb:6g}{row.needs:7.1f}{row.answers:9}{row.micro_tokens:16}{row.longest:9}"
+                f"{gb:6g}{row.needs:7.1f}{row.answers:9}{row.longest:9}"
+                f"{row.size.tokens if row.answers else 0:9}{row.size.recomputed:12}"
                 f"{row.plan.weights / 1e9:9.2f}{row.plan.adapter / 1e9:9.2f}"
                 f"{row.plan.rollout / 1e9:9.2f}{row.plan.update / 1e9:8.2f}  {name}"
             )

@@ -1,0 +1,92 @@
+"""How large the update's micro-batches are, and how many layers it computes twice.
+
+On a GPU tools/memory.py chooses, by formula, from what the GPU has free; --micro-tokens and
+--gradient-checkpointing override the choice. A CPU takes 1,024 tokens and recomputes nothing. If
+memory runs out all the same, the whole backward starts again, so that no gradient is half summed:
+with half the micro-batch, or, where that is one row already, with every layer recomputed.
+
+Needs: torch, tqdm; rollout.py, tools/memory.py.
+"""
+
+import math
+
+import torch
+from tqdm import tqdm
+
+from rollout import PromptRows, free_memory, micro_batches
+from tools import memory
+
+CPU_TOKENS = 1024  # of a micro-batch on a CPU
+GAPS = 0.04  # of the memory stays free: for the allocator's gaps and the plan's errors
+
+
+def limit_memory(gb):
+    """Let PyTorch take at most gb · 1e9 bytes of the GPU. ValueError: the GPU has less."""
+    _, total = torch.cuda.mem_get_info()
+    if gb * 1e9 > total:
+        raise ValueError(f"--memory-gb {gb:g}: the GPU has {total / 1e9:.1f}; give less")
+    torch.cuda.set_per_process_memory_fraction(gb * 1e9 / total)
+
+
+def size_of_update(config, model, groups):
+    """→ the memory.Size for an update of PromptRows, as the flags and the free memory allow."""
+    c = model.config
+    budgets, recomputed = memory.BUDGETS, range(c.num_hidden_layers + 1)
+    room = math.inf
+    if model.device.type == "cuda":
+        room = (free_memory() + torch.cuda.memory_reserved()) * (1 - GAPS)
+    else:
+        budgets, recomputed = [CPU_TOKENS], [0]
+    if config.micro_tokens is not None:
+        budgets = [config.micro_tokens]
+    if config.gradient_checkpointing is not None:
+        recomputed = [config.gradient_checkpointing * c.num_hidden_layers]
+    return memory.choose(c, config.quant, config.rank, room, groups, budgets, recomputed)
+
+
+def within_memory(config, model, rollout, rows, compute):
+    """→ compute(micro_batches) for row numbers (n,) of a Rollout, as lists of (k,) row numbers.
+
+    compute may be called again, with smaller micro-batches. torch.OutOfMemoryError: a row does not
+    fit alone with every layer recomputed.
+    """
+    if len(rows) == 0:
+        return compute([])
+    groups = rollout.groups(rows)
+    size = size_of_update(config, model, groups)
+    micro_tokens = size.micro_tokens
+    model.recomputed_layers = size.recomputed
+    while True:
+        try:
+            return compute(rollout.micro_batches(rows, micro_tokens))
+        except torch.OutOfMemoryError:
+            fullest = max(micro_batches(groups, micro_tokens), key=lambda batch: len(batch.rows))
+            if len(fullest.rows) > 1:
+                micro_tokens = fullest.tokens // 2
+                what = f"micro-batches of {micro_tokens:,} tokens"
+            elif model.recomputed_layers < len(model.layers):
+                model.recomputed_layers = len(model.layers)
+                what = "every layer recomputed"
+            else:
+                raise
+            tqdm.write(f"out of memory in the update: beginning it again with {what}")
+        # The error is gone, and with it the tensors that its frames held.
+        torch.cuda.empty_cache()
+
+
+def announcement(config, model, sampler, prompt_length, ranks):
+    """→ a line about what a step with the longest prompt and answers takes of the GPU."""
+    new, answers = config.max_new_tokens, config.group_size
+    prompts = config.prompts // ranks
+    slots = min(sampler.slots, prompts * answers)
+    pages, _ = sampler.room([prompt_length] * prompts, slots, prompt_length + new)
+    groups = [PromptRows(prompt_length, dict.fromkeys(range(answers), new - 1))] * prompts
+    size = size_of_update(config, model, groups)
+    free = free_memory()
+    total = free + torch.cuda.memory_reserved()
+    return (
+        f"memory: {total / 1e9:.0f} GB, {free / 1e9:.0f} free: pages for "
+        f"{pages * sampler.page_size / 1000:.0f} k tokens; updates of {size.tokens:,} tokens, "
+        f"{size.recomputed} of {len(model.layers)} layers recomputed, "
+        f"{size.peak / 1e9:.0f} GB planned"
+    )
