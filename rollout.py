@@ -368,8 +368,8 @@ class Sampler:
         prefill = max(max(prompt_lengths), min(PREFILL_TOKENS, sum(prompt_lengths)))
         fitting = self._fitting_pages(slots, length, prefill, top_p)
         pages = min(needed, self.pages or needed, fitting)
-        if pages < needed:  # so answers may be put back and prefilled again
-            prefill = max(length, min(PREFILL_TOKENS, slots * length))
+        if pages < needed:  # so a row may be put back and prefilled again, with its answer
+            prefill = max(prefill, length)
             pages = min(pages, self._fitting_pages(slots, length, prefill, top_p))
         return pages, prefill
 
@@ -684,8 +684,8 @@ class _Batch:
                 self.pool.release(sequence.pages)
         ended = len(running) - len(kept)
         if ended:
-            running[:] = [running[i] for i in kept]
             self.table[:, : len(kept)] = self.table[:, torch.tensor(kept, dtype=torch.long)]
+            running[:] = [running[i] for i in kept]
         return ended
 
     def clock(self, name, began):

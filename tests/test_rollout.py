@@ -421,7 +421,7 @@ def test_prefill_in_pieces_changes_nothing(m, r, prefills, monkeypatch, pages):
         assert read == [1, 2, 4, 5, 7, 10, 16] and len(prefills) == 3
 
 
-@pytest.mark.parametrize("pages, at_once", [(None, 0), (60, 32)])
+@pytest.mark.parametrize("pages, at_once", [(None, 0), (60, 15)])
 def test_no_prefill_is_larger_than_planned(m, prefills, pages, at_once):
     """Memory is planned for stats["prefill"] tokens, also if rows are put back and several of them
     go on together.
