@@ -1,4 +1,4 @@
-"""docs/evening.md: each command prints what the page says.
+"""docs/evening.md and docs/kernel.md: each command prints what the page says.
 
 python -m pytest tests/test_evening.py -m "slow or not slow"
 """
@@ -13,7 +13,9 @@ import pytest
 from command import ROOT
 
 PAGE = (ROOT / "docs/evening.md").read_text()
-STATIONS = re.findall(r"^## (\d)\. .*?```bash\n(.*?)```\n```text\n(.*?)```", PAGE, re.M | re.S)
+COMMAND = r"```bash\n(.*?)```\n```text\n(.*?)```"
+STATIONS = re.findall(rf"^## (\d)\. .*?{COMMAND}", PAGE, re.M | re.S)
+KERNEL = re.findall(COMMAND, (ROOT / "docs/kernel.md").read_text(), re.S)
 QUICK = ("1", "2", "4")
 TRAINED = ("5", "8")
 NUMBER = r"\d+\.\d+(?:e[+-]?\d+)?"  # whole numbers must be equal
@@ -36,6 +38,7 @@ def clone(tmp_path_factory):
 
 def test_the_page_has_eight_stations_each_with_a_question():
     assert [number for number, *_ in STATIONS] == list("12345678")
+    assert len(KERNEL) == 3
     assert PAGE.count("**Question.**") == PAGE.count("**Look at**") == PAGE.count("<details>") == 8
 
 
@@ -44,7 +47,8 @@ def test_the_page_has_eight_stations_each_with_a_question():
     [
         pytest.param(*station, marks=() if station[0] in QUICK else pytest.mark.slow, id=station[0])
         for station in STATIONS
-    ],
+    ]
+    + [pytest.param("kernel", *pair, id=f"kernel-{i}") for i, pair in enumerate(KERNEL)],
 )
 def test_a_command_prints_what_the_page_says(clone, number, command, printed):
     """Line by line, "…" stands for more. Numbers to 5 %, because other CPUs add in another order;
