@@ -17,7 +17,7 @@ import torch
 
 import train
 from bench import common
-from rollout import Sampler
+from rollout import PromptRows, Sampler, micro_batches
 from tools import memory, ranks
 from tools.budget import limit_memory, size_of_update
 from tools.flags import Config
@@ -96,34 +96,25 @@ def planned(record):
     """→ what tools.memory plans for a record's step, in GB: {name: number}."""
     r = SimpleNamespace(**record)
     recomputed = None if r.recompute is True else int(r.recompute)  # True in logs of before
-    answers, tokens = largest_micro_batch(r, r.micro_tokens)
+    group = PromptRows(r.prompt_length, dict.fromkeys(range(r.samples), r.new - 1))
+    batches = micro_batches([group] * r.prompts, r.micro_tokens)
     plan = memory.plan(
         memory.config(r.shape),
         r.weights,
         r.rank,
         r.slots,
         r.prompt_length + r.new,
-        tokens,
+        max(batch.tokens for batch in batches),
         recomputed,
         r.prefill,
         r.pages,
-        answers * r.prompt_length,
+        max(batch.shared_keys for batch in batches),
     )
     return dict(
         rollout_planned_gb=plan._replace(update=0).peak / 1e9,
         update_planned_gb=plan._replace(rollout=0).peak / 1e9,
         planned_gb=plan.peak / 1e9,
     )
-
-
-def largest_micro_batch(args, budget):
-    """→ its answers and its flat tokens: as many whole groups as fit, or a part of one."""
-    whole = args.prompt_length + args.samples * args.new
-    groups = min(args.prompts, budget // whole)
-    if groups:
-        return groups * args.samples, groups * whole
-    answers = (budget - args.prompt_length) // args.new
-    return answers, args.prompt_length + answers * args.new
 
 
 def updater(args, quant, model):

@@ -323,13 +323,12 @@ def peaks():
     records = [r for r in read("memory_bench.jsonl") if r["step"]]
     for r in records:
         r |= planned(r)  # by today's formula
+        layers = "all layers" if r["recompute"] is True else f"{r['recompute'] or 'none'}"
         entry(
             model(r["shape"]),
             "{prompts} × {samples} × {new}, {prompt_length}".format(**r),
             NAMES[r["weights"]],
-            {True: "all layers", False: "none"}.get(r["recompute"], "{recompute} layers").format(
-                **r
-            ),
+            layers,
             "{rollout_peak_gb:.1f} | {rollout_planned_gb:.1f}".format(**r),
             "{update_peak_gb:.1f} | {update_planned_gb:.1f}".format(**r),
         )

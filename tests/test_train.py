@@ -368,7 +368,10 @@ def test_every_token_weighs_the_same_in_the_mismatch_of_several_ranks(monkeypatc
             scored_by=lambda model, temperature: (logprobs + math.log(factor), None),
         )
         return SimpleNamespace(
-            tokens=logprobs, micro_batches=lambda rows, most: [rows], rows=lambda rows: part
+            tokens=logprobs,
+            groups=lambda rows: [],
+            micro_batches=lambda rows, most: [rows],
+            rows=lambda rows: part,
         )
 
     ranks = []
@@ -378,6 +381,8 @@ def test_every_token_weighs_the_same_in_the_mismatch_of_several_ranks(monkeypatc
         return {name: sum(rank[name] for rank in ranks) for name in metrics}
 
     monkeypatch.setattr(diagnostics, "sum_over_ranks", sum_over_ranks)
+    size = SimpleNamespace(micro_tokens=99)
+    monkeypatch.setattr(diagnostics, "size_of_update", lambda *_: size)
     assert mismatch(config(), None, rollout(4, 1.1)) == pytest.approx(1.1)
     assert mismatch(config(), None, rollout(12, 1.5)) == pytest.approx(1.4)
 

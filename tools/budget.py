@@ -17,7 +17,9 @@ from rollout import PromptRows, free_memory, micro_batches
 from tools import memory
 
 CPU_TOKENS = 1024  # of a micro-batch on a CPU
-GAPS = 0.04  # of the memory stays free: for the allocator's gaps and the plan's errors
+# What part of the memory a plan may take. The rest is for the allocator's gaps and the plan's
+# errors. If an update runs out of memory, later ones of this process plan with less.
+share = 0.96
 
 
 def limit_memory(gb):
@@ -32,16 +34,20 @@ def size_of_update(config, model, groups):
     """→ the memory.Size for an update of PromptRows, as the flags and the free memory allow."""
     c = model.config
     budgets, recomputed = memory.BUDGETS, range(c.num_hidden_layers + 1)
-    room = math.inf
-    if model.device.type == "cuda":
-        room = (free_memory() + torch.cuda.memory_reserved()) * (1 - GAPS)
-    else:
+    if model.device.type == "cpu":
         budgets, recomputed = [CPU_TOKENS], [0]
     if config.micro_tokens is not None:
         budgets = [config.micro_tokens]
     if config.gradient_checkpointing is not None:
         recomputed = [config.gradient_checkpointing * c.num_hidden_layers]
-    return memory.choose(c, config.quant, config.rank, room, groups, budgets, recomputed)
+    return memory.choose(c, config.quant, config.rank, room(model), groups, budgets, recomputed)
+
+
+def room(model):
+    """→ bytes that an update may take, the model's included."""
+    if model.device.type == "cpu":
+        return math.inf
+    return share * (free_memory() + torch.cuda.memory_reserved())
 
 
 def within_memory(config, model, rollout, rows, compute):
@@ -50,6 +56,7 @@ def within_memory(config, model, rollout, rows, compute):
     compute may be called again, with smaller micro-batches. torch.OutOfMemoryError: a row does not
     fit alone with every layer recomputed.
     """
+    global share
     if len(rows) == 0:
         return compute([])
     groups = rollout.groups(rows)
@@ -60,15 +67,16 @@ def within_memory(config, model, rollout, rows, compute):
         try:
             return compute(rollout.micro_batches(rows, micro_tokens))
         except torch.OutOfMemoryError:
-            fullest = max(micro_batches(groups, micro_tokens), key=lambda batch: len(batch.rows))
-            if len(fullest.rows) > 1:
-                micro_tokens = fullest.tokens // 2
+            largest = max(micro_batches(groups, micro_tokens), key=lambda batch: batch.tokens)
+            if len(largest.rows) > 1:
+                micro_tokens = largest.tokens // 2
                 what = f"micro-batches of {micro_tokens:,} tokens"
             elif model.recomputed_layers < len(model.layers):
                 model.recomputed_layers = len(model.layers)
                 what = "every layer recomputed"
             else:
                 raise
+            share *= 0.95
             tqdm.write(f"out of memory in the update: beginning it again with {what}")
         # The error is gone, and with it the tensors that its frames held.
         torch.cuda.empty_cache()
@@ -84,9 +92,10 @@ def announcement(config, model, sampler, prompt_length, ranks):
     size = size_of_update(config, model, groups)
     free = free_memory()
     total = free + torch.cuda.memory_reserved()
+    verdict = "planned" if size.peak <= room(model) else "needed, and so much is not free"
     return (
         f"memory: {total / 1e9:.0f} GB, {free / 1e9:.0f} free: pages for "
         f"{pages * sampler.page_size / 1000:.0f} k tokens; updates of {size.tokens:,} tokens, "
         f"{size.recomputed} of {len(model.layers)} layers recomputed, "
-        f"{size.peak / 1e9:.0f} GB planned"
+        f"{size.peak / 1e9:.0f} GB {verdict}"
     )

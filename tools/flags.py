@@ -173,7 +173,10 @@ class Config:
         "recompute the activations of every layer, or of none; left out: as memory demands",
     )
     memory_gb: float = flag(
-        None, "most GPU memory to take, in 1e9 bytes; left out: all that is free", low=LITTLE
+        None,
+        "most GPU memory for PyTorch, in 1e9 bytes; CUDA takes about half a GB more; left out: "
+        "all that is free",
+        low=LITTLE,
     )
     seed: int = flag(0, "of all random numbers", high=2**32 - 1, scored=True)
     device: str = flag("", "cuda or cpu; empty: cuda where there is one")

@@ -36,8 +36,8 @@ in fp32 and keeps each weight twice, packed and decoded.
 
 A line of the table: a card; the GB needed to sample and train one answer at a time; the most
 answers sampled at a time; the longest prompt plus answer, 8 at a time; what an update of 16 × 8
-answers computes at once, and how many layers it recomputes, as train.py chooses; the parts of that
-first peak. 0: nothing fits. A card's GB and `needs` are 2³⁰ bytes, a part's 10⁹.
+answers computes at once, and how many layers it recomputes, about as train.py chooses; the parts of
+that first peak. 0: nothing fits. A card's GB and `needs` are 2³⁰ bytes, a part's 10⁹.
 
 Needs: transformers; tools/weights.py for configs; model.py, rollout.py, fp4_gemm.py,
 ops/{attention,logprobs}.py for sizes and families.
@@ -254,12 +254,13 @@ class Size(NamedTuple):
     micro_tokens: int  # most tokens of a micro-batch, but of one that is a single row
     recomputed: int  # layers, the first ones, whose activations backward computes again
     tokens: int  # of the largest micro-batch
-    time: float  # of the update; 1: nothing is recomputed, and decoding weights takes no time
+    time: float  # of the update, in the time that it computes one token
     peak: float  # bytes, weights included
 
 
 def choose(c, quant, rank, room, groups, budgets, recomputed):
-    """→ of the Sizes whose peak is within `room` bytes the fastest. If there is none, the smallest.
+    """→ of the Sizes whose peak is within `room` bytes the fastest. If there is none, the one with
+    the smallest micro-batches and with every layer recomputed.
 
     Two measured facts decide: each micro-batch decodes all weights once, which takes as long as
     computing DECODED_TOKENS more; recomputing every layer adds RECOMPUTED to the time. The first
@@ -278,10 +279,13 @@ def choose(c, quant, rank, room, groups, budgets, recomputed):
         def peak(layers, asked=asked):
             return plan(c, quant, rank, recomputed=layers, **asked)._replace(rollout=0).peak
 
-        # the fewest that fit: a peak falls with the number of recomputed layers
+        # The fewest that fit. A peak falls with the number of recomputed layers, but for the last
+        # one, whose activations backward needs at once.
         fewest = bisect.bisect_left(recomputed, True, key=lambda layers: peak(layers) <= room)
         layers = recomputed[min(fewest, len(recomputed) - 1)]
-        time = 1 + RECOMPUTED * layers / c.num_hidden_layers + DECODED_TOKENS / tokens
+        computed = sum(batch.tokens for batch in batches)  # more if groups are cut
+        time = computed * (1 + RECOMPUTED * layers / c.num_hidden_layers)
+        time += DECODED_TOKENS * len(batches)
         sizes.append(Size(budget, layers, tokens, time, peak(layers)))
     fitting = [size for size in sizes if size.peak <= room]
     return min(fitting, key=lambda size: size.time) if fitting else sizes[-1]
@@ -362,9 +366,12 @@ def main(arguments):
             )
         for gb in cards:
             row = row_of(c, args.quant, rank, prompt, new, gb)
+            tokens = recomputed = 0
+            if row.answers:
+                tokens, recomputed = row.size.tokens, row.size.recomputed
             print(
                 f"{gb:6g}{row.needs:7.1f}{row.answers:9}{row.longest:9}"
-                f"{row.size.tokens if row.answers else 0:9}{row.size.recomputed:12}"
+                f"{tokens:9}{recomputed:12}"
                 f"{row.plan.weights / 1e9:9.2f}{row.plan.adapter / 1e9:9.2f}"
                 f"{row.plan.rollout / 1e9:9.2f}{row.plan.update / 1e9:8.2f}  {name}"
             )
