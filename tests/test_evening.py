@@ -64,6 +64,8 @@ def test_a_command_prints_what_the_page_says(clone, number, command, printed):
     )
     lines = iter(done.stdout.splitlines())
     for wanted in printed.splitlines():
+        if wanted == "…":
+            continue
         pattern = ""
         for piece in re.split(f"({NUMBER}|…)", wanted):
             if piece == "…":
