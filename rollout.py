@@ -127,8 +127,7 @@ class Rollout(NamedTuple):
     def flat_tokens(self):
         """→ how many tokens the trainer computes: each prompt once, each answer but its last token,
         from which nothing is predicted."""
-        prompts = rows_by_prompt(self.tokens, self.prompt_lengths)
-        return sum(map(len, prompts)) + int((self.lengths - 1).sum())
+        return sum(group.tokens for group in self.groups(torch.arange(len(self.tokens))))
 
     def groups(self, rows):
         """Row numbers (n,) → [PromptRows, …]."""
@@ -152,6 +151,11 @@ class PromptRows(NamedTuple):
     prompt: int  # tokens of the prompt
     answers: dict  # {row number: tokens of its answer that the trainer computes}
 
+    @property
+    def tokens(self):
+        """→ flat tokens of the prompt and all its answers."""
+        return self.prompt + sum(self.answers.values())
+
 
 @dataclass
 class MicroBatch:
@@ -168,8 +172,7 @@ def micro_batches(groups, budget):
     """
     batches = []
     for group in groups:
-        whole = group.prompt + sum(group.answers.values())
-        if not batches or batches[-1].tokens + whole > budget:
+        if not batches or batches[-1].tokens + group.tokens > budget:
             batches.append(MicroBatch())
         batches[-1].tokens += group.prompt
         for row, tokens in group.answers.items():
