@@ -106,17 +106,25 @@ def whole(model, slots):
     }
 
 
-def sample_whole(sampler, prompts=32, samples=16, mean=600, limit=2048, prompt_length=None):
-    """Sample a whole rollout → prompts, Rollout, seconds. One of short answers compiles before it.
+def stop_tokens(V, mean, limit):
+    """→ tokens that end an answer of random weights after `mean` tokens on average, or at `limit`.
 
-    Prompts have 50 to 340 tokens, or all prompt_length. Random weights draw nearly uniformly: with
-    V / μ stop tokens, lengths are geometric, cut off at the limit, with mean μ (1 − exp(−limit/μ)).
+    Such weights draw nearly uniformly from a vocabulary of V tokens: with V / μ stop tokens,
+    lengths are geometric, cut off at the limit, with mean μ (1 − exp(−limit/μ)).
     """
-    V = sampler.model.config.vocab_size
     mu = mean
     for _ in range(50):
         mu = mean / (1 - math.exp(-limit / mu))
-    stops = torch.randperm(V)[: round(V / mu)].tolist()
+    return torch.randperm(V)[: round(V / mu)].tolist()
+
+
+def sample_whole(sampler, prompts=32, samples=16, mean=600, limit=2048, prompt_length=None):
+    """Sample a whole rollout → prompts, Rollout, seconds. One of short answers compiles before it.
+
+    Prompts have 50 to 340 tokens, or all prompt_length. mean, limit: as for stop_tokens.
+    """
+    V = sampler.model.config.vocab_size
+    stops = stop_tokens(V, mean, limit)
     asked = []
     for i in range(prompts):
         length = prompt_length or 50 + 300 * i // prompts

@@ -25,8 +25,8 @@ CUDA
 nvcc -o "$folder/control" "$folder/control.cu"
 gemm='forward_and_backward and (sizes3 or sizes4 or 16-sizes0 or 17-sizes0 or 33-sizes1 or 100-sizes0 or 128-sizes1 or 128-sizes2 or 129-sizes2 or 512-sizes2) or rows_from_the_middle'
 step='gpu_attention and (positions1 or positions0-9) or gpu_norm_swiglu_and_rope'
-sets=("tests/test_fp4_gemm.py;$gemm" "tests/test_ops.py;$step")
-sets=("${sets[@]:0:${SETS:-2}}")
+sets=("tests/test_fp4_gemm.py;$gemm" "tests/test_ops.py;$step" "tests/test_sampling.py;gpu_samples_and_append")
+sets=("${sets[@]:0:${SETS:-3}}")
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 echo "commit ${COMMIT:-$(git describe --always --dirty)}; $(compute-sanitizer --version | tail -n 1)"
 for tests in "${sets[@]}"; do
@@ -35,7 +35,7 @@ done
 for tool in ${*:-racecheck synccheck memcheck}; do
     [ $tool != memcheck ] || export PYTORCH_NO_CUDA_MEMORY_CACHING=1     # or a tensor ends inside a larger block
     run=(compute-sanitizer --tool $tool --error-exitcode 9)
-    for kernel in linear shrink dequantize attention add_norm swiglu rope; do
+    for kernel in linear shrink dequantize attention add_norm swiglu rope tile merge append; do
         run+=(--kernel-name "kns=_${kernel}_")
     done
     "${run[@]}" "$folder/control" > "$folder/found" || true

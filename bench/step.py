@@ -1,13 +1,14 @@
 """Whole GRPO steps of train.py on random weights: python -m bench.step --out FILE.jsonl
 
---prompts × --samples answers of --new tokens, then the update with random advantages. Its
-micro-batches and the number of recomputed layers are chosen as in a run, unless --micro-tokens, and
---recompute or --no-recompute, are given. The first of --steps compiles. --memory-gb caps the
-allocator, in 1e9 bytes.
+--prompts × --samples answers of --new tokens, then the update with random advantages. With --mean
+answers end by chance, after so many tokens on average and at most --new. The update's micro-batches
+and its number of recomputed layers are chosen as in a run, unless --micro-tokens, and --recompute
+or --no-recompute, are given. The first of --steps compiles. --memory-gb caps the allocator, in 1e9
+bytes.
 torchrun --nproc-per-node N -m bench.step … gives each rank that many; the rates are those of all
 ranks.
 
-Needs: common.py; rollout.py, train.py, tools/{memory,optimizer,ranks,run}.py.
+Needs: common.py, bench/rollout.py; rollout.py, train.py, tools/{memory,optimizer,ranks,run}.py.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import torch
 
 import train
 from bench import common
+from bench.rollout import stop_tokens
 from rollout import PromptRows, Sampler, micro_batches
 from tools import memory, ranks
 from tools.budget import limit_memory, size_of_update
@@ -26,7 +28,7 @@ from tools.run import peak_memory_gb
 
 
 def parse(arguments=None):
-    sizes = dict(prompts=8, samples=8, prompt_length=128, new=1024, micro_tokens=0, rank=32)
+    sizes = dict(prompts=8, samples=8, prompt_length=128, new=1024, mean=0, micro_tokens=0, rank=32)
     parser = common.flags(__doc__, model_shape="7b", **sizes, steps=2, memory_gb=0.0)
     parser.add_argument("--quant", nargs="+", choices=common.QUANT, default=common.QUANT)
     parser.add_argument("--recompute", action=argparse.BooleanOptionalAction)
@@ -55,12 +57,12 @@ def measure(args, quant, records):
     sampler = Sampler(model)
     prompts = common.random_prompts(model, args.prompts, args.prompt_length)
     rows = args.prompts * args.samples
-    length = args.prompt_length + args.new
+    stops = stop_tokens(model.config.vocab_size, args.mean, args.new) if args.mean else []
     for number in range(args.steps):
         ranks.all_sum(torch.zeros(1))  # a barrier: all ranks start together
         common.forget_peak()
         began = common.clock()
-        how = dict(temperature=1.0, stop_ids=[], seed=0, step=number, first_sequence=rank * rows)
+        how = dict(temperature=1.0, stop_ids=stops, seed=0, step=number, first_sequence=rank * rows)
         sampled = sampler.generate(prompts, args.samples, args.new, **how)
         rollout_s = common.clock() - began
         rollout_peak_gb = peak_memory_gb()
@@ -68,28 +70,33 @@ def measure(args, quant, records):
         size = size_of_update(config, model, sampled.groups(torch.arange(rows)))
         update_s = update(sampled)
         stats = sampler.stats
-        asked = ("prompts", "samples", "prompt_length", "new", "rank")
+        answer_tokens = int(sampled.lengths.sum())  # of this rank: its prompts are as long
+        asked = ("prompts", "samples", "prompt_length", "new", "mean", "rank")
         record = {name: getattr(args, name) for name in asked} | {
             "shape": args.model_shape,
             "weights": quant,
             "ranks": count,
             "micro_tokens": size.micro_tokens,
             "cap_gb": args.memory_gb,
+            "automatic": not args.micro_tokens and args.recompute is None,
             "step": number,
+            "mean_length": answer_tokens / rows,
+            "longest": int(sampled.lengths.max()),
             "slots": stats["slots"],
             "pages": stats["pages"],
             "prefill": stats["prefill"],
             "recompute": size.recomputed,
             "rollout_s": rollout_s,
-            "rollout_tok_s": count * rows * args.new / rollout_s,
+            "rollout_tok_s": count * answer_tokens / rollout_s,
             "update_s": update_s,
-            "update_tok_s": count * rows * length / update_s,
+            "update_tok_s": count * (answer_tokens + rows * args.prompt_length) / update_s,
             "step_s": rollout_s + update_s,
             "rollout_peak_gb": rollout_peak_gb,
             "update_peak_gb": peak_memory_gb(),
             "peak_gb": max(rollout_peak_gb, peak_memory_gb()),
         }
-        records.append(record | planned(record))
+        # a plan is for answers of equal lengths
+        records.append(record if args.mean else record | planned(record))
 
 
 def planned(record):

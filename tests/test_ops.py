@@ -377,7 +377,7 @@ def test_gpu_a_flat_row_and_its_gradients(H, Hkv, Dh, head_norms):
     weights, as advantages are, and cancel to a third in the prompt; then small texts.
     """
     P, A, G = 300, 20, 64
-    groups = [(P, [A] * G), (1, [129, 1]), (40, [])]
+    groups = [(P, [A] * G), (1, [129, 0, 1]), (40, [])]  # 0: an answer of its end token alone
     n, end = P + A * G + 171, P + A * G
     qkv, heads, cos, sin = random_layer(n, H, Hkv, Dh, head_norms)
     weight, advantages = torch.randn(n, H * Dh), torch.randn(G)
