@@ -527,8 +527,10 @@ class _Batch:
             return
         self.write_rows(running, older)
         self.prefill(prefills)
-        for x in (*self.cache.k, *self.cache.v):  # (pages, Hkv, PAGE, Dh): of each layer
-            x[copies] = x[sources]
+        if copies:
+            source, copy = torch.tensor([sources, copies], device=self.table.device)
+            for x in (*self.cache.k, *self.cache.v):  # (pages, Hkv, PAGE, Dh): of each layer
+                x[copy] = x[source]
         self.clock("prefill_s", began)
 
     def pages_ahead(self, sequence, steps=STEPS):
