@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # compute-sanitizer on our kernels, on a Hopper GPU with nvcc: bash bench/sanitize.sh > results/sanitizer.log
-# Tools as arguments, all three without; SETS=1: the kernels of fp4_gemm.py alone. For each first a kernel with all
-# three faults, which it must find; then tests, in which it must find nothing.
+# Tools as arguments, all three without; SETS="ops sampling": these test files alone. For each tool first a kernel with
+# all three faults, which it must find; then tests, in which it must find nothing.
 # It takes the compute-sanitizer in PATH. Version 2025.3.1, of CUDA 13.0, ends in an "Internal Sanitizer Error" at the
 # first kernel of ours; 2026.4 does not: pip install nvidia-cuda-sanitizer-api
 set -euo pipefail
@@ -23,14 +23,15 @@ int main() {
 }
 CUDA
 nvcc -o "$folder/control" "$folder/control.cu"
-gemm='forward_and_backward and (sizes3 or sizes4 or 16-sizes0 or 17-sizes0 or 33-sizes1 or 100-sizes0 or 128-sizes1 or 128-sizes2 or 129-sizes2 or 512-sizes2) or rows_from_the_middle'
-step='gpu_attention and (positions1 or positions0-9) or gpu_norm_swiglu_and_rope'
-sets=("tests/test_fp4_gemm.py;$gemm" "tests/test_ops.py;$step" "tests/test_sampling.py;gpu_samples_and_append")
-sets=("${sets[@]:0:${SETS:-3}}")
+declare -A tests=(
+    [fp4_gemm]='forward_and_backward and (sizes3 or sizes4 or 16-sizes0 or 17-sizes0 or 33-sizes1 or 100-sizes0 or 128-sizes1 or 128-sizes2 or 129-sizes2 or 512-sizes2) or rows_from_the_middle'
+    [ops]='gpu_attention and (positions1 or positions0-9) or gpu_norm_swiglu_and_rope'
+    [sampling]='gpu_samples_and_append')
+sets=${SETS:-fp4_gemm ops sampling}
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 echo "commit ${COMMIT:-$(git describe --always --dirty)}; $(compute-sanitizer --version | tail -n 1)"
-for tests in "${sets[@]}"; do
-    python -m pytest -m gpu "${tests%;*}" -k "${tests#*;}" > /dev/null     # compiles
+for name in $sets; do
+    python -m pytest -m gpu "tests/test_$name.py" -k "${tests[$name]}" > /dev/null     # compiles
 done
 for tool in ${*:-racecheck synccheck memcheck}; do
     [ $tool != memcheck ] || export PYTORCH_NO_CUDA_MEMORY_CACHING=1     # or a tensor ends inside a larger block
@@ -41,9 +42,9 @@ for tool in ${*:-racecheck synccheck memcheck}; do
     "${run[@]}" "$folder/control" > "$folder/found" || true
     grep -q 'SUMMARY: [1-9]' "$folder/found" || { echo "$tool missed the control's fault"; exit 1; }
     echo "$tool, control: $(tail -n 1 "$folder/found")"
-    for tests in "${sets[@]}"; do
-        "${run[@]}" python -m pytest -m gpu "${tests%;*}" -k "${tests#*;}" > "$folder/found" ||
+    for name in $sets; do
+        "${run[@]}" python -m pytest -m gpu "tests/test_$name.py" -k "${tests[$name]}" > "$folder/found" ||
             { grep "=====" "$folder/found"; exit 1; }
-        echo "$tool, ${tests%;*}: $(tail -n 2 "$folder/found" | tr '\n' ' ')"
+        echo "$tool, tests/test_$name.py: $(tail -n 2 "$folder/found" | tr '\n' ' ')"
     done
 done
