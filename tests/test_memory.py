@@ -175,6 +175,7 @@ def test_the_table_says_what_the_plan_of_each_card_says(capsys):
 
         def plan(slots, length, c=c):
             more = dict(prefill=min(8192, slots * 256), shared_keys=256)
+            more["recomputed"] = c.num_hidden_layers - 1
             return memory.plan(c, "nvfp4", 16, slots, length, length, **more)
 
         slots, longest = int(row["answers"]), int(row["longest"])

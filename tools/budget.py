@@ -3,7 +3,8 @@
 On a GPU tools/memory.py chooses, by formula, from what the GPU has free; --micro-tokens and
 --gradient-checkpointing override the choice. A CPU takes 1,024 tokens and recomputes nothing. If
 memory runs out all the same, the whole backward starts again, so that no gradient is half summed:
-with half the micro-batch, or, where that is one row already, with every layer recomputed.
+with half the micro-batch, or, where that is one row already, with every layer recomputed but the
+last, whose activations backward needs at once.
 
 Needs: torch, tqdm; rollout.py, tools/memory.py.
 """
@@ -33,7 +34,7 @@ def limit_memory(gb):
 def size_of_update(config, model, groups):
     """→ the memory.Size for an update of PromptRows, as the flags and the free memory allow."""
     c = model.config
-    budgets, recomputed = memory.BUDGETS, range(c.num_hidden_layers + 1)
+    budgets, recomputed = memory.BUDGETS, range(c.num_hidden_layers)
     if model.device.type == "cpu":
         budgets, recomputed = [CPU_TOKENS], [0]
     if config.micro_tokens is not None:
@@ -54,7 +55,7 @@ def within_memory(config, model, rollout, rows, compute):
     """→ compute(micro_batches) for row numbers (n,) of a Rollout, as lists of (k,) row numbers.
 
     compute may be called again, with smaller micro-batches. torch.OutOfMemoryError: a row does not
-    fit alone with every layer recomputed.
+    fit alone, although every layer but the last is recomputed.
     """
     global share
     if len(rows) == 0:
@@ -71,9 +72,9 @@ def within_memory(config, model, rollout, rows, compute):
             if len(largest.rows) > 1:
                 micro_tokens = largest.tokens // 2
                 what = f"micro-batches of {micro_tokens:,} tokens"
-            elif model.recomputed_layers < len(model.layers):
-                model.recomputed_layers = len(model.layers)
-                what = "every layer recomputed"
+            elif model.recomputed_layers < len(model.layers) - 1:
+                model.recomputed_layers = len(model.layers) - 1
+                what = "every layer recomputed but the last"
             else:
                 raise
             share *= 0.95

@@ -260,7 +260,7 @@ class Size(NamedTuple):
 
 def choose(c, quant, rank, room, groups, budgets, recomputed):
     """→ of the Sizes whose peak is within `room` bytes the fastest. If there is none, the one with
-    the smallest micro-batches and with every layer recomputed.
+    the smallest micro-batches and the most layers recomputed.
 
     Two measured facts decide: each micro-batch decodes all weights once, which takes as long as
     computing DECODED_TOKENS more; recomputing every layer adds RECOMPUTED to the time. The first
@@ -279,8 +279,7 @@ def choose(c, quant, rank, room, groups, budgets, recomputed):
         def peak(layers, asked=asked):
             return plan(c, quant, rank, recomputed=layers, **asked)._replace(rollout=0).peak
 
-        # The fewest that fit. A peak falls with the number of recomputed layers, but for the last
-        # one, whose activations backward needs at once.
+        # The fewest that fit: the more layers are recomputed, the lower is the peak.
         fewest = bisect.bisect_left(recomputed, True, key=lambda layers: peak(layers) <= room)
         layers = recomputed[min(fewest, len(recomputed) - 1)]
         computed = sum(batch.tokens for batch in batches)  # more if groups are cut
@@ -312,12 +311,14 @@ def row_of(c, quant, rank, prompt, new, gb):
     this decoder does not support the model.
     """
     room, length = gb * 2**30 - BESIDE, prompt + new
+    most_recomputed = c.num_hidden_layers - 1  # backward needs the last layer's activations at once
 
     def planned(slots, length):
         """→ Plan of slots answers at a time in the rollout, of one in the update, recomputed."""
         prefill = max(prompt, min(PREFILL_TOKENS, slots * prompt))
         keys = min(prompt, length)
-        return plan(c, quant, rank, slots, length, length, prefill=prefill, shared_keys=keys)
+        sizes = dict(slots=slots, length=length, micro_tokens=length, recomputed=most_recomputed)
+        return plan(c, quant, rank, **sizes, prefill=prefill, shared_keys=keys)
 
     def most(limit, plan_of_number):
         """→ the largest number up to limit whose plan fits the card; 0 if none does."""
@@ -326,7 +327,7 @@ def row_of(c, quant, rank, prompt, new, gb):
 
     one = planned(1, length)
     groups = [PromptRows(prompt, dict.fromkeys(range(8), new - 1))] * 16
-    layers = range(c.num_hidden_layers + 1)
+    layers = range(c.num_hidden_layers)
     return Row(
         needs=(one.peak + BESIDE) / 2**30,
         answers=most(SLOTS, lambda n: planned(n, length)),
