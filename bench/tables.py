@@ -157,22 +157,29 @@ def rollout():
 
 def steps():
     """→ of each setting the medians of the last session, without the first step, which compiles."""
-    setting = "shape prompts samples new micro_tokens weights cap_gb ranks".split()
+    setting = "shape prompts samples new mean weights cap_gb ranks processes".split()
     sessions = {}
     for r in read("step_bench.jsonl"):
-        key = tuple(r.get(name) for name in (*setting, "commit"))
+        chosen = r["micro_tokens"], r.get("recompute", True)
+        chosen = "automatic" if r.get("automatic") else chosen
+        key = *(r.get(name) or 0 for name in setting), r.get("rank", 32), chosen, r["commit"]
         if r.get("step", 1) and not r.get("update_only"):
             sessions.setdefault(key, []).append(r)
     latest = {key[:-1]: typical(records) for key, records in sessions.items()}
     return list(latest.values())
 
 
+def long_steps():
+    """→ the records of one step each with answers of 16,000 tokens or more, by shape."""
+    return {r["shape"]: r for r in read("step_bench.jsonl") if r["new"] >= 16_000}
+
+
 def step():
     head(
-        "model | prompts × answers × tokens | micro-tokens | weights",
+        "model | prompts × answers × tokens | micro-tokens | recomputed | weights",
         "rollout s | tokens/s | update s | tokens/s | peak GB | planned",
     )
-    latest = steps()
+    latest = [*steps(), *long_steps().values()]
     for r in latest:
         what = model(r["shape"])
         ranks = r.get("ranks", 1)
@@ -182,9 +189,16 @@ def step():
             what += ", {ranks} GPUs"
         if r.get("rank", 32) != 32:
             what += ", rank {rank}"
+        if r.get("processes"):
+            what += ", {processes} such processes on the card"
+        layers = r.get("recompute", True)
+        if layers is True:
+            layers = memory.config(r["shape"]).num_hidden_layers
         cells = (
             what,
-            f"{ranks * r['prompts']} × {{samples}} × {{new}} | {{micro_tokens}}",
+            f"{ranks * r['prompts']} × {{samples}} × {{new}}",
+            "{micro_tokens}" + (" (chosen)" if r.get("automatic") else ""),
+            f"{layers}",
             NAMES[r["weights"]],
             "{rollout_s:.1f} | {rollout_tok_s:,.0f}",
             "{update_s:.2f} | {update_tok_s:,.0f} | {peak_gb:.1f}",
@@ -194,10 +208,10 @@ def step():
     note(
         latest,
         "random weights of each shape, prompts of 128 tokens, LoRA of rank 32 or as "
-        "said, gradient checkpointing; the median of the steps after the first, which "
-        "compiles. * its sampling is extrapolated from 32 steps in the middle of the "
-        "answers. By `python -m bench.step` and `python -m bench.qlora`, log in "
-        "`results/step_bench.jsonl`.",
+        "said; the median of the steps after the first, which compiles, but one step of "
+        "answers of 16,000 tokens and more. * its sampling is extrapolated from 32 steps "
+        "in the middle of the answers. By `python -m bench.step` and `python -m "
+        "bench.qlora`, log in `results/step_bench.jsonl`.",
     )
 
 
@@ -446,7 +460,7 @@ def results():
     versus_vllm()
     for r in steps():
         plain = r["weights"] == "nvfp4" and r["ranks"] == 1 and not r["cap_gb"]
-        if plain and r["prompts"] * r["samples"] * r["new"] > 32_000:
+        if plain and r["prompts"] * r["samples"] * r["new"] > 40_000:
             row = (
                 f"a step of the {r['shape'].upper()}, {card(r)}: "
                 "{prompts} × {samples} answers of {new} tokens | "
@@ -500,7 +514,8 @@ def gsm8k():
 def hardware():
     head(
         "Qwen2.5 | weights, GB | on 24 GB | on 80 GB",
-        "measured: memory capped at, a step, its peak | seconds a step",
+        "measured: memory capped at, a step, its peak | longest answers measured, 80 GB",
+        "seconds a step",
     )
     log = read("recipes_bench.jsonl")
     rates = {r["recipe"].split("-")[0]: r for r in log if r["kind"] == "step"}
@@ -509,6 +524,7 @@ def hardware():
         if r.get("cap_gb"):
             capped[r["shape"]] = r | {"card": card(r)}
     rates["72b"] = capped["72b"]
+    longest = long_steps()
     for shape in ("1.5b", "3b", "7b", "14b", "32b", "72b"):
         c = memory.config(shape)
         seconds = "not timed"
@@ -521,8 +537,9 @@ def hardware():
             "{step_s:.0f} s, {peak_gb:.1f} GB",
             [capped.get(shape)],
         )
+        long = each("{samples} × {new:,}, {step_s:.0f} s, {peak_gb:.1f} GB", [longest.get(shape)])
         weights = f"{memory.plan(c).weights / 1e9:.1f}"
-        entry(shape.upper(), weights, fitting(c, 24), fitting(c, 80), measured, seconds)
+        entry(shape.upper(), weights, fitting(c, 24), fitting(c, 80), measured, long, seconds)
 
 
 def fitting(c, gb):
