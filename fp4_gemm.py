@@ -2,84 +2,54 @@
 
     W[n, k] = E2M1[code[n, k]] · block_scale[n, k // 16] · global_scale[n]
 
-With few rows in x, as in a decode step, a linear layer takes as long as its weights take to load. A
-weight is .5625 bytes here and 2 in bf16, so a speedup of 3.56 is the bound. To approach the bound,
-the kernel must decode a weight in few instructions: an H200's threads execute about four in the
-time that one weight takes to arrive.
+With few rows in x a linear layer takes as long as its weights take to load: .5625 bytes a weight
+here, 2 in bf16. To come near that bound of 3.56, the kernel must decode a weight in few
+instructions. docs/kernel.md follows one word through these steps, with its bits.
 
-1. From a code to a bf16. A bf16 is s eeeeeeee mmmmmmm with exponent bias 127. A code is s ee m with
-bias 1, where ee = 00 encodes 0 and ½. Copy s to bit 15 and eem to bits 8..6 of a bf16 and set all
-other bits to 0. This bf16 is the code's value · 2^-126, exactly, for all 16 codes:
+1. From a code to a bf16. A code is s ee m with exponent bias 1. Copy s to bit 15 and eem to bits
+8..6 of a bf16, all other bits 0: this bf16 is the code's value · 2^-126, exactly, for all 16 codes.
+½ becomes a subnormal number, so the next instruction, the bf16 multiplication by the block scale,
+must not flush subnormals to zero. PTX has no flushing form of it. Tensor cores then see no
+subnormal; they would if block scales were multiplied later, so do not move that multiplication.
 
-    code 0 10 1 is 3    bf16 0 00000010 1000000 = 2^(2 - 127) · 1.5 = 3 · 2^-126
-    code 0 00 1 is ½    bf16 0 00000000 1000000 = 2^-127            = ½ · 2^-126, a subnormal
-
-So ½ becomes a subnormal number. The next instruction, a bf16 multiplication by the block scale,
-must not flush subnormals to zero, or every ½ becomes 0. It never does: PTX has no flushing form of
-a bf16 multiplication. Its result is 0 or a normal number. So tensor cores and sums see no subnormal
-weight. They would if block scales were multiplied later: do not move that multiplication.
-
-2. The word. An int32 holds 8 codes. They are placed so that one rotation and one mask bring two of
-them to the bits of section 1, one in each half word. A half word holds codes 0 to 3. Code 0 lies in
-those bits already. A rotation of the word to the right by 3 moves code 1 there, and by 6 code 2.
-The rotation takes s1 and s2 from the other half word. Code 3, marked ', fills the bits left over:
+2. The word. An int32 holds 8 codes, four in each half word. Code 0 lies where section 1 wants it, a
+rotation by 3 brings code 1 there and one by 6 code 2. Code 3, marked ', fills the bits left over; a
+product with 2^12 + 2^7 + 2^2 adds three shifted copies of it, which never overlap:
 
     bit    15  14  13  12  11  10   9   8   7   6   5   4   3   2   1   0
            s0  e2  e2  m2  e1  e1  m1  e0  e0  m0  s2  m'  s'  s1  e'  e'
 
-W is stored in tiles of 64 rows and 128 columns. The 128 columns of a tile are four sub-tiles of 32.
-Code i of a half word belongs to sub-tile i: word j of a row holds columns 2j (in its low half word)
-and 2j + 1 (high) of each sub-tile. So a decoded word is four pairs of neighbors in k, and a tensor
-core's registers hold such pairs. Eight integer instructions decode a word (>> is a rotation, masks
-are hexadecimal):
+Eight integer instructions decode a word. W is stored in tiles of 64 rows × 128 columns, in four
+sub-tiles of 32. Code i of a half word belongs to sub-tile i: word j of a row holds columns 2j (in
+its low half word) and 2j + 1 (high) of each, the pairs that a tensor core's registers hold.
 
-    t0 = w & 81C081C0   t1 = w >> 3 & 81C081C0   t2 = w >> 6 & 81C081C0    instructions: 1 + 2 + 2
-    t3 = (w & 001B001B) · (2^12 + 2^7 + 2^2) & 81C081C0                                        + 3
+3. The block scale, (1 + m/8) · 2^e in e4m3, is stored as the byte (e + 9) << 3 | m, ue5m3: five
+exponent bits make its subnormals normal. In bits 11..4 of a bf16, ORed with 7000, it is scale ·
+2^106, so a decoded weight is value · scale · 2^-20, exactly. The epilogue multiplies the fp32 sums
+by 2^20 · global_scale.
 
-The product in t3 adds three shifted copies of code 3, which never overlap: 2^12 moves s' to bit 15,
-2^7 moves e'e' to bits 8..7 and 2^2 moves m' to bit 6.
+4. The main kernel computes y.T = W @ x.T, because weights always fill the 16 rows of a tensor
+core's tile. If W has too few tiles for the GPU, several CTAs share one, and each sums a range of k
+(split-K) into memory. The CTA that counts last adds the sums in the order of k, so that timing does
+not change the result. Each weight has its own counters, so use a weight on one stream at a time.
 
-3. The block scale is (1 + m/8) · 2^e in e4m3. It is stored as the byte (e + 9) << 3 | m, called
-ue5m3: five exponent bits turn the subnormals of e4m3 into normal numbers. In bits 11..4 of a bf16,
-ORed with 7000, this byte is scale · 2^106. Then t · scale is value · scale · 2^-20, in magnitude 0
-or at least 2^-30. It is exact, because it needs 6 significant bits and a bf16 has 8. The epilogue
-multiplies the fp32 sums by 2^20 · global_scale.
+5. LoRA: a small kernel, "shrink", computes xa = scale · x @ A.T, and the main kernel's epilogue
+adds xa @ B.T to the fp32 sums. With PDL (programmatic dependent launch, from Hopper on) a kernel
+starts while its predecessor runs, and gdc_wait waits for the predecessor's end: shrink calls it
+first, the main kernel before it reads xa, or first without LoRA. The kernel that reads y must call
+it too, if it is launched with PDL.
 
-4. The main kernel computes y.T = W @ x.T: a tensor core's tile has at least 16 rows, which weights
-always fill, but only 8 columns, which suit few rows of x. A small W has too few tiles to fill a
-GPU. Then several CTAs share a tile, and each sums a range of k (split-K):
-    a CTA stores its partial sums in memory, then adds 1 to the tile's counter;
-    the CTA that counts last resets the counter to 0, for the next launch,
-    and adds the partial sums in the order of k, so that timing does not change the result.
-Each weight has its own counters, so use a weight on one stream at a time.
-
-5. LoRA: a small kernel, "shrink", computes xa = scale · x @ A.T. The main kernel's epilogue adds xa
-@ B.T to the fp32 sums, so that y is rounded once. With PDL (programmatic dependent launch, from
-Hopper on) a kernel starts while its predecessor runs and calls gdc_wait to wait until the
-predecessor has ended:
-    the shrink kernel waits at its start, then lets the main kernel start;
-    the main kernel reads W and x at once, because all kernels before shrink have ended,
-    and waits for the shrink kernel in its epilogue, before it reads xa;
-    without LoRA, the main kernel waits at its start, for the kernel that writes x.
-Both kernels call gdc_wait, so neither ends before its predecessor. The kernel that reads y must
-call gdc_wait too, if it is launched with PDL.
-
-6. What computes y, for M rows of x:
+6. What computes y, for M rows of x. Backward is dx = dy @ W + scale · (dy @ B) @ A:
 
                      packed weight                             Dense weight (not quantized)
     GPU, M ≤ 256     shrink kernel, main kernel                shrink kernel, cuBLAS
     GPU, M > 256     _dequantize_kernel to bf16, cuBLAS        cuBLAS
+    GPU, backward    _dequantize_kernel to bf16, cuBLAS        cuBLAS
     CPU              torch and an fp32 copy of W, made by pack without any of the bit tricks
 
-Backward is dx = dy @ W + scale · (dy @ B) @ A. On a GPU _dequantize_kernel decodes W again, for
-cuBLAS: no decoded W is kept. A GPU multiplies bf16 and sums in fp32; a CPU uses fp32 throughout.
-
-The number of rows, the layer and the GPU alone decide which kernels and tiles are used. So equal
-inputs give equal bits, and no row depends on what the other rows hold. But another number of rows
-may sum k in another order, and then last bits differ.
-
-Left out: 4-bit activations (Hopper's tensor cores have no FP4), experts. Needs: torch; on a GPU
-triton ≥ 3.6.
+A GPU sums in fp32. Rows, layer and GPU alone decide which kernels and tiles are used, so equal
+inputs give equal bits; another number of rows may sum k in another order. Left out: 4-bit
+activations (Hopper's tensor cores have no FP4), experts. Needs: torch; on a GPU triton ≥ 3.6.
 """
 
 from typing import NamedTuple

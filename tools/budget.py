@@ -34,6 +34,7 @@ def limit_memory(gb):
 def size_of_update(config, model, groups):
     """→ the memory.Size for an update of PromptRows, as the flags and the free memory allow."""
     c = model.config
+    # Never the last layer: backward needs its activations at once.
     budgets, recomputed = memory.BUDGETS, range(c.num_hidden_layers)
     if model.device.type == "cpu":
         budgets, recomputed = [CPU_TOKENS], [0]
@@ -64,6 +65,7 @@ def within_memory(config, model, rollout, rows, compute):
     size = size_of_update(config, model, groups)
     micro_tokens = size.micro_tokens
     model.recomputed_layers = size.recomputed
+    most = len(model.layers) - 1
     while True:
         try:
             return compute(rollout.micro_batches(rows, micro_tokens))
@@ -72,8 +74,8 @@ def within_memory(config, model, rollout, rows, compute):
             if len(largest.rows) > 1:
                 micro_tokens = largest.tokens // 2
                 what = f"micro-batches of {micro_tokens:,} tokens"
-            elif model.recomputed_layers < len(model.layers) - 1:
-                model.recomputed_layers = len(model.layers) - 1
+            elif model.recomputed_layers < most:
+                model.recomputed_layers = most
                 what = "every layer recomputed but the last"
             else:
                 raise

@@ -311,14 +311,14 @@ def row_of(c, quant, rank, prompt, new, gb):
     this decoder does not support the model.
     """
     room, length = gb * 2**30 - BESIDE, prompt + new
-    most_recomputed = c.num_hidden_layers - 1  # backward needs the last layer's activations at once
+    # how many are recomputed: never the last, whose activations backward needs at once
+    layers = range(c.num_hidden_layers)
 
     def planned(slots, length):
         """→ Plan of slots answers at a time in the rollout, of one in the update, recomputed."""
         prefill = max(prompt, min(PREFILL_TOKENS, slots * prompt))
         keys = min(prompt, length)
-        sizes = dict(slots=slots, length=length, micro_tokens=length, recomputed=most_recomputed)
-        return plan(c, quant, rank, **sizes, prefill=prefill, shared_keys=keys)
+        return plan(c, quant, rank, slots, length, length, layers[-1], prefill, None, keys)
 
     def most(limit, plan_of_number):
         """→ the largest number up to limit whose plan fits the card; 0 if none does."""
@@ -327,7 +327,6 @@ def row_of(c, quant, rank, prompt, new, gb):
 
     one = planned(1, length)
     groups = [PromptRows(prompt, dict.fromkeys(range(8), new - 1))] * 16
-    layers = range(c.num_hidden_layers)
     return Row(
         needs=(one.peak + BESIDE) / 2**30,
         answers=most(SLOTS, lambda n: planned(n, length)),
