@@ -442,26 +442,28 @@ def results():
     entry(
         "seconds of one such step, 32 × 8 answers",
         f"**{ours:.1f}**",
-        f"{theirs:.1f}, TRL with vLLM | [runs](results/LOG.md#real-qwen25-checkpoints)",
+        f"{theirs:.1f}, TRL with vLLM in bf16 | [runs](results/LOG.md#real-qwen25-checkpoints)",
     )
     ours, theirs = closest_to_vllm("nvfp4", 64)
     entry(
         "tokens a second, Qwen2.5-7B with LoRA, 64 short answers at once",
         f"**{ours:,.0f}**",
-        f"{theirs:,.0f}, vLLM | [table](results/LOG.md#vllm-on-the-same-card)",
+        f"{theirs:,.0f}, vLLM in NVFP4 | [table](results/LOG.md#vllm-on-the-same-card)",
     )
     r, *_ = longs()
     entry(
-        "the same in {memory_gb:g} GB, answers of {mean_length:,.0f} tokens".format(**r),
+        "tokens a second, {name} with LoRA in {memory_gb:g} GB of memory, answers of "
+        "{mean_length:,.0f} tokens on average".format(**r),
         f"**{statistics.mean(r['ours']):,.0f}**",
-        f"{r['theirs'][0]:,.0f}, vLLM | [table](results/LOG.md#long-answers)",
+        f"{r['theirs'][0]:,.0f}, vLLM in NVFP4 | [table](results/LOG.md#long-answers)",
     )
     r = next(r for r in steps() if r.get("cap_gb") == 11.8 and r.get("automatic"))
     weights = memory.plan(memory.config("7b"), "bf16").weights / 1e9
     entry(
-        "GB that its steps need, {prompts} × {samples} answers of {new:,} tokens".format(**r),
+        "GB of memory for training steps of {name}, {prompts} × {samples} answers of "
+        "{new:,} tokens".format(name=model(r["shape"]), **r),
         "**{peak_gb:.1f}**".format(**r),
-        f"{weights:.1f}, its bf16 weights alone "
+        f"{weights:.1f}, the weights alone in bf16 "
         "| [table](results/LOG.md#speed-and-memory-of-a-training-step)",
     )
 
@@ -500,8 +502,8 @@ def gsm8k():
 def hardware():
     head(
         "Qwen2.5 | weights, GB | on 24 GB | on 80 GB",
-        "measured: memory capped at, a step, its peak | longest answers measured, 80 GB",
-        "seconds a step",
+        "measured under a cap: a step, its peak | measured on 80 GB: the longest answers",
+        "planned seconds",
     )
     log = read("recipes_bench.jsonl")
     rates = {r["recipe"].split("-")[0]: r for r in log if r["kind"] == "step"}
@@ -513,7 +515,7 @@ def hardware():
     longest = long_steps()
     for shape in ("1.5b", "3b", "7b", "14b", "32b", "72b"):
         c = memory.config(shape)
-        seconds = "not timed"
+        seconds = ""
         if shape in rates:
             sampling = MEAN / rates[shape]["rollout_tok_s"]
             update = (PROMPT + MEAN) / rates[shape]["update_tok_s"]
@@ -523,7 +525,9 @@ def hardware():
             "{step_s:.0f} s, {peak_gb:.1f} GB",
             [capped.get(shape)],
         )
-        long = each("{samples} × {new:,}, {step_s:.0f} s, {peak_gb:.1f} GB", [longest.get(shape)])
+        long = each(
+            "{samples} × {new:,} tokens, {step_s:.0f} s, {peak_gb:.1f} GB", [longest.get(shape)]
+        )
         weights = f"{memory.plan(c).weights / 1e9:.1f}"
         entry(shape.upper(), weights, fitting(c, 24), fitting(c, 80), measured, long, seconds)
 

@@ -79,8 +79,15 @@ def test_step_counts_the_tokens_of_all_ranks(tmp_path, capsys, monkeypatch):
         assert r["rollout_s"] * r["rollout_tok_s"] == pytest.approx(2 * 42)
         assert r["update_s"] * r["update_tok_s"] == pytest.approx(2 * 72)
     tables.step()
-    row = "| Qwen2.5-TINY, 2 GPUs | 4 × 3 × 7 | 1024 | NVFP4 | {rollout_s:.1f} |"
+    row = "| Qwen2.5-TINY, 2 GPUs | 4 × 3 × 7 | 1024 (chosen) | 0 | NVFP4 | {rollout_s:.1f} |"
     assert row.format(**found[1]) in capsys.readouterr().out
+
+
+def test_step_counts_the_tokens_of_answers_that_end_by_chance(tmp_path):
+    for r in measured(step, tmp_path / "log", f"{STEP} --mean 3 --quant bf16"):
+        assert r["rollout_s"] * r["rollout_tok_s"] == pytest.approx(6 * r["mean_length"])
+        assert r["update_s"] * r["update_tok_s"] == pytest.approx(6 * (r["mean_length"] + 5))
+        assert r["mean_length"] < r["longest"] <= 7 and "planned_gb" not in r
 
 
 def test_gemm_writes_what_its_table_reads(tmp_path, capsys, monkeypatch):
@@ -259,5 +266,6 @@ def test_qlora_times_a_step(tmp_path, monkeypatch, capsys):
     (r,) = measured(script, tmp_path / "step_bench.jsonl", f"{STEP} --sampled 4 --micro-tokens 24")
     assert r["rollout_s"] * r["rollout_tok_s"] == pytest.approx(42)
     tables.step()
-    row = "| 2 × 3 × 7 | 24 | transformers + bitsandbytes NF4 + PEFT * |"
+    layers = memory.config("tiny").num_hidden_layers
+    row = f"| 2 × 3 × 7 | 24 | {layers} | transformers + bitsandbytes NF4 + PEFT * |"
     assert row in capsys.readouterr().out
