@@ -12,9 +12,10 @@ instructions. docs/kernel.md follows one word through these steps, with its bits
 must not flush subnormals to zero. PTX has no flushing form of it. Tensor cores then see no
 subnormal; they would if block scales were multiplied later, so do not move that multiplication.
 
-2. The word. An int32 holds 8 codes, four in each half word. Code 0 lies where section 1 wants it, a
-rotation by 3 brings code 1 there and one by 6 code 2. Code 3, marked ', fills the bits left over; a
-product with 2^12 + 2^7 + 2^2 adds three shifted copies of it, which never overlap:
+2. The word. An int32 holds 8 codes, four for each half word. Code 0 lies where section 1 wants it,
+a rotation to the right by 3 brings code 1 there and one by 6 code 2; s1 and s2 come from the other
+half word. Code 3, marked ', fills the bits left over; a product with 2^12 + 2^7 + 2^2 adds three
+shifted copies of it, which never overlap:
 
     bit    15  14  13  12  11  10   9   8   7   6   5   4   3   2   1   0
            s0  e2  e2  m2  e1  e1  m1  e0  e0  m0  s2  m'  s'  s1  e'  e'
@@ -24,14 +25,15 @@ sub-tiles of 32. Code i of a half word belongs to sub-tile i: word j of a row ho
 its low half word) and 2j + 1 (high) of each, the pairs that a tensor core's registers hold.
 
 3. The block scale, (1 + m/8) · 2^e in e4m3, is stored as the byte (e + 9) << 3 | m, ue5m3: five
-exponent bits make its subnormals normal. In bits 11..4 of a bf16, ORed with 7000, it is scale ·
-2^106, so a decoded weight is value · scale · 2^-20, exactly. The epilogue multiplies the fp32 sums
-by 2^20 · global_scale.
+exponent bits make its subnormals normal. In bits 11..4 of a bf16, ORed with 0x7000, it is scale
+· 2^106, so a decoded weight is value · scale · 2^-20, exactly. The epilogue multiplies the fp32
+sums by 2^20 · global_scale.
 
 4. The main kernel computes y.T = W @ x.T, because weights always fill the 16 rows of a tensor
 core's tile. If W has too few tiles for the GPU, several CTAs share one, and each sums a range of k
-(split-K) into memory. The CTA that counts last adds the sums in the order of k, so that timing does
-not change the result. Each weight has its own counters, so use a weight on one stream at a time.
+(split-K) into memory, then adds 1 to the tile's counter. The last one adds the sums in the order of
+k, so that timing does not change the result. Each weight has its own counters, so use a weight on
+one stream at a time.
 
 5. LoRA: a small kernel, "shrink", computes xa = scale · x @ A.T, and the main kernel's epilogue
 adds xa @ B.T to the fp32 sums. With PDL (programmatic dependent launch, from Hopper on) a kernel

@@ -25,9 +25,10 @@ CUDA
 nvcc -o "$folder/control" "$folder/control.cu"
 declare -A tests=(
     [fp4_gemm]='forward_and_backward and (sizes3 or sizes4 or 16-sizes0 or 17-sizes0 or 33-sizes1 or 100-sizes0 or 128-sizes1 or 128-sizes2 or 129-sizes2 or 512-sizes2) or rows_from_the_middle'
-    [ops]='gpu_attention and (positions1 or positions0-9) or gpu_norm_swiglu_and_rope'
+    [ops]='gpu_attention and (positions1 or positions0-9) or gpu_norm_swiglu_and_rope or gpu_reads_embeddings'
+    [logprobs]='gpu_equals_float64'
     [sampling]='gpu_samples_and_append')
-sets=${SETS:-fp4_gemm ops sampling}
+sets=${SETS:-fp4_gemm ops logprobs sampling}
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 echo "commit ${COMMIT:-$(git describe --always --dirty)}; $(compute-sanitizer --version | tail -n 1)"
 for name in $sets; do
@@ -36,7 +37,7 @@ done
 for tool in ${*:-racecheck synccheck memcheck}; do
     [ $tool != memcheck ] || export PYTORCH_NO_CUDA_MEMORY_CACHING=1     # or a tensor ends inside a larger block
     run=(compute-sanitizer --tool $tool --error-exitcode 9)
-    for kernel in linear shrink dequantize attention add_norm swiglu rope tile merge append; do
+    for kernel in linear shrink dequantize attention add_norm swiglu rope embed softmax tile merge append; do
         run+=(--kernel-name "kns=_${kernel}_")
     done
     "${run[@]}" "$folder/control" > "$folder/found" || true

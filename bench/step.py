@@ -1,14 +1,15 @@
 """Whole GRPO steps of train.py on random weights: python -m bench.step --out FILE.jsonl
 
---prompts × --samples answers of --new tokens, then the update with random advantages. With --mean
-answers end by chance, after so many tokens on average and at most --new. The update's micro-batches
-and its number of recomputed layers are chosen as in a run, unless --micro-tokens, and --recompute
-or --no-recompute, are given. The first of --steps compiles. --memory-gb caps the allocator, in 1e9
-bytes.
+--prompts × --samples answers of --new tokens, then the update with random advantages. With --mean,
+which is below --new, answers end by chance, after so many tokens on average and at most --new. The
+update's micro-batches and its number of recomputed layers are chosen as in a run, unless
+--micro-tokens, and --recompute or --no-recompute, are given. The first of --steps compiles.
+--memory-gb caps the allocator, in 1e9 bytes.
 torchrun --nproc-per-node N -m bench.step … gives each rank that many; the rates are those of all
 ranks.
 
-Needs: common.py, bench/rollout.py; rollout.py, train.py, tools/{memory,optimizer,ranks,run}.py.
+Needs: common.py, bench/rollout.py; rollout.py, train.py;
+tools/{budget,memory,optimizer,ranks,run}.py.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import train
 from bench import common
 from bench.rollout import stop_tokens
 from rollout import PromptRows, Sampler, micro_batches
-from tools import memory, ranks
+from tools import budget, memory, ranks
 from tools.budget import limit_memory, size_of_update
 from tools.flags import Config
 from tools.optimizer import adamw
@@ -32,7 +33,10 @@ def parse(arguments=None):
     parser = common.flags(__doc__, model_shape="7b", **sizes, steps=2, memory_gb=0.0)
     parser.add_argument("--quant", nargs="+", choices=common.QUANT, default=common.QUANT)
     parser.add_argument("--recompute", action=argparse.BooleanOptionalAction)
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.mean >= args.new:
+        parser.error(f"--mean {args.mean}: give less than --new {args.new}")
+    return args
 
 
 def main(arguments=None):
@@ -68,9 +72,10 @@ def measure(args, quant, records):
         rollout_peak_gb = peak_memory_gb()
         common.forget_peak()
         size = size_of_update(config, model, sampled.groups(torch.arange(rows)))
+        share = budget.share
         update_s = update(sampled)
         stats = sampler.stats
-        answer_tokens = int(sampled.lengths.sum())  # of this rank: its prompts are as long
+        answer_tokens = int(sampled.lengths.sum())  # of this rank; a prompt has --prompt-length
         asked = ("prompts", "samples", "prompt_length", "new", "mean", "rank")
         record = {name: getattr(args, name) for name in asked} | {
             "shape": args.model_shape,
@@ -86,6 +91,7 @@ def measure(args, quant, records):
             "pages": stats["pages"],
             "prefill": stats["prefill"],
             "recompute": size.recomputed,
+            "restarted": budget.share < share,  # the update ran out of memory, and began again
             "rollout_s": rollout_s,
             "rollout_tok_s": count * answer_tokens / rollout_s,
             "update_s": update_s,

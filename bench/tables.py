@@ -157,26 +157,32 @@ def rollout():
 
 def steps():
     """→ of each setting the medians of the last session, without the first step, which compiles."""
-    setting = "shape prompts samples new mean weights cap_gb ranks processes".split()
+    setting = "shape prompts samples prompt_length new mean weights cap_gb ranks rank processes"
     sessions = {}
     for r in read("step_bench.jsonl"):
-        chosen = r["micro_tokens"], r.get("recompute", True)
-        chosen = "automatic" if r.get("automatic") else chosen
-        key = *(r.get(name) or 0 for name in setting), r.get("rank", 32), chosen, r["commit"]
-        if r.get("step", 1) and not r.get("update_only"):
+        r["rank"] = r.get("rank", 32)
+        if r.get("recompute", True) is True:
+            r["recompute"] = memory.config(r["shape"]).num_hidden_layers
+        chosen = r.get("automatic") or (r["micro_tokens"], r["recompute"])
+        key = (*(r.get(name) or 0 for name in setting.split()), chosen, r["gpu"], r["commit"])
+        if r.get("step", 1) and not r.get("update_only") and not r.get("restarted"):
             sessions.setdefault(key, []).append(r)
-    latest = {key[:-1]: typical(records) for key, records in sessions.items()}
+    latest = {key[:-2]: typical(records) for key, records in sessions.items()}
     return list(latest.values())
 
 
 def long_steps():
-    """→ the records of one step each with answers of 16,000 tokens or more, by shape."""
-    return {r["shape"]: r for r in read("step_bench.jsonl") if r["new"] >= 16_000}
+    """→ by shape, the single step on 80 GB with the longest answers, of 16,000 tokens or more."""
+    longest = {}
+    for r in sorted(read("step_bench.jsonl"), key=lambda r: r["new"]):
+        if r["new"] >= 16_000 and not r["cap_gb"] and not r["mean"] and "H100" in r["gpu"]:
+            longest[r["shape"]] = r
+    return longest
 
 
 def step():
     head(
-        "model | prompts × answers × tokens | micro-tokens | recomputed | weights",
+        "model | prompts × answers × tokens | most micro-tokens | recomputed | weights",
         "rollout s | tokens/s | update s | tokens/s | peak GB | planned",
     )
     latest = [*steps(), *long_steps().values()]
@@ -191,14 +197,12 @@ def step():
             what += ", rank {rank}"
         if r.get("processes"):
             what += ", {processes} such processes on the card"
-        layers = r.get("recompute", True)
-        if layers is True:
-            layers = memory.config(r["shape"]).num_hidden_layers
         cells = (
             what,
-            f"{ranks * r['prompts']} × {{samples}} × {{new}}",
+            f"{ranks * r['prompts']} × {{samples}} × {{new}}"
+            + (", {mean_length:.0f} on average" if r.get("mean") else ""),
             "{micro_tokens}" + (" (chosen)" if r.get("automatic") else ""),
-            f"{layers}",
+            "{recompute}",
             NAMES[r["weights"]],
             "{rollout_s:.1f} | {rollout_tok_s:,.0f}",
             "{update_s:.2f} | {update_tok_s:,.0f} | {peak_gb:.1f}",
@@ -208,9 +212,9 @@ def step():
     note(
         latest,
         "random weights of each shape, prompts of 128 tokens, LoRA of rank 32 or as "
-        "said; the median of the steps after the first, which compiles, but one step of "
-        "answers of 16,000 tokens and more. * its sampling is extrapolated from 32 steps "
-        "in the middle of the answers. By `python -m bench.step` and `python -m "
+        "said; the median of the steps after the first, which compiles; answers of 16,000 "
+        "tokens and more: one step, compilation included. * its sampling is extrapolated "
+        "from 32 steps in the middle of the answers. By `python -m bench.step` and `python -m "
         "bench.qlora`, log in `results/step_bench.jsonl`.",
     )
 
@@ -446,7 +450,7 @@ def results():
     )
     ours, theirs = closest_to_vllm("nvfp4", 64)
     entry(
-        "tokens a second, Qwen2.5-7B with LoRA, 64 short answers at once",
+        "tokens a second, Qwen2.5-7B with LoRA, decoding alone, 64 answers at a context of 1,000",
         f"**{ours:,.0f}**",
         f"{theirs:,.0f}, vLLM in NVFP4 | [table](results/LOG.md#vllm-on-the-same-card)",
     )
@@ -457,13 +461,14 @@ def results():
         f"**{statistics.mean(r['ours']):,.0f}**",
         f"{r['theirs'][0]:,.0f}, vLLM in NVFP4 | [table](results/LOG.md#long-answers)",
     )
-    r = next(r for r in steps() if r.get("cap_gb") == 11.8 and r.get("automatic"))
+    tight = [r for r in read("step_bench.jsonl") if r.get("cap_gb") == 11.8 and r.get("automatic")]
+    r = max(tight, key=lambda r: r["peak_gb"])
     weights = memory.plan(memory.config("7b"), "bf16").weights / 1e9
     entry(
-        "GB of memory for training steps of {name}, {prompts} × {samples} answers of "
+        "GB that PyTorch took for training steps of {name}, {prompts} × {samples} answers of "
         "{new:,} tokens".format(name=model(r["shape"]), **r),
         "**{peak_gb:.1f}**".format(**r),
-        f"{weights:.1f}, the weights alone in bf16 "
+        f"{weights:.1f}, the weights alone in bf16, without embeddings "
         "| [table](results/LOG.md#speed-and-memory-of-a-training-step)",
     )
 

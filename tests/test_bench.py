@@ -115,6 +115,7 @@ def test_wrong_results_are_not_timed():
     (gemm, "", "needs a GPU"),
     (rollout, "--quant nvfp4 hf", "invalid choice: 'hf'"),
     (step, "--model-shape 9b", "invalid choice: '9b'"),
+    (step, "--mean 8 --new 8", "--mean 8: give less than --new 8"),
     (turns, "--trees nowhere", "--trees nowhere: has no rollout.py"),
     (vllm, "--modes nvfp4/none", "invalid choice: 'nvfp4/none'"),
     (vllm, "--vllm false", "--vllm false: must start a Python that can import vllm")])  # fmt: skip

@@ -4,7 +4,7 @@ On a GPU tools/memory.py chooses, by formula, from what the GPU has free; --micr
 --gradient-checkpointing override the choice. A CPU takes 1,024 tokens and recomputes nothing. If
 memory runs out all the same, the whole backward starts again, so that no gradient is half summed:
 with half the micro-batch, or, where that is one row already, with every layer recomputed but the
-last, whose activations backward needs at once.
+last: see tools/memory.choose.
 
 Needs: torch, tqdm; rollout.py, tools/memory.py.
 """
@@ -34,7 +34,6 @@ def limit_memory(gb):
 def size_of_update(config, model, groups):
     """→ the memory.Size for an update of PromptRows, as the flags and the free memory allow."""
     c = model.config
-    # Never the last layer: backward needs its activations at once.
     budgets, recomputed = memory.BUDGETS, range(c.num_hidden_layers)
     if model.device.type == "cpu":
         budgets, recomputed = [CPU_TOKENS], [0]

@@ -264,7 +264,8 @@ def choose(c, quant, rank, room, groups, budgets, recomputed):
 
     Two measured facts decide: each micro-batch decodes all weights once, which takes as long as
     computing DECODED_TOKENS more; recomputing every layer adds RECOMPUTED to the time. The first
-    layers are recomputed: in backward the last ones have then freed their memory before.
+    layers are recomputed: in backward the last ones have then freed their memory before. The last
+    layer never is: backward wants its activations soon, and its input would be kept beside them.
 
     c: a transformers config. groups: rollout.PromptRows of all rows. budgets: micro_tokens to
     choose from, falling. recomputed: numbers of layers to choose from, rising.
@@ -311,7 +312,6 @@ def row_of(c, quant, rank, prompt, new, gb):
     this decoder does not support the model.
     """
     room, length = gb * 2**30 - BESIDE, prompt + new
-    # how many are recomputed: never the last, whose activations backward needs at once
     layers = range(c.num_hidden_layers)
 
     def planned(slots, length):
