@@ -1,6 +1,7 @@
 """README.md and results/LOG.md stay true: their files, commands, printed lines and examples."""
 
 import dataclasses
+import os
 import re
 import runpy
 import shutil
@@ -182,6 +183,22 @@ def test_the_line_of_ones_own_word_problems_is_one_that_gsm8k_reads(tmp_path, mo
     task = tasks.TASKS[config.task](config.data)
     assert len(task.train) == 6 and len(task.held_out) == 2
     assert [task.reward(task.train[0], text, True) for text in ("#### 5", "#### 6")] == [1, 0]
+
+
+@pytest.mark.slow
+def test_the_commands_for_a_cpu_run_as_printed(tmp_path):
+    """On a run of one small step, in an empty folder."""
+    begin = "python train.py --steps 1 --prompts 2 --group-size 2 --eval-problems 2 --out runs/NAME"
+    printed = re.findall(r"^    (python (?:train\.py|-m tools).*?) +#", README, re.M)
+    kinds = "--resume", "--adapter runs/NAME", "tools.report list", "tools.memory"
+    commands = [next(command for command in printed if kind in command) for kind in kinds]
+    environment = dict(os.environ, PYTHONPATH=str(ROOT))
+    for command in [begin, *commands]:
+        words = [str(ROOT / "train.py") if w == "train.py" else w for w in command.split()[1:]]
+        done = subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0 and done.stdout.strip(), (command, done.stderr)
 
 
 @pytest.mark.slow
