@@ -125,13 +125,8 @@ class Rollout(NamedTuple):
             )
         )
 
-    def flat_tokens(self):
-        """→ how many tokens the trainer computes: each prompt once, each answer but its last token,
-        from which nothing is predicted."""
-        return sum(group.tokens for group in self.groups(torch.arange(len(self.tokens))))
-
     def groups(self, rows):
-        """Row numbers (n,) → [PromptRows, …]."""
+        """Row numbers (n,) → [PromptRows, …]. It reads tokens from the GPU, so call it once."""
         answer_tokens = (self.lengths - 1).tolist()  # nothing is predicted from the last one
         by_prompt = rows_by_prompt(self.tokens[rows], self.prompt_lengths[rows])
         rows = rows.tolist()
@@ -139,11 +134,6 @@ class Rollout(NamedTuple):
             PromptRows(len(prompt), {rows[i]: answer_tokens[rows[i]] for i in members})
             for prompt, members in by_prompt.items()
         ]
-
-    def micro_batches(self, rows, budget):
-        """Row numbers (n,) → [(k,), …]: see micro_batches."""
-        batches = micro_batches(self.groups(rows), budget)
-        return [torch.tensor(batch.rows, device=self.tokens.device) for batch in batches]
 
 
 class PromptRows(NamedTuple):

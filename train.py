@@ -306,20 +306,22 @@ def backward(config, model, rollout, advantages, old=None):
 
 def gradient(config, model, rollout, micro_batches, advantages, old, normalizer):
     """Write this rank's gradient into the parameters → sums, {name: tensor ()}, and the model's
-    log-probabilities (B, T). micro_batches: lists of (k,) row numbers; else as in backward.
+    log-probabilities (B, T). micro_batches: a list of MicroBatch; else as in backward.
     """
     for p in model.parameters():
         p.grad = torch.zeros_like(p)  # a rank without rows adds zeros
     logprobs = torch.zeros_like(rollout.logprobs)
-    names = "tokens entropy kl_noise clip_fraction kl_reference run_tokens flat_tokens loss".split()
+    names = "tokens entropy kl_noise clip_fraction kl_reference run_tokens loss".split()
     sums = dict.fromkeys(names, 0.0)
+    sums["flat_tokens"] = sum(micro.tokens for micro in micro_batches)
     for micro in micro_batches:
-        part = rollout.rows(micro)
+        rows = torch.tensor(micro.rows, device=rollout.tokens.device)
+        part = rollout.rows(rows)
         columns = slice(part.tokens.shape[1])
-        part_old = None if old is None else old[micro, columns]
-        loss, new, measured = loss_of(config, model, part, advantages[micro], part_old, normalizer)
+        part_old = None if old is None else old[rows, columns]
+        loss, new, measured = loss_of(config, model, part, advantages[rows], part_old, normalizer)
         loss.backward()
-        logprobs[micro, columns] = new.detach()
+        logprobs[rows, columns] = new.detach()
         for name in names:
             sums[name] += measured[name].double()
     return sums, logprobs
@@ -362,7 +364,6 @@ def loss_of(config, model, part, advantages, old, normalizer):
             clip_fraction=clipped,
             kl_reference=(logprobs - reference).sum(),  # k1; outside of answers both are 0
             run_tokens=(part.prompt_lengths + part.lengths).sum(),
-            flat_tokens=torch.tensor(part.flat_tokens()),
             loss=loss.detach(),
         )
     return loss, logprobs, measured

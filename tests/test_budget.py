@@ -90,10 +90,7 @@ def test_a_long_row_that_does_not_fit_is_recomputed_at_once():
     model = SimpleNamespace(config=memory.config("7b"), layers=[None] * 28)
     model.device = SimpleNamespace(type="cpu")
     groups = [PromptRows(10, {0: 900}), PromptRows(10, dict.fromkeys(range(1, 9), 50))]
-    rollout = SimpleNamespace(
-        groups=lambda rows: groups,
-        micro_batches=lambda rows, budget: [b.rows for b in micro_batches(groups, budget)],
-    )
+    rollout = SimpleNamespace(groups=lambda rows: groups)
     calls = []
 
     def compute(batches):
@@ -112,7 +109,7 @@ def limited(monkeypatch, fits, whole):
     gradient, calls = train.gradient, []
 
     def checked(config, model, rollout, micro_batches, *rest):
-        calls.append((max(map(len, micro_batches)), model.recomputed_layers))
+        calls.append((max(len(micro.rows) for micro in micro_batches), model.recomputed_layers))
         result = gradient(config, model, rollout, micro_batches, *rest)
         if calls[-1][0] > fits or calls[-1][1] < whole:
             raise torch.OutOfMemoryError("CUDA out of memory")

@@ -16,7 +16,7 @@ import lora
 import model
 import rollout
 from ops import attention, sampling
-from rollout import Rollout, Sampler
+from rollout import Rollout, Sampler, micro_batches
 from tools import weights
 
 # of eight different lengths, so that a length tells the prompt
@@ -552,27 +552,32 @@ def test_rows_and_join_lose_nothing(r):
     assert r.rows(range(3, 9)).answers() == r.answers()[3:9]
 
 
+def flat_tokens(r, rows):
+    """→ tokens that the trainer computes of these rows if one micro-batch has them all."""
+    (batch,) = micro_batches(r.groups(rows), 10**6)
+    return batch.tokens
+
+
 def test_flat_tokens_count_a_prompt_once_and_no_last_token(r):
     """Also if a prompt's rows are apart, and for a part of a group."""
-    order = torch.randperm(32)
-    assert r.rows(order).flat_tokens() == 53 + (r.lengths - 1).sum()
-    part = r.rows([7, 0, 5])
-    assert part.flat_tokens() == 11 + 3 + (r.lengths[[7, 0, 5]] - 1).sum()
+    assert flat_tokens(r, torch.randperm(32)) == 53 + (r.lengths - 1).sum()
+    part = [7, 0, 5]
+    assert flat_tokens(r, torch.tensor(part)) == 11 + 3 + (r.lengths[part] - 1).sum()
 
 
 def test_micro_batches_hold_each_row_once_and_cut_no_group_that_fits(r):
     """Each stays within the budget of flat tokens, or is one row. All rows that fit are one."""
     rows = torch.randperm(32)[:25]
     groups = [rows[rows // 4 == p] for p in range(8)]
-    sizes = [r.rows(group).flat_tokens() for group in groups]
+    sizes = [flat_tokens(r, group) for group in groups]
     for budget in (1, 25, *sizes, 120, sum(sizes)):
-        batches = [batch.tolist() for batch in r.micro_batches(rows, budget)]
+        batches = [batch.rows for batch in micro_batches(r.groups(rows), budget)]
         assert sorted(sum(batches, [])) == sorted(rows.tolist())
-        assert all(len(b) == 1 or r.rows(b).flat_tokens() <= budget for b in batches)
+        assert all(len(b) == 1 or flat_tokens(r, torch.tensor(b)) <= budget for b in batches)
         for group, size in zip(groups, sizes, strict=True):
             if size <= budget:
                 assert sum(bool({*group.tolist()} & {*batch}) for batch in batches) == 1
-    assert len(batches) == 1 and not r.micro_batches(rows[:0], 9)
+    assert len(batches) == 1 and not micro_batches([], 9)
 
 
 # --- on a GPU

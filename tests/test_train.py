@@ -18,7 +18,7 @@ import grpo
 import lora
 import model as decoder
 import train
-from rollout import Rollout, Sampler
+from rollout import PromptRows, Rollout, Sampler
 from tasks import Task
 from tools import diagnostics, launch, report, weights
 from tools.diagnostics import mismatch
@@ -200,7 +200,7 @@ def test_flat_tokens_are_what_the_model_computes(tiny_chat, noisy, monkeypatch, 
     flags = config(micro_tokens=micro_tokens)
     stats = train.update(flags, model, adamw(flags, model), sampled, adv)
     assert stats["flat_tokens"] == sum(read) and max(read) <= micro_tokens
-    once = sampled.rows((adv != 0).nonzero()[:, 0]).flat_tokens()
+    once = sum(group.tokens for group in sampled.groups((adv != 0).nonzero()[:, 0]))
     assert (stats["flat_tokens"] > once) == cut
 
 
@@ -369,8 +369,7 @@ def test_every_token_weighs_the_same_in_the_mismatch_of_several_ranks(monkeypatc
         )
         return SimpleNamespace(
             tokens=logprobs,
-            groups=lambda rows: [],
-            micro_batches=lambda rows, most: [rows],
+            groups=lambda rows: [PromptRows(0, {0: count})],
             rows=lambda rows: part,
         )
 

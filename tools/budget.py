@@ -52,7 +52,7 @@ def room(model):
 
 
 def within_memory(config, model, rollout, rows, compute):
-    """→ compute(micro_batches) for row numbers (n,) of a Rollout, as lists of (k,) row numbers.
+    """→ compute(micro_batches) for row numbers (n,) of a Rollout: a list of rollout.MicroBatch.
 
     compute may be called again, with smaller micro-batches. torch.OutOfMemoryError: a row does not
     fit alone, although every layer but the last is recomputed.
@@ -66,10 +66,11 @@ def within_memory(config, model, rollout, rows, compute):
     model.recomputed_layers = size.recomputed
     most = len(model.layers) - 1
     while True:
+        batches = micro_batches(groups, micro_tokens)
         try:
-            return compute(rollout.micro_batches(rows, micro_tokens))
+            return compute(batches)
         except torch.OutOfMemoryError:
-            largest = max(micro_batches(groups, micro_tokens), key=lambda batch: batch.tokens)
+            largest = max(batches, key=lambda batch: batch.tokens)
             if len(largest.rows) > 1:
                 micro_tokens = largest.tokens // 2
                 what = f"micro-batches of {micro_tokens:,} tokens"

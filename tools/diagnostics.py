@@ -7,7 +7,7 @@ import dataclasses
 
 import torch
 
-from rollout import PREFILL_TOKENS
+from rollout import PREFILL_TOKENS, micro_batches
 from tools.budget import size_of_update
 from tools.ranks import all_sum, rank_and_count, sum_over_ranks
 from tools.report import PREFLIGHT_PROMPTS, preflight_report
@@ -36,9 +36,10 @@ def mismatch(config, model, rollout):
     every = max(1, len(rollout.tokens) // 64)
     rows = torch.arange(0, len(rollout.tokens), every)
     factors = []
-    size = size_of_update(config, model, rollout.groups(rows))  # a forward pass takes less
-    for micro in rollout.micro_batches(rows, min(size.micro_tokens, PREFILL_TOKENS)):
-        part = rollout.rows(micro)
+    groups = rollout.groups(rows)
+    size = size_of_update(config, model, groups)  # a forward pass takes less
+    for micro in micro_batches(groups, min(size.micro_tokens, PREFILL_TOKENS)):
+        part = rollout.rows(micro.rows)
         logprobs, _ = part.scored_by(model, config.temperature)
         factors.append((logprobs - part.logprobs)[part.answer_mask()].abs().exp())
     factors = torch.cat(factors)
