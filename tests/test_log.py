@@ -53,8 +53,8 @@ def test_the_numbers_in_readmes_sentences_are_those_of_the_logs():
     for sentence in (
         "In about 3 minutes this teaches SmolLM2-135M-Instruct the times table",
         f"from {before:.2f} to {after:.2f} of held-out products",
-        f"Alone we expect {minutes:.0f} minutes: 100 steps of {alone:.1f} s, two tests of "
-        f"{test['rollout_s']:.0f} s",
+        f"Alone on an H100 we expect {minutes:.0f} minutes: 100 steps of {alone:.1f} s, two "
+        f"tests of {test['rollout_s']:.0f} s",
         f"took at most {shared:.0f} minutes, because four or five shared an H100",
         f"{float(row['peak GB']):.0f} GB each",
         f"about {600 * int(seconds) / 3600:.0f} hours on an H200 if answers have 500 tokens (600 "
