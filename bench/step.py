@@ -6,7 +6,7 @@ update's micro-batches and its number of recomputed layers are chosen as in a ru
 --micro-tokens, and --recompute or --no-recompute, are given. The first of --steps compiles.
 --memory-gb caps the allocator, in 1e9 bytes.
 torchrun --nproc-per-node N -m bench.step … gives each rank that many; the rates are those of all
-ranks.
+ranks, which with --mean count as having drawn as many tokens as the first.
 
 Needs: common.py, bench/rollout.py; rollout.py, train.py;
 tools/{budget,memory,optimizer,ranks,run}.py.
