@@ -1226,7 +1226,7 @@ def test_a_file_that_is_no_task_is_named_with_its_line_and_the_reason(own, tmp_p
 
 
 def test_a_file_that_is_absent_is_named(tmp_path):
-    with pytest.raises(ValueError, match=f"^{tmp_path}/absent.py: FileNotFoundError"):
+    with pytest.raises(ValueError, match=f"^{tmp_path}/absent.py: there is no such file"):
         load_task_file(f"{tmp_path}/absent.py")
 
 

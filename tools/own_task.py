@@ -43,6 +43,8 @@ def load_task_file(path, held_out=32):
     ValueError: file, line and reason. The rewards and prompts of the Task raise such errors, too.
     """
     path = os.path.abspath(path)
+    if not os.path.isfile(path):
+        raise ValueError(f"{path}: there is no such file; name one with problems() and reward()")
     # Behind our own folder, so that no file of the user hides one of our modules. The folder stays
     # on the path, because reward() may import from it much later.
     sys.path.insert(1, os.path.dirname(path))
