@@ -305,8 +305,8 @@ def backward(config, model, rollout, advantages, old=None):
 
 
 def gradient(config, model, rollout, micro_batches, advantages, old, normalizer):
-    """Write this rank's gradient into the parameters → sums, {name: tensor ()}, and the model's
-    log-probabilities (B, T). micro_batches: a list of MicroBatch; else as in backward.
+    """Write this rank's gradient into the parameters → sums, {name: number or tensor ()}, and
+    the model's log-probabilities (B, T). micro_batches: a list of MicroBatch; else as in backward.
     """
     for p in model.parameters():
         p.grad = torch.zeros_like(p)  # a rank without rows adds zeros
@@ -315,7 +315,7 @@ def gradient(config, model, rollout, micro_batches, advantages, old, normalizer)
     sums = dict.fromkeys(names, 0.0)
     sums["flat_tokens"] = sum(micro.tokens for micro in micro_batches)
     for micro in micro_batches:
-        rows = torch.tensor(micro.rows, device=rollout.tokens.device)
+        rows = torch.tensor(micro.rows, device=advantages.device)
         part = rollout.rows(rows)
         columns = slice(part.tokens.shape[1])
         part_old = None if old is None else old[rows, columns]

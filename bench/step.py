@@ -22,7 +22,6 @@ from bench import common
 from bench.rollout import stop_tokens
 from rollout import PromptRows, Sampler, micro_batches
 from tools import budget, memory, ranks
-from tools.budget import limit_memory, size_of_update
 from tools.flags import Config
 from tools.optimizer import adamw
 from tools.run import peak_memory_gb
@@ -44,7 +43,7 @@ def main(arguments=None):
     common.DEVICE = ranks.join_ranks(common.DEVICE)
     rank, _ = ranks.rank_and_count()
     if args.memory_gb:
-        limit_memory(args.memory_gb)
+        budget.limit_memory(args.memory_gb)
     records = common.Records(None if rank else args.out, common.conditions())
     for quant in args.quant:
         measure(args, quant, records)
@@ -71,7 +70,7 @@ def measure(args, quant, records):
         rollout_s = common.clock() - began
         rollout_peak_gb = peak_memory_gb()
         common.forget_peak()
-        size = size_of_update(config, model, sampled.groups(torch.arange(rows)))
+        size = budget.size_of_update(config, model, sampled.groups(torch.arange(rows)))
         share = budget.share
         update_s = update(sampled)
         stats = sampler.stats

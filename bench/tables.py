@@ -253,13 +253,13 @@ def peers(path="peers_bench.jsonl"):
     return records, rates
 
 
-def over_vllm(rates, weights):
-    """→ {rows or "whole": tokens a second of ours over those of vLLM's best mode in the same run}.
+def beside_vllm(rates, weights):
+    """→ {rows or "whole": tokens a second of ours, and of vLLM's best mode in the same run}.
 
-    Of several runs the lowest: each may have other modes of vLLM, and a card compares only with
-    itself.
+    Of several runs the one in which we are least ahead: each may have other modes of vLLM, and a
+    card compares only with itself.
     """
-    ratios = {}
+    pairs = {}
     for run in dict.fromkeys(run for run, part in rates if part == f"ours/{weights}"):
         theirs = [
             row
@@ -269,8 +269,13 @@ def over_vllm(rates, weights):
         for batch, ours in rates[run, f"ours/{weights}"].items():
             best = max((row[batch][0] for row in theirs if batch in row), default=None)
             if best:
-                ratios.setdefault(batch, []).append(statistics.mean(ours) / best)
-    return {batch: min(found) for batch, found in ratios.items()}
+                pairs.setdefault(batch, []).append((statistics.mean(ours), best))
+    return {batch: min(found, key=lambda pair: pair[0] / pair[1]) for batch, found in pairs.items()}
+
+
+def over_vllm(rates, weights):
+    """→ {rows or "whole": tokens a second of ours over vLLM's}, of beside_vllm."""
+    return {batch: ours / best for batch, (ours, best) in beside_vllm(rates, weights).items()}
 
 
 def vllm(path="peers_bench.jsonl"):
@@ -453,7 +458,8 @@ def results():
         f"**{ours:.1f}**",
         f"{theirs:.1f}, TRL with vLLM in bf16 | [runs](results/LOG.md#real-qwen25-checkpoints)",
     )
-    ours, theirs = closest_to_vllm("nvfp4", 64)
+    _, rates = peers()
+    ours, theirs = beside_vllm(rates, "nvfp4")[64]
     entry(
         "tokens a second, Qwen2.5-7B with LoRA, decoding alone, 64 answers at a context of 1,000",
         f"**{ours:,.0f}**",
@@ -481,21 +487,6 @@ def seconds_of_a_step(name):
     """→ the median seconds of sampling and update in a log of results/qwen/."""
     records = [r for r in read(f"qwen/{name}.jsonl") if r.get("kind", "step") == "step"]
     return statistics.median(r["rollout_s"] + r["update_s"] for r in records)
-
-
-def closest_to_vllm(weights, rows):
-    """→ tokens a second of ours and of vLLM's best mode, of the run in which we are least ahead."""
-    _, rates = peers()
-    found = []
-    for run in dict.fromkeys(run for run, part in rates if part == f"ours/{weights}"):
-        theirs = [
-            row[rows][0]
-            for (where, part), row in rates.items()
-            if where == run and part.startswith(f"vllm/{weights}") and rows in row
-        ]
-        if theirs:
-            found.append((statistics.mean(rates[run, f"ours/{weights}"][rows]), max(theirs)))
-    return min(found, key=lambda pair: pair[0] / pair[1])
 
 
 def gsm8k():

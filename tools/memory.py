@@ -317,8 +317,17 @@ def row_of(c, quant, rank, prompt, new, gb):
     def planned(slots, length):
         """→ Plan of slots answers at a time in the rollout, of one in the update, recomputed."""
         prefill = max(prompt, min(PREFILL_TOKENS, slots * prompt))
-        keys = min(prompt, length)
-        return plan(c, quant, rank, slots, length, length, layers[-1], prefill, None, keys)
+        return plan(
+            c,
+            quant,
+            rank,
+            slots,
+            length,
+            micro_tokens=length,
+            recomputed=layers[-1],
+            prefill=prefill,
+            shared_keys=min(prompt, length),
+        )
 
     def most(limit, plan_of_number):
         """→ the largest number up to limit whose plan fits the card; 0 if none does."""
