@@ -23,9 +23,11 @@ NUMBER = r"\d+\.\d+(?:e[+-]?\d+)?"  # whole numbers must be equal
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
-    """A copy of the files that git knows, as they are now, in a repository of its own."""
+    """A copy of the files in git's index, as they are now, in a repository of its own. A clone may
+    hold files of its user, such as a virtual environment.
+    """
     folder = tmp_path_factory.mktemp("evening")
-    git = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    git = ["git", "ls-files"]
     for name in subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.split("\n"):
         if name and not name.startswith("results/"):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
