@@ -412,15 +412,23 @@ def test_gpu_an_update_may_have_more_rows_than_a_grid_is_high():
         assert out[-1].abs().sum() > 0
 
 
+def embeddings_and_ids():
+    """→ a bf16 table in pinned host memory, and (3, 70) ids on the GPU."""
+    table = torch.randn(999, 896).bfloat16().pin_memory()
+    return table, torch.randint(999, (3, 70), device="cuda")
+
+
 @pytest.mark.gpu
 def test_gpu_reads_embeddings_in_pinned_host_memory():
-    """The same bits as from a table on the GPU, also when a CUDA graph is replayed with other
-    ids.
-    """
-    table, ids = (
-        torch.randn(999, 896).bfloat16().pin_memory(),
-        torch.randint(999, (3, 70), device="cuda"),
-    )
+    """The same bits as from a table on the GPU."""
+    table, ids = embeddings_and_ids()
+    assert torch.equal(elementwise.embed(ids, table).cpu(), table[ids.cpu()].float())
+
+
+@pytest.mark.gpu
+def test_gpu_a_graph_reads_the_embeddings_of_other_ids():
+    """A CUDA graph that is replayed with other ids reads their embeddings from the host."""
+    table, ids = embeddings_and_ids()
     elementwise.embed(ids, table)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
