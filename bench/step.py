@@ -40,6 +40,7 @@ def parse(arguments=None):
 
 def main(arguments=None):
     args = parse(arguments)
+    budget.grow_segments()
     common.DEVICE = ranks.join_ranks(common.DEVICE)
     rank, _ = ranks.rank_and_count()
     if args.memory_gb:

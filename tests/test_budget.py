@@ -3,7 +3,11 @@
 python -m pytest tests/test_budget.py
 """
 
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +17,8 @@ from test_train import ADVANTAGES, actor, config, rollout
 import train
 from rollout import PromptRows, micro_batches
 from tools import budget, memory
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -189,3 +195,25 @@ def test_a_cap_above_the_gpu_is_refused(monkeypatch):
         budget.limit_memory(40)
     budget.limit_memory(10)
     assert set_to == [0.4]
+
+
+def test_the_users_own_allocator_setting_wins(monkeypatch):
+    name = "PYTORCH_CUDA_ALLOC_CONF"
+    monkeypatch.delenv(name, raising=False)
+    budget.grow_segments()
+    assert os.environ[name] == "expandable_segments:True"
+    monkeypatch.setenv(name, "max_split_size_mb:64")
+    budget.grow_segments()
+    assert os.environ[name] == "max_split_size_mb:64"
+
+
+@pytest.mark.gpu
+def test_gpu_the_allocator_grows_its_segments():
+    """In a process of its own: the setting is read once, at the first tensor on the GPU."""
+    code = (
+        "import torch; from tools import budget; budget.grow_segments(); "
+        "torch.ones(1, device='cuda'); "
+        "print(torch.cuda.memory._snapshot()['allocator_settings']['expandable_segments'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "True", done.stderr

@@ -17,7 +17,7 @@ ALONE = {"nvfp4", "fp4_gemm", "lora", "aqn", "grpo", "tasks"}  # and every file 
 # Of the product, counted as below. The limit of the design is 43,000. Mending the known faults at
 # the edges took 2,700 more, flat tokens and pages of keys and values 1,900, updates that choose
 # their size by memory 1,300.
-SYMBOLS = 48_860
+SYMBOLS = 48_882
 LINES = 60  # of a function that is no Triton kernel
 
 

@@ -10,6 +10,7 @@ Needs: torch, tqdm; rollout.py, tools/memory.py.
 """
 
 import math
+import os
 
 import torch
 from tqdm import tqdm
@@ -21,6 +22,13 @@ CPU_TOKENS = 1024  # of a micro-batch on a CPU
 # What part of the memory a plan may take. The rest is for the allocator's gaps and the plan's
 # errors. If an update runs out of memory, later ones of this process plan with less.
 share = 0.96
+
+
+def grow_segments():
+    """Let PyTorch's allocator enlarge the segments that it has, where it would take new ones: then
+    long answers leave no gaps. Call it before anything lies on the GPU. The user's setting wins.
+    """
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 def limit_memory(gb):

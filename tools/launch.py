@@ -23,7 +23,7 @@ from rollout import Sampler
 from tasks import TASKS, Task, with_test_set
 from tools import weights
 from tools.adapter import load_adapter, other_base
-from tools.budget import announcement, limit_memory
+from tools.budget import announcement, grow_segments, limit_memory
 from tools.diagnostics import preflight
 from tools.flags import parse, say
 from tools.own_task import load_task_file
@@ -103,6 +103,7 @@ def start(config, train, trial):
     """Load what the flags name, then train or preflight → the exit code. SystemExit: a stopped
     run.
     """
+    grow_segments()
     device = join_ranks(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_gpu = torch.device(device).type == "cuda"
     if config.memory_gb and on_gpu:
