@@ -2,8 +2,8 @@
 
 python -m bench.tables NAME
     results, hardware       README.md: what was measured, and which model needs which card
-    quickstart              results/LOG.md: the default run, three seeds
-    gemm, rollout, step, peaks, recipes, vllm, long, qwen   results/LOG.md: speed and memory
+    quickstart, alone       results/LOG.md: the default run, and GSM8K with README's command
+    gemm, rollout, step, whole, peaks, recipes, vllm, long, qwen   results/LOG.md: speed and memory
 """
 
 import argparse
@@ -19,6 +19,7 @@ from tools import memory, report
 LOGS = Path(__file__).parent.parent / "results"
 ANSWERS = 128  # of a step in `hardware`
 PROMPT, MEAN = 150, 500  # tokens of a prompt and of an answer there
+FIRST_STEPS = 20  # of a run on GSM8K, in which its answers have nearly their first lengths
 NAMES = {
     "135m": "SmolLM2-135M",
     "nvfp4": "NVFP4",
@@ -177,11 +178,13 @@ def steps():
 
 
 def long_steps():
-    """→ by shape, the single step on 80 GB with the longest answers, of 16,000 tokens or more."""
+    """→ {(shape, cap in GB or 0): the single step on an H100 with the longest answers, of 16,000
+    tokens or more}.
+    """
     longest = {}
     for r in sorted(read("step_bench.jsonl"), key=lambda r: r["new"]):
-        if r["new"] >= 16_000 and not r["cap_gb"] and not r["mean"] and "H100" in r["gpu"]:
-            longest[r["shape"]] = r
+        if r["new"] >= 16_000 and not r["mean"] and "H100" in r["gpu"]:
+            longest[r["shape"], r["cap_gb"]] = r
     return longest
 
 
@@ -219,8 +222,8 @@ def step():
         "random weights of each shape, prompts of 128 tokens, LoRA of rank 32 or as "
         "said; the median of the steps after the first, which compiles; answers of 16,000 "
         "tokens and more: one step, compilation included. * its sampling is extrapolated "
-        "from 32 steps in the middle of the answers. By `python -m bench.step` and `python -m "
-        "bench.qlora`, log in `results/step_bench.jsonl`.",
+        "from 32 or 48 steps in the middle of the answers. By `python -m bench.step` and "
+        "`python -m bench.qlora`, log in `results/step_bench.jsonl`.",
     )
 
 
@@ -422,6 +425,93 @@ def quickstarts():
     return found
 
 
+def answer_rates(r):
+    """→ answer tokens a second of a record of step_bench.jsonl: while sampling, of the step."""
+    tokens = r["prompts"] * r["samples"] * r.get("mean_length", r["new"])
+    return tokens / r["rollout_s"], tokens / r["step_s"]
+
+
+def whole_steps():
+    """→ {prompts: {weights: record}} of the 7B's steps whose answers end by chance, and of QLoRA's
+    step with as many answers of their planned mean length.
+    """
+    found = {}
+    for r in steps():
+        if r["shape"] == "7b" and (r.get("mean") or (r["weights"], r["prompts"]) == ("hf-nf4", 16)):
+            found.setdefault(r["prompts"], {})[r["weights"]] = r
+    return dict(sorted(found.items(), reverse=True))
+
+
+def whole():
+    head(
+        "answers of a step | weights | mean length, longest",
+        "sampling, answer tokens/s | whole step, answer tokens/s | peak GB",
+        "NVFP4 over it: sampling | whole step",
+    )
+    groups = whole_steps()
+    for group in groups.values():
+        ours = answer_rates(group["nvfp4"])
+        for weights, r in group.items():
+            rates = answer_rates(r)
+            lengths = "{mean_length:,.0f}, {longest:,}" if "longest" in r else "{new}, {new}"
+            cells = (
+                "{prompts} × {samples}",
+                NAMES[weights],
+                lengths,
+                "{:,.0f} | {:,.0f}".format(*rates),
+                "{peak_gb:.1f}",
+                " | ".join(f"×{a / b:.2f}" for a, b in zip(ours, rates, strict=True)),
+            )
+            entry(*(cell.format(**r) for cell in cells))
+    note(
+        [r for group in groups.values() for r in group.values()],
+        "random weights, prompts of 128 tokens, LoRA of rank 32, one after the other on one card; "
+        "the median of the steps after the first. * its sampling is extrapolated from 48 steps in "
+        "the middle of the answers. By `python -m bench.step --prompts 16 --new 512 --mean 160`, "
+        "`--prompts 8 --samples 16 --new 8192 --mean 2000` and `python -m bench.qlora --prompts "
+        "16 --new 160 --micro-tokens 4608`, log in `results/step_bench.jsonl`.",
+    )
+
+
+def runs_alone():
+    """→ the lines of results/speedrun/readme/times.jsonl, each with its run's evaluations before
+    and after, records of its steps, and minutes.
+    """
+    found = []
+    for run in read("speedrun/readme/times.jsonl"):
+        records = list(report.read(LOGS / "speedrun/readme" / run["seed"]).values())
+        evals = [r for r in records if r["kind"] == "eval"]
+        made = [r for r in records if r["kind"] == "step"]
+        run |= {"before": evals[0], "after": evals[-1], "made": made}
+        found.append(run | {"minutes": run["seconds"] / 60})
+    return found
+
+
+def alone():
+    head(
+        "seed | right and ended, greedy: before → after | sampled",
+        "seconds, all included | of them 100 rollouts | 100 updates | two tests | peak GB",
+    )
+    runs = runs_alone()
+    for run in runs:
+        tests = run["before"]["rollout_s"], run["after"]["rollout_s"]
+        made = run["made"]
+        entry(
+            "{seed} | {before[eval_greedy]:.3f} → {after[eval_greedy]:.3f}".format(**run),
+            "{before[eval_sampled]:.3f} → {after[eval_sampled]:.3f}".format(**run),
+            f"{run['seconds']:.0f} | {sum(r['rollout_s'] for r in made):.0f}",
+            f"{sum(r['update_s'] for r in made):.0f}",
+            "{:.0f}, {:.0f}".format(*tests),
+            f"{max(r['memory_gb'] for r in made):.1f}",
+        )
+    note(
+        runs,
+        "Qwen2.5-Coder-1.5B-Instruct, dequantised from a Q4_K_M GGUF, then rounded to NVFP4; all "
+        "1,319 test problems. By `bash experiments/speedrun.sh OUT` with the flags of README's "
+        "command, logs in `results/speedrun/readme/`.",
+    )
+
+
 def quickstart():
     head(
         "seed | right and ended: before → after | right, ended or not: before → after",
@@ -446,17 +536,30 @@ def quickstart():
 def results():
     """README's numbers for a reader who decides."""
     head("measured on one H100", "this project", "beside it | log")
-    before, after = gsm8k()
-    entry(
-        "test accuracy on GSM8K, Qwen2.5-Coder-1.5B after 100 steps, mean of 3 seeds",
-        f"**{after:.2f}**",
-        f"{before:.2f} before training | [runs](results/LOG.md#gsm8k-results)",
+    runs = runs_alone()
+    before, after = (
+        statistics.mean(run[when]["eval_greedy"] for run in runs) for when in ("before", "after")
     )
-    ours, theirs = (seconds_of_a_step(name) for name in ("1.5b-nvfp4", "trl"))
+    minutes = statistics.median(run["minutes"] for run in runs)
     entry(
-        "seconds of one such step, 32 × 8 answers",
-        f"**{ours:.1f}**",
+        "test accuracy on GSM8K, Qwen2.5-Coder-1.5B after "
+        f"{minutes:.0f} minutes alone on the card, mean of 3 seeds",
+        f"**{after:.2f}**",
+        f"{before:.2f} before training | [runs](results/LOG.md#gsm8k-alone-on-one-card)",
+    )
+    theirs = seconds_of_a_step(read("qwen/trl.jsonl"))
+    entry(
+        f"seconds of one such step, 32 × 8 answers, median of the first {FIRST_STEPS}",
+        f"**{seconds_of_first_steps(runs):.1f}**",
         f"{theirs:.1f}, TRL with vLLM in bf16 | [runs](results/LOG.md#real-qwen25-checkpoints)",
+    )
+    group = whole_steps()[16]
+    (_, ours), (_, theirs) = (answer_rates(group[weights]) for weights in ("nvfp4", "bf16"))
+    entry(
+        "answer tokens a second of whole steps, Qwen2.5-7B with LoRA, 128 answers of "
+        "{mean_length:.0f} tokens on average".format(**group["nvfp4"]),
+        f"**{ours:,.0f}**",
+        f"{theirs:,.0f}, this project in bf16 | [table](results/LOG.md#whole-steps)",
     )
     _, rates = peers()
     ours, theirs = beside_vllm(rates, "nvfp4")[64]
@@ -472,31 +575,16 @@ def results():
         f"**{statistics.mean(r['ours']):,.0f}**",
         f"{r['theirs'][0]:,.0f}, vLLM in NVFP4 | [table](results/LOG.md#long-answers)",
     )
-    r = next(r for r in steps() if r.get("cap_gb") == 11.8 and r.get("automatic"))
-    weights = memory.plan(memory.config("7b"), "bf16").weights / 1e9
-    entry(
-        "GB that PyTorch took for training steps of {name}, {prompts} × {samples} answers of "
-        "{new:,} tokens".format(name=model(r["shape"]), **r),
-        "**{most_gb:.1f}**".format(**r),
-        f"{weights:.1f}, the weights alone in bf16, without embeddings "
-        "| [table](results/LOG.md#speed-and-memory-of-a-training-step)",
-    )
 
 
-def seconds_of_a_step(name):
-    """→ the median seconds of sampling and update in a log of results/qwen/."""
-    records = [r for r in read(f"qwen/{name}.jsonl") if r.get("kind", "step") == "step"]
+def seconds_of_a_step(records):
+    """→ the median seconds of sampling and update in records of steps."""
     return statistics.median(r["rollout_s"] + r["update_s"] for r in records)
 
 
-def gsm8k():
-    """→ greedy test accuracy of experiment 1's NVFP4 before training, and its mean after it."""
-    from experiments.gsm8k_plan import LOGS, ONE, whole_seeds  # here: no other table needs it
-    from experiments.gsm8k_tables import pairs_of
-
-    pairs = pairs_of(LOGS, ONE, "nvfp4", whole_seeds(LOGS, ONE))
-    before, _ = pairs[0]
-    return before.measure("greedy"), statistics.mean(log.measure("greedy") for _, log in pairs)
+def seconds_of_first_steps(runs):
+    """Answers shorten as a run goes on, so its first steps are those to compare with others'."""
+    return seconds_of_a_step([r for run in runs for r in run["made"][:FIRST_STEPS]])
 
 
 def hardware():
@@ -526,7 +614,8 @@ def hardware():
             [capped.get(shape)],
         )
         long = each(
-            "{samples} × {new:,} tokens, {step_s:.0f} s, {peak_gb:.1f} GB", [longest.get(shape)]
+            "{samples} × {new:,} tokens, {step_s:.0f} s, {peak_gb:.1f} GB",
+            [longest.get((shape, 0))],
         )
         weights = f"{memory.plan(c).weights / 1e9:.1f}"
         entry(shape.upper(), weights, fitting(c, 24), fitting(c, 80), measured, long, seconds)
@@ -542,9 +631,11 @@ TABLES = {
     "results": results,
     "hardware": hardware,
     "quickstart": quickstart,
+    "alone": alone,
     "gemm": gemm,
     "rollout": rollout,
     "step": step,
+    "whole": whole,
     "peaks": peaks,
     "recipes": recipes,
     "vllm": vllm,
