@@ -14,6 +14,10 @@ noise, because the quantizer's own error already explores:
                    cosine       end + (start − end) · (1 + cos πu) / 2   our reading of the paper's
                    logarithmic  start + (end − start) · ln(1 + (e−1)u)   curves; it gives no formula
 
+The paper's noise is adaptive in that it falls. Others let σ follow what the noise does (adapted):
+after a step whose noisy policy was nearer to the clean one than a target, σ grows by a factor, else
+it falls by it (Plappert et al., arXiv 1706.01905, §3; PSN-RLVR, arXiv 2602.02555).
+
 The noise is added to the clean fp32 weights: bf16 would round away a σ below 4e-3 on a weight of 1.
 A draw depends on (seed, step, norm) alone, so that every rank and every resumed run gets the same
 one. On exit the weights are restored bit for bit. Norms are found by name, and finding none is an
@@ -31,6 +35,7 @@ from contextlib import contextmanager
 import torch
 
 NORMS = ("input_layernorm", "post_attention_layernorm")  # names of modules, as in transformers
+FACTOR = 1.1  # by which adapted() changes σ
 # name → σ(start, end, u), with u from 0 in stage 1 to 1 in the last stage
 SCHEDULES = {
     "exponential": lambda start, end, u: start * (end / start) ** u,
@@ -61,6 +66,14 @@ def sigma(step, total_steps, start=1e-2, end=1e-4, stages=10, schedule="exponent
     if stage == 0:
         return 0.0
     return SCHEDULES[schedule](start, end, (stage - 1) / (stages - 2))
+
+
+def adapted(sigma, kl, target):
+    """→ float, σ of the next step: FACTOR times larger if the policy with noise of this sigma was
+    less than `target` nats a token away from the clean one, else FACTOR times smaller. kl: that
+    distance as measured, in nats a token; NaN makes σ smaller, too.
+    """
+    return sigma * FACTOR if kl < target else sigma / FACTOR
 
 
 def norms(model):

@@ -81,7 +81,7 @@ def train(config, model, environment, sampler, run):
             if evaluating and held_out:
                 run.log("eval", step, evaluate(config, sampler, environment, run.say))
 
-            sigma = noise_level(config, step)
+            sigma = noise_level(config, step, run.sigma)
             with aqn.noisy_norms(model, sigma, config.seed, step):
                 batch = collect(config, sampler, environment, step, run.drawn)
                 if step % 10 == 0:  # rarely: measuring the mismatch costs a few forward passes
@@ -93,6 +93,8 @@ def train(config, model, environment, sampler, run):
             with run.signals_deferred():  # until the step is made, logged and saved
                 stats = update(config, model, optimizer, batch.rollout, advantages.to(model.device))
                 run.drawn = batch.drawn
+                if stats["kl_noise"] is not None:  # else nothing was trained on
+                    run.sigma = aqn.adapted(sigma, stats["kl_noise"], config.sigma_target)
                 run.made(step, batch.stats | stats | dict(sigma=sigma, lr=lr))
                 if evaluating:
                     run.sample(step, batch.texts, batch.rewards.tolist(), advantages.tolist())

@@ -136,6 +136,20 @@ def test_the_noise_has_mean_zero_and_the_std_asked_for():
     assert (z**4).mean().sub(3).abs() < 5 * math.sqrt(96 / n)
 
 
+def test_an_adapted_sigma_reaches_its_target_and_stays_near_it():
+    """The distance grows as σ². From both sides σ comes within one factor of the σ at the target,
+    and NaN makes it smaller.
+    """
+    at_target = 0.02**0.5
+    for sigma in (1e-2, 3.0):
+        for _ in range(40):
+            sigma = aqn.adapted(sigma, sigma**2, 0.02)
+        for _ in range(10):
+            sigma = aqn.adapted(sigma, sigma**2, 0.02)
+            assert 1 / aqn.FACTOR <= sigma / at_target <= aqn.FACTOR
+    assert aqn.adapted(1.0, math.nan, 0.02) < 1
+
+
 def test_noise_on_noise_is_refused_and_sigma_zero_changes_nothing(model):
     """The refusal leaves the noise alone, and the outer context still restores the weights."""
     before = state(model)

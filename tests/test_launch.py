@@ -175,6 +175,9 @@ def test_a_warm_up_that_never_ends_is_refused(words):
     [
         ("--no-aqn --sigma-start 1 --sigma-stages 4", "sigma_start sigma_stages"),
         ("--no-aqn --sigma-schedule cosine --sigma-end 1e-3", "sigma_schedule sigma_end"),
+        ("--sigma-target .1", "sigma_target"),
+        ("--sigma-schedule adaptive --sigma-end 1e-3 --sigma-stages 4", "sigma_end sigma_stages"),
+        ("--sigma-schedule adaptive --sigma-start 1 --sigma-target .1", ""),
         ("--eval-problems 0 --eval-samples 3", "eval_samples"),
         ("--eval-problems 0 --eval-top-p .5", "eval_top_p"),
         ("--clip-low .1 --clip-high .3", "clip_low clip_high"),

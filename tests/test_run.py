@@ -707,6 +707,32 @@ def test_a_resumed_run_that_resamples_ends_like_an_unbroken_one(tiny_chat, tmp_p
     assert int(saved(tmp_path / "run")["drawn"]) < 4 * 3 * 4
 
 
+def test_a_resumed_run_with_adaptive_noise_ends_like_an_unbroken_one(
+    tiny_chat, tmp_path, monkeypatch
+):
+    """σ grows while the noise moves the policy by less than the target, and the checkpoint holds
+    it: in the run that is stopped after three steps, every σ is the unbroken run's.
+    """
+    flags = *FLAGS, "--model", tiny_chat, "--steps", 6, "--eval-problems", 0, "--sigma-start", 0.3
+    flags += "--sigma-schedule", "adaptive", "--sigma-target", 1e-3
+    assert main(*flags, "--out", tmp_path / "whole") == 0
+    with monkeypatch.context() as patch:
+        from_call(patch, 4, train, "collect", sys.exit, 143)
+        assert main(*flags, "--out", tmp_path / "run") == 143
+    assert main("--resume", tmp_path / "run") == 0
+    assert saved(tmp_path / "run") == saved(tmp_path / "whole")
+    made = [r for r in report.read(tmp_path / "whole").values() if r["kind"] == "step"]
+    again = [r for r in report.read(tmp_path / "run").values() if r["kind"] == "step"]
+    sigmas = [r["sigma"] for r in made]
+    assert sigmas == [r["sigma"] for r in again] and sigmas[0] == 0.3
+    for before, after in itertools.pairwise(made):
+        change = 1.0  # nothing was trained on
+        if before["kl_noise"] is not None:
+            change = 1.1 if before["kl_noise"] < 1e-3 else 1 / 1.1
+        assert after["sigma"] == pytest.approx(before["sigma"] * change, rel=1e-4)
+    assert len(set(sigmas)) > 2
+
+
 def test_the_memory_of_a_step_is_that_of_the_rank_that_needs_most(tmp_path, monkeypatch):
     monkeypatch.setattr(run_file, "gather", lambda number: [number, 1e15])
     run = run_file.Run(Config(out=str(tmp_path / "run")))

@@ -16,8 +16,8 @@ EVIDENCE = ("bench", "experiments", "tests")  # no module of the product may imp
 ALONE = {"nvfp4", "fp4_gemm", "lora", "aqn", "grpo", "tasks"}  # and every file of ops/
 # Of the product, counted as below. The limit of the design is 43,000. Mending the known faults at
 # the edges took 2,700 more, flat tokens and pages of keys and values 1,900, updates that choose
-# their size by memory 1,300.
-SYMBOLS = 48_882
+# their size by memory 1,300, adaptive noise 160.
+SYMBOLS = 49_046
 LINES = 60  # of a function that is no Triton kernel
 
 

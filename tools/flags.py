@@ -124,7 +124,13 @@ class Config:
     )
     sigma_stages: int = flag(10, "number of stages of σ (the paper's K)", low=3)
     sigma_schedule: str = flag(
-        "exponential", "exponential, linear, cosine, logarithmic", choices=SCHEDULES
+        "exponential",
+        "exponential, linear, cosine, logarithmic; adaptive: from --sigma-start on, σ changes "
+        "by a tenth a step to keep --sigma-target",
+        choices=(*SCHEDULES, "adaptive"),
+    )
+    sigma_target: float = flag(
+        0.02, "the kl_noise that adaptive noise is kept near, in nats a token", low=LITTLE
     )
 
     steps: int = flag(16, "rollouts, each with its updates; 0 evaluates only", group="schedule")
@@ -354,6 +360,7 @@ def warn_of_idle_flags(config, given):
 
     given: {name: value} of the flags on the command line.
     """
+    adaptive = config.sigma_schedule == "adaptive"
     one_policy = config.updates_per_step == 1 and config.correction != "bypass"
     evaluating = SCORED | {"steps", "adapter", "resume", "preflight", "device", "out", "memory_gb"}
     on_cpu = config.device == "cpu" or not torch.cuda.is_available()
@@ -361,6 +368,8 @@ def warn_of_idle_flags(config, given):
     rules = (  # beginnings of names, when they do nothing, why
         (FIELDS.keys() - evaluating, not training, "--steps 0 trains nothing"),
         (["sigma"], not config.aqn, "without --aqn there is no noise"),
+        (["sigma_target"], not adaptive, "only --sigma-schedule adaptive has a target"),
+        (["sigma_end", "sigma_stages"], adaptive, "adaptive noise has neither stages nor an end"),
         (["clip"], config.loss == "cispo", "cispo bounds each weight by 5, and clips nothing"),
         (["clip"], one_policy, "one update a step leaves every ratio 1; see --updates-per-step"),
         (["memory_gb"], on_cpu, "the run is on a CPU"),

@@ -40,9 +40,13 @@ def learning_rate(config, step):
     return config.lr * share
 
 
-def noise_level(config, step):
-    """→ σ of AQN's noise in this step, 0 without AQN."""
+def noise_level(config, step, adapted):
+    """→ σ of AQN's noise in this step, 0 without AQN. adapted: the σ that the step before suggests
+    for adaptive noise, 0 if none does.
+    """
     if not config.aqn:
         return 0.0
+    if config.sigma_schedule == "adaptive":
+        return adapted or config.sigma_start
     start, end = config.sigma_start, config.sigma_end
     return aqn.sigma(step, config.steps, start, end, config.sigma_stages, config.sigma_schedule)

@@ -63,11 +63,13 @@ class Run:
     model before its first step.
     drawn: problems drawn for all steps that are done, over all ranks. train() counts it with
     `done`. The next step begins behind them; --resample draws a different number in each step.
+    sigma: of the next step, if the noise is adaptive; 0 before the first step.
     problems: what the run is about, as a hash of its prompts and answers.
     print_error: why say() could not print, which stops the run.
     """
 
     done = drawn = 0
+    sigma = 0.0
     best = first = -math.inf
     consistent = True
     newest_damaged = False
@@ -232,6 +234,7 @@ class Run:
             return
         tensors = checkpoint_tensors(model, optimizer)
         metadata = dict(step=str(self.done), drawn=str(self.drawn), problems=self.problems)
+        metadata["sigma"] = str(self.sigma)
         metadata["sha256"] = checksum(tensors, metadata)
         # The checkpoint last: after a crash between the two, a resumed run replays the steps and
         # writes both again. With the checkpoint first, it would have no step to replay after the
@@ -272,6 +275,7 @@ class Run:
                 flags = flags_of_run(self.folder)
                 each = flags["prompts"] * (1 + flags["resample"])
                 self.drawn = int(metadata.get("drawn", self.done * each))
+                self.sigma = float(metadata.get("sigma", 0))
                 self.say(
                     f"resumed at {self.done / self.config.steps:.0%} of the schedules of lr and σ"
                 )
@@ -457,7 +461,7 @@ def checksum(tensors, metadata):
     """→ SHA-256, in hex, of a checkpoint's metadata {name: text} and of its tensors' names, types,
     shapes and bytes. Until November 2026 the metadata had the step alone.
     """
-    known = [metadata[name] for name in ("step", "drawn", "problems") if name in metadata]
+    known = [metadata[name] for name in ("step", "drawn", "problems", "sigma") if name in metadata]
     sha = hashlib.sha256(" ".join(known).encode())
     for name, tensor in sorted(tensors.items()):
         sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
