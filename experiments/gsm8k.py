@@ -130,6 +130,51 @@ class TrainingSampler(Sampler):
         return rollout
 
 
+class FollowingSampler(Sampler):
+    """Samples at the temperature at which its entropy is that of another run's sampler (arm 12).
+
+    After a step the temperature is searched at which the policy would have had that entropy on the
+    answers just drawn, to the same prompts, and the next step takes it. The first step of a process
+    draws its answers a second time, at the temperature that the first ones gave.
+    """
+
+    ROWS = 32  # answers on which a search computes entropies
+    LOWEST, HIGHEST, WIDTH = 0.7, 1.6, 2e-3  # of temperatures: where to search, how finely
+
+    def __init__(self, model, entropies):
+        """entropies: {step: nats a token} of the other run."""
+        super().__init__(model)
+        self.entropies, self.next_temperature = entropies, None
+
+    def generate(self, prompts, group_size, *, temperature, step, **how):
+        how |= dict(group_size=group_size, step=step)
+        if step < 0:
+            return super().generate(prompts, temperature=temperature, **how)
+        if self.next_temperature is None:
+            first = super().generate(prompts, temperature=temperature, **how)
+            self.next_temperature = self.search(first, self.entropies[step])
+        self.temperature = self.next_temperature
+        self.rollout = super().generate(prompts, temperature=self.temperature, **how)
+        self.next_temperature = self.search(self.rollout, self.entropies[step])
+        return self.rollout
+
+    @torch.no_grad()
+    def search(self, rollout, entropy):
+        """→ the temperature at which the policy's mean entropy on the tokens of a Rollout is
+        `entropy`, by bisection."""
+        rows = len(rollout.lengths)
+        part = rollout.rows(range(0, rows, max(1, rows // self.ROWS)))
+        low, high = self.LOWEST, self.HIGHEST
+        while high - low > self.WIDTH:
+            middle = (low + high) / 2
+            _, found = part.scored_by(self.model, middle)
+            if found.sum() < entropy * part.lengths.sum():
+                low = middle
+            else:
+                high = middle
+        return (low + high) / 2
+
+
 # --- one run
 class Logged(Run):
     """A run whose records go into the experiment's log. Its folder holds checkpoints and
@@ -154,9 +199,11 @@ class Logged(Run):
 
     def made(self, step, stats):
         """Five skipped steps in a row do not stop the run: they are a result. mismatch compares
-        equal temperatures, which arm 7 does not have."""
-        if self.start["arm"] == "7":
+        equal temperatures, which arms 7 and 12 do not have."""
+        if self.start["arm"] in ("7", "12"):
             stats["mismatch"] = None
+        if self.start["arm"] == "12":
+            stats["temperature"] = self.sampler.temperature
         sampled = self.sampler.rollout
         stats["sampler_entropy"] = -(sampled.logprobs.sum() / sampled.lengths.sum()).item()
         try:
@@ -231,16 +278,25 @@ def _make(job, out, flags, problems, at_once, write):
     if job.phase == "base":
         write(start)
     else:
-        temperatures = [1.0]
-        if job.arm == "7":
-            temperatures = [temperature for *_, temperature, _ in rules.temperatures()]
-        sampler = TrainingSampler(model, temperatures, config.steps)
+        sampler = sampler_of(job, model, config, out)
         run = Logged(config, write, start, len(rules.read(out, job).step), sampler)
         train.train(config, model, environment, sampler, run)
     sampler = Sampler(model, slots=TEST_SLOTS)
     for name in () if job.phase == "rate" else job.experiment.tests:
         if name not in rules.read(out, job).tests:
             write(test(name, config, sampler, environment, problems))
+
+
+def sampler_of(job, model, config, out):
+    """→ the Sampler that a job trains with. out: where arm 12 looks for the log of arm 11 first."""
+    if job.arm == "12":
+        name = f"main-11-{job.seed}"
+        noisy = rules.read(out, name).step or rules.read(rules.LOGS, name).step
+        return FollowingSampler(model, {step: r["sampler_entropy"] for step, r in noisy.items()})
+    temperatures = [1.0]
+    if job.arm == "7":
+        temperatures = [temperature for *_, temperature, _ in rules.temperatures()]
+    return TrainingSampler(model, temperatures, config.steps)
 
 
 def start_record(job, config, at_once, load_s):

@@ -1,12 +1,13 @@
-"""The rules of the two experiments on GSM8K, fixed before the first run, and their logs.
+"""The rules of the three experiments on GSM8K, each fixed before its first run, and their logs.
 
 results/LOG.md says them in words ("GSM8K: the rules"). gsm8k.py makes the runs that plan() lists,
 and gsm8k_tables.py reads their logs. A log, results/gsm8k/NAME.jsonl, has one record a line:
 
     start    conditions and flags; it replaces what was logged from its step on
-    step     reward, entropy, … ; sampler_entropy: mean −ln p of the tokens as they were drawn
+    step     reward, entropy, … ; sampler_entropy: mean −ln p of the tokens as they were drawn;
+             temperature: of the sampler, where it is searched (arm 12)
     eval     only where a learning rate is chosen: train.py's, on 256 held-out training problems
-    test     of each test problem, how many answers were right: "0110…", or [3, 64, …] of 64
+    test     of each test problem, how many answers were right: "0110…", or [3, 64, …] of many
     temperatures, failed, end
 
 Needs: numpy; tools/report.py.
@@ -30,14 +31,22 @@ class Arm(NamedTuple):
     what: str  # in the tables
 
 
+class Claim(NamedTuple):
+    text: str
+    measure: str  # a key of MEASURES
+    a: str  # the claim says that this arm ends above …
+    b: str  # … that one
+
+
 class Experiment(NamedTuple):
     size: str  # of the model
     seeds: tuple  # those reported
-    rates: tuple  # learning rates to choose from
-    choosers: tuple  # the arms that choose: bf16 and NVFP4
+    rates: tuple  # learning rates to choose from; none: that of experiment 2
+    choosers: tuple  # the arms of bf16 and NVFP4, which choose a rate
     tests: tuple  # keys of TESTS
     shown: tuple  # keys of MEASURES that the figure shows
     arms: dict  # name → Arm
+    claims: tuple = ()  # Claims; their p are Holm-adjusted together
 
 
 COMMON = dict(
@@ -55,6 +64,8 @@ COMMON = dict(
 )
 PAPER = dict(aqn=True, sigma_start=1e-2, sigma_end=5e-4)
 STRONG = dict(aqn=True, sigma_start=1e-1, sigma_end=5e-3, correction="tis")
+TIS = dict(correction="tis")
+ADAPTIVE = TIS | dict(aqn=True, sigma_schedule="adaptive", sigma_start=5e-2, sigma_target=0.02)
 RATE_SEEDS, RATE_STEPS = (0, 1), 50
 
 ONE = Experiment(
@@ -90,8 +101,32 @@ TWO = Experiment(
         "8": Arm("bf16", STRONG, "bf16, AQN at ten times the paper's σ, tis"),
         "9": Arm("gauss", {}, "bf16 + a frozen Gaussian error of rtn's norm"),
     },
+    claims=(
+        Claim("NVFP4 ends above bf16", "greedy", "2", "1"),
+        Claim("AQN lifts NVFP4", "greedy", "5", "2"),
+        Claim("noise explores more than temperature", "pass@32", "6", "7"),
+        Claim("NVFP4's error is better than a Gaussian one", "greedy", "2", "9"),
+    ),
 )
-EXPERIMENTS = (ONE, TWO)
+THREE = Experiment(
+    size="0.5b",
+    seeds=(7, 8, 9, 10, 11),
+    rates=(),
+    choosers=("13", "10"),
+    tests=("greedy", "wide"),
+    shown=("wide@1", "wide@256"),
+    arms={
+        "10": Arm("rtn", TIS, "NVFP4 (rtn), tis"),
+        "11": Arm("rtn", ADAPTIVE, "rtn, adaptive noise, tis"),
+        "12": Arm("rtn", TIS, "rtn, the temperature at which its sampler has 11's entropy, tis"),
+        "13": Arm("bf16", TIS, "bf16, tis"),
+    },
+    claims=(
+        Claim("adaptive noise finds more than none", "wide@256", "11", "10"),
+        Claim("adaptive noise finds more than temperature", "wide@256", "11", "12"),
+    ),
+)
+EXPERIMENTS = (ONE, TWO, THREE)
 ARMS = {arm: experiment for experiment in EXPERIMENTS for arm in experiment.arms}
 
 
@@ -106,28 +141,22 @@ TESTS = {
     "greedy": Test(0, 1, 0.0, 1.0),
     "pass": Test(200, 64, 1.0, 1.0),
     "paper": Test(0, 8, 0.6, 0.95),
+    "wide": Test(100, 512, 1.0, 1.0),
 }
 MEASURES = {
     "greedy": "test accuracy, greedy",
     "paper": "test accuracy, mean of 8 (T 0.6, top-p .95)",
     "pass@1": "pass@1 (64 samples, T 1, 200 test problems)",
     "pass@32": "pass@32 (64 samples, T 1, 200 test problems)",
+    "wide@1": "pass@1 (512 samples, T 1, 100 test problems)",
+    "wide@256": "pass@256 (512 samples, T 1, 100 test problems)",
 }
 
 
-class Claim(NamedTuple):
-    text: str
-    measure: str  # a key of MEASURES
-    a: str  # the claim says that this arm ends above …
-    b: str  # … that one
-
-
-CLAIMS = (
-    Claim("NVFP4 ends above bf16", "greedy", "2", "1"),
-    Claim("AQN lifts NVFP4", "greedy", "5", "2"),
-    Claim("noise explores more than temperature", "pass@32", "6", "7"),
-    Claim("NVFP4's error is better than a Gaussian one", "greedy", "2", "9"),
-)
+def test_of(measure):
+    """→ the key of TESTS that a key of MEASURES is computed from."""
+    test, at, _ = measure.partition("@")
+    return test if at else measure
 
 
 class Job(NamedTuple):
@@ -145,7 +174,8 @@ class Job(NamedTuple):
     def experiment(self):
         if self.arm in ARMS:
             return ARMS[self.arm]
-        return ONE if self.arm.startswith(ONE.size) else TWO
+        size, _ = self.arm.split("-")
+        return next(e for e in EXPERIMENTS if e.size == size and self.seed in e.seeds)
 
     @property
     def base(self):
@@ -203,7 +233,7 @@ class Log:
     def measure(self, name):
         """A key of MEASURES. pass@k: 1 − C(n − c, k)/C(n, k) of n samples, c right (Chen et al.
         2021)."""
-        record = self.tests["pass" if "@" in name else name]
+        record = self.tests[test_of(name)]
         n, k = record["samples"], int(name.partition("@")[2] or 1)
         return np.mean([1 - math.comb(n - int(c), k) / math.comb(n, k) for c in record["right"]])
 
@@ -243,6 +273,8 @@ def rate_jobs(experiment):
 def chosen(logs, experiment):
     """→ {rate: held-out accuracies of its runs}, and the rate with the best mean, the lower of
     equal ones; None until every run has ended."""
+    if not experiment.rates:
+        return chosen(logs, TWO)
     found = {lr: [] for lr in experiment.rates}
     jobs = rate_jobs(experiment)
     for job in jobs:
@@ -257,10 +289,11 @@ def chosen(logs, experiment):
 def jobs_of_seed(logs, experiment, seed):
     """→ the Jobs of a seed: all arms, and the bases that they start from."""
     lr = chosen(logs, experiment)[1]
-    tempered = read(logs, f"base-0.5b-rtn-{TWO.seeds[0]}").ended
-    jobs = [
-        Job("main", arm, lr if arm != "7" or tempered else None, seed) for arm in experiment.arms
-    ]
+    waits_for = {"7": f"base-0.5b-rtn-{TWO.seeds[0]}", "12": f"main-11-{seed}"}
+    jobs = []
+    for arm in experiment.arms:
+        ready = arm not in waits_for or read(logs, waits_for[arm]).ended
+        jobs.append(Job("main", arm, lr if ready else None, seed))
     for base in dict.fromkeys(arm.base for arm in experiment.arms.values()):
         # but for gauss, which draws another error for each seed, a base is the same for all seeds
         at = seed if base == "gauss" else experiment.seeds[0]

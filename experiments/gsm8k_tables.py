@@ -1,6 +1,6 @@
 """Tables and figures of the experiments on GSM8K, from results/gsm8k/*.jsonl alone.
 
-    python -m experiments.gsm8k_tables table    both experiments, of the whole seeds
+    python -m experiments.gsm8k_tables table    the experiments, of the whole seeds
     python -m experiments.gsm8k_tables plot     results/gsm8k-1.5b.png and gsm8k-0.5b.png
 
 A second argument names another folder of logs. The tests and the verdicts are in paired.py. Needs:
@@ -15,16 +15,17 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.gsm8k_plan import (
-    CLAIMS,
     COMMON,
     EXPERIMENTS,
     LOGS,
     MEASURES,
     ONE,
+    THREE,
     TWO,
     chosen,
     read,
     temperatures,
+    test_of,
     whole_seeds,
 )
 from experiments.paired import compare, holm, mean_and_sd, verdict
@@ -48,10 +49,10 @@ def measured(logs, arm, measure, seeds):
     return [read(logs, f"main-{arm}-{seed}").measure(measure) for seed in seeds]
 
 
-def claims_table(logs, seeds):
+def claims_table(logs, experiment, seeds):
     """Each claim with its test over seeds, its Holm-adjusted p and its verdict."""
     found = []
-    for claim in CLAIMS:
+    for claim in experiment.claims:
         a, b = (measured(logs, arm, claim.measure, seeds) for arm in (claim.a, claim.b))
         found.append((claim, a, b, compare(a, b)))
     lines = []
@@ -95,6 +96,41 @@ def stages_table(logs, seeds):
     return markdown(head, lines)
 
 
+def tenths_table(logs, seeds):
+    """Adaptive noise in each tenth of a run, and how well arm 12's temperature copies its
+    entropy."""
+    lines = []
+    for tenth in range(10):
+        row = [tenth]
+        for arm, key in (
+            ("11", "sigma"),
+            ("11", "kl_noise"),
+            ("11", "sampler_entropy"),
+            ("12", "sampler_entropy"),
+            ("12", "temperature"),
+            ("10", "sampler_entropy"),
+        ):
+            made = [read(logs, f"main-{arm}-{seed}") for seed in seeds]
+            row.append(mean_and_sd([log.mean(key, [tenth]) for log in made]))
+        lines.append(row)
+    head = (
+        "tenth of the steps",
+        "σ of 11",
+        "its kl_noise",
+        "entropy of its sampler",
+        "of 12's",
+        "temperature of 12",
+        "entropy of 10's sampler",
+    )
+    return markdown(head, lines)
+
+
+def newly_solved(before, after):
+    """→ problems that no sample of the wide test solved before training, and some after it."""
+    pairs = zip(before.tests["wide"]["right"], after.tests["wide"]["right"], strict=True)
+    return sum(old == 0 < new for old, new in pairs)
+
+
 def pairs_of(logs, experiment, arm, seeds):
     """→ for each seed, the Logs before training and after it."""
     base, pairs = experiment.arms[arm].base, []
@@ -111,7 +147,7 @@ def arm_row(logs, experiment, arm, seeds):
     before, after = [a for a, _ in pairs], [b for _, b in pairs]
     row = {"arm": f"{arm}: {experiment.arms[arm].what}"}
     for measure, name in MEASURES.items():
-        if ("pass" if "@" in measure else measure) not in experiment.tests:
+        if test_of(measure) not in experiment.tests:
             continue
         old = np.mean([log.measure(measure) for log in before])
         new = [log.measure(measure) for log in after]
@@ -131,6 +167,10 @@ def arm_row(logs, experiment, arm, seeds):
     row["kl_noise"] = dashed(f"{np.mean([log.mean('kl_noise') for log in after]):.1e}")
     if experiment is ONE:
         row |= costs(after)
+    if experiment is THREE:
+        row["of 100 problems, solved by none of 512 samples before and some after"] = mean_and_sd(
+            [newly_solved(*pair) for pair in pairs]
+        )
     row["failed or cut off"] = sum(max(len(log.failed), len(log.starts) - 1) for log in after)
     return row
 
@@ -150,17 +190,23 @@ def costs(logs):
 
 
 def table(logs):
-    """Markdown of both experiments, of the seeds with which all arms have ended."""
+    """Markdown of the experiments, of the seeds with which all arms have ended."""
     found = []
     for number, experiment in enumerate(EXPERIMENTS, 1):
         (rates, lr), seeds = chosen(logs, experiment), whole_seeds(logs, experiment)
+        if experiment is THREE and not seeds:
+            continue
         tried = ", ".join(f"{rate:g}: {mean_and_sd(v)}, n={len(v)}" for rate, v in rates.items())
         found.append(
             f"Experiment {number}: {BASE.format(experiment.size.upper())}. Seeds "
             f"{', '.join(map(str, seeds))}. Learning rate {lr}; held-out accuracy: {tried}.\n"
         )
+        if seeds and experiment.claims:
+            found.append(claims_table(logs, experiment, seeds))
         if seeds and experiment is TWO:
-            found += [claims_table(logs, seeds), stages_table(logs, seeds)]
+            found.append(stages_table(logs, seeds))
+        if seeds and experiment is THREE:
+            found.append(tenths_table(logs, seeds))
         cells = [arm_row(logs, experiment, arm, seeds) for arm in experiment.arms if seeds]
         if cells:
             found.append(markdown(cells[0], [row.values() for row in cells]))

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 from command import ROOT, TIMINGS
+from test_train import actor
 
 import nvfp4
 import train
 from experiments import gsm8k, gsm8k_tables
-from experiments.gsm8k_plan import ONE, TWO, Job, Log, read
+from experiments.gsm8k_plan import ONE, THREE, TWO, Job, Log, jobs_of_seed, read
 from experiments.paired import Difference, compare, holm, verdict
+from rollout import Sampler
 from tools.flags import parse
 
 SHORT = dict(steps=4, prompts=2, group_size=2, max_new_tokens=4, rank=4, alpha=4, save_every=2)
@@ -103,7 +105,40 @@ def test_a_stopped_run_goes_on_and_its_log_equals_that_of_a_run_without_a_stop(
     )
 
 
+def test_arm_12_samples_with_the_entropy_of_arm_11s_sampler(flags, tmp_path, monkeypatch):
+    """Both arms of a seed, one after the other; the second starts only when the first has ended."""
+    monkeypatch.setattr(gsm8k, "ROOT", tmp_path)
+    noisy, follower = Job("main", "11", 1e-3, 7), Job("main", "12", 1e-3, 7)
+    waiting = {job.arm: job.lr for job in jobs_of_seed(gsm8k_tables.LOGS, THREE, 7)}
+    assert waiting["12"] is None or read(gsm8k_tables.LOGS, "main-11-7").ended
+    for job in (noisy, follower):
+        gsm8k.make(job, tmp_path / "logs", flags, problems=2)
+    steps, following = read(tmp_path / "logs", noisy).step, read(tmp_path / "logs", follower).step
+    assert all(r["sigma"] == 0.05 for r in steps.values())  # no reward, so no kl_noise to follow
+    low, high = gsm8k.FollowingSampler.LOWEST, gsm8k.FollowingSampler.HIGHEST
+    assert all(low < r["temperature"] < high for r in following.values())
+    assert set(read(tmp_path / "logs", follower).tests) == {"greedy", "wide"}
+
+
+def test_the_search_finds_the_temperature_of_an_entropy(tiny_chat):
+    sampler = gsm8k.FollowingSampler(actor(tiny_chat), {})
+    how = dict(max_new_tokens=16, stop_ids=[], seed=0, first_sequence=0)
+    done = Sampler.generate(sampler, [[5, 6, 7]], 32, temperature=1.0, step=0, **how)
+    for temperature in (0.8, 1.3):
+        _, entropy = done.scored_by(sampler.model, temperature)
+        found = sampler.search(done, (entropy.sum() / done.lengths.sum()).item())
+        assert found == pytest.approx(temperature, abs=sampler.WIDTH)
+
+
 # --- the logs
+def test_a_newly_solved_problem_is_one_that_no_sample_solved_before():
+    before, after = (
+        Log([dict(kind="test", name="wide", samples=512, right=right)])
+        for right in ([0, 0, 1, 7], [0, 3, 0, 9])
+    )
+    assert gsm8k_tables.newly_solved(before, after) == 1
+
+
 def test_pass_at_k_is_the_share_of_draws_of_k_samples_with_a_right_one():
     log = Log([dict(kind="test", name="pass", samples=5, right=[0, 1, 3, 5])])
     for k in (1, 3):
