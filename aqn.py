@@ -5,8 +5,8 @@
 QeRL (arXiv 2510.11696, §3.3, App. G): noise z on the weight w of a norm equals relative noise z/w
 on the columns of the projection W behind it, so the packed 4-bit weights stay untouched. Each block
 of the decoder has two such norms: the input norm (before q, k, v) and the post-attention norm
-(before gate, up). The final norm stays clean. σ falls in stages of equal length. Stage 0 adds no
-noise, because the quantizer's own error already explores:
+(before gate, up). The final norm stays clean. σ falls in stages of equal length, up to a step.
+Stage 0 adds no noise: the paper takes it that the quantizer's own error explores enough then.
 
     stage   0      1 … stages−1, u = (stage − 1)/(stages − 2) from 0 to 1
     σ       0      exponential  start · (end/start)^u                    eq. 8, but reaching `end`
@@ -14,9 +14,10 @@ noise, because the quantizer's own error already explores:
                    cosine       end + (start − end) · (1 + cos πu) / 2   our reading of the paper's
                    logarithmic  start + (end − start) · ln(1 + (e−1)u)   curves; it gives no formula
 
-The paper's noise is adaptive in that it falls. Others let σ follow what the noise does (adapted):
-after a step whose noisy policy was nearer to the clean one than a target, σ grows by a factor, else
-it falls by it (Plappert et al., arXiv 1706.01905, §3; PSN-RLVR, arXiv 2602.02555).
+The paper's noise is adaptive in that it falls. Others let σ follow what the noise does, from the
+first step on (adapted; train.py: --sigma-schedule adaptive): after a step whose noisy policy was
+nearer to the clean one than a target, σ grows by a factor, else it falls by it (Plappert et al.,
+arXiv 1706.01905, §3; PSN-RLVR, arXiv 2602.02555).
 
 The noise is added to the clean fp32 weights: bf16 would round away a σ below 4e-3 on a weight of 1.
 A draw depends on (seed, step, norm) alone, so that every rank and every resumed run gets the same
@@ -71,7 +72,8 @@ def sigma(step, total_steps, start=1e-2, end=1e-4, stages=10, schedule="exponent
 def adapted(sigma, kl, target):
     """→ float, σ of the next step: FACTOR times larger if the policy with noise of this sigma was
     less than `target` nats a token away from the clean one, else FACTOR times smaller. kl: that
-    distance as measured, in nats a token; NaN makes σ smaller, too.
+    distance as measured, in nats a token; NaN makes σ smaller, too. It never settles: near the
+    target σ goes up and down by FACTOR. A σ of 0 stays 0.
     """
     return sigma * FACTOR if kl < target else sigma / FACTOR
 
@@ -110,8 +112,8 @@ def noisy_norms(model, sigma, seed, step):
         for index, norm in enumerate(changed):
             norm.clean_weight = norm.weight.detach().clone()
             # Seed a CPU generator for each norm, so that a draw depends neither on the sizes of
-            # the norms before nor on the device. The factor exceeds every index, so no two draws of
-            # a run share a key.
+            # the norms before nor on the device. PyTorch takes the key modulo 2³²; in a run of up
+            # to three million steps no two draws share it.
             key = (seed * 1_000_003 + step) * 1_000_003 + index
             generator = torch.Generator().manual_seed(key % 2**63)
             noise = torch.randn(norm.weight.shape, generator=generator)

@@ -3,7 +3,7 @@
     python train.py --help
 
     for each step:
-        σ        ← aqn.sigma(step)                              noise falls as training goes on
+        σ        ← noise_level(step)                            aqn.sigma: it falls in stages
         answers  ← sample G for each of P prompts, with N(0, σ²) added to the RMSNorm weights
         rewards  ← task.reward(answer)                          verifiable: right or wrong
         A        ← (reward − mean of its group) / std           grpo.advantages
@@ -93,7 +93,9 @@ def train(config, model, environment, sampler, run):
             with run.signals_deferred():  # until the step is made, logged and saved
                 stats = update(config, model, optimizer, batch.rollout, advantages.to(model.device))
                 run.drawn = batch.drawn
-                if stats["kl_noise"] is not None:  # else nothing was trained on
+                if (
+                    stats["kl_noise"] is not None
+                ):  # for adaptive noise; None: nothing was trained on
                     run.sigma = aqn.adapted(sigma, stats["kl_noise"], config.sigma_target)
                 run.made(step, batch.stats | stats | dict(sigma=sigma, lr=lr))
                 if evaluating:

@@ -425,12 +425,6 @@ def quickstarts():
     return found
 
 
-def answer_rates(r):
-    """→ answer tokens a second of a record of step_bench.jsonl: while sampling, of the step."""
-    tokens = r["prompts"] * r["samples"] * r.get("mean_length", r["new"])
-    return tokens / r["rollout_s"], tokens / r["step_s"]
-
-
 def whole_steps():
     """→ {prompts: {weights: record}} of the 7B's steps whose answers end by chance, and of QLoRA's
     step with as many answers of their planned mean length.
@@ -438,6 +432,7 @@ def whole_steps():
     found = {}
     for r in steps():
         if r["shape"] == "7b" and (r.get("mean") or (r["weights"], r["prompts"]) == ("hf-nf4", 16)):
+            r["mean_length"] = r.get("mean_length", r["new"])
             found.setdefault(r["prompts"], {})[r["weights"]] = r
     return dict(sorted(found.items(), reverse=True))
 
@@ -445,22 +440,20 @@ def whole_steps():
 def whole():
     head(
         "answers of a step | weights | mean length, longest",
-        "sampling, answer tokens/s | whole step, answer tokens/s | peak GB",
-        "NVFP4 over it: sampling | whole step",
+        "sampling, s | update, s | whole step, s | peak GB",
+        "as long as in NVFP4: sampling | whole step",
     )
     groups = whole_steps()
     for group in groups.values():
-        ours = answer_rates(group["nvfp4"])
+        ours = group["nvfp4"]
         for weights, r in group.items():
-            rates = answer_rates(r)
-            lengths = "{mean_length:,.0f}, {longest:,}" if "longest" in r else "{new}, {new}"
             cells = (
                 "{prompts} × {samples}",
                 NAMES[weights],
-                lengths,
-                "{:,.0f} | {:,.0f}".format(*rates),
-                "{peak_gb:.1f}",
-                " | ".join(f"×{a / b:.2f}" for a, b in zip(ours, rates, strict=True)),
+                "{mean_length:,.0f}, " + ("{longest:,}" if "longest" in r else "{new}"),
+                "{rollout_s:.1f} | {update_s:.1f} | {step_s:.1f} | {peak_gb:.1f}",
+                f"×{r['rollout_s'] / ours['rollout_s']:.2f}",
+                f"×{r['step_s'] / ours['step_s']:.2f}",
             )
             entry(*(cell.format(**r) for cell in cells))
     note(
@@ -543,35 +536,37 @@ def results():
     minutes = statistics.median(run["minutes"] for run in runs)
     entry(
         "test accuracy on GSM8K, Qwen2.5-Coder-1.5B after "
-        f"{minutes:.0f} minutes alone on the card, mean of 3 seeds",
+        f"{minutes:.0f} minutes on one card, mean of 3 seeds",
         f"**{after:.2f}**",
         f"{before:.2f} before training | [runs](results/LOG.md#gsm8k-alone-on-one-card)",
     )
-    theirs = seconds_of_a_step(read("qwen/trl.jsonl"))
+    ours, theirs = first_steps(runs), read("qwen/trl.jsonl")
     entry(
-        f"seconds of one such step, 32 × 8 answers, median of the first {FIRST_STEPS}",
-        f"**{seconds_of_first_steps(runs):.1f}**",
-        f"{theirs:.1f}, TRL with vLLM in bf16 | [runs](results/LOG.md#real-qwen25-checkpoints)",
+        f"seconds of one such step, 32 × 8 answers of {mean_length(ours):.0f} tokens",
+        f"**{seconds_of_a_step(ours):.1f}**",
+        f"{seconds_of_a_step(theirs):.1f}, TRL with vLLM in bf16, {mean_length(theirs):.0f} tokens "
+        "| [runs](results/LOG.md#real-qwen25-checkpoints)",
     )
     group = whole_steps()[16]
-    (_, ours), (_, theirs) = (answer_rates(group[weights]) for weights in ("nvfp4", "bf16"))
     entry(
-        "answer tokens a second of whole steps, Qwen2.5-7B with LoRA, 128 answers of "
-        "{mean_length:.0f} tokens on average".format(**group["nvfp4"]),
-        f"**{ours:,.0f}**",
-        f"{theirs:,.0f}, this project in bf16 | [table](results/LOG.md#whole-steps)",
+        "seconds of a whole step, Qwen2.5-7B *, 128 answers of {mean_length:.0f} tokens".format(
+            **group["nvfp4"]
+        ),
+        "**{step_s:.1f}**".format(**group["nvfp4"]),
+        "{step_s:.1f}, this project in bf16, {mean_length:.0f} tokens "
+        "| [table](results/LOG.md#whole-steps)".format(**group["bf16"]),
     )
     _, rates = peers()
     ours, theirs = beside_vllm(rates, "nvfp4")[64]
     entry(
-        "tokens a second, Qwen2.5-7B with LoRA, decoding alone, 64 answers at a context of 1,000",
+        "tokens a second, Qwen2.5-7B *, decoding alone, 64 answers at a context of 1,000",
         f"**{ours:,.0f}**",
         f"{theirs:,.0f}, vLLM in NVFP4 | [table](results/LOG.md#vllm-on-the-same-card)",
     )
     r, *_ = longs()
     entry(
-        "tokens a second, {name} with LoRA in {memory_gb:g} GB of memory, answers of "
-        "{mean_length:,.0f} tokens on average".format(**r),
+        "tokens a second, {name} * in {memory_gb:g} GB of memory, answers of "
+        "{mean_length:,.0f} tokens, mean of two rollouts".format(**r),
         f"**{statistics.mean(r['ours']):,.0f}**",
         f"{r['theirs'][0]:,.0f}, vLLM in NVFP4 | [table](results/LOG.md#long-answers)",
     )
@@ -582,9 +577,13 @@ def seconds_of_a_step(records):
     return statistics.median(r["rollout_s"] + r["update_s"] for r in records)
 
 
-def seconds_of_first_steps(runs):
+def mean_length(records):
+    return statistics.mean(r["length"] for r in records)
+
+
+def first_steps(runs):
     """Answers shorten as a run goes on, so its first steps are those to compare with others'."""
-    return seconds_of_a_step([r for run in runs for r in run["made"][:FIRST_STEPS]])
+    return [r for run in runs for r in run["made"][:FIRST_STEPS]]
 
 
 def hardware():

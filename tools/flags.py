@@ -125,12 +125,15 @@ class Config:
     sigma_stages: int = flag(10, "number of stages of σ (the paper's K)", low=3)
     sigma_schedule: str = flag(
         "exponential",
-        "exponential, linear, cosine, logarithmic; adaptive: from --sigma-start on, σ changes "
-        "by a tenth a step to keep --sigma-target",
+        "exponential, linear, cosine, logarithmic; adaptive: no stages; σ is --sigma-start in the "
+        "first step, and is multiplied or divided by 1.1 after each, towards --sigma-target",
         choices=(*SCHEDULES, "adaptive"),
     )
     sigma_target: float = flag(
-        0.02, "the kl_noise that adaptive noise is kept near, in nats a token", low=LITTLE
+        0.02,
+        "nats a token between the noisy and the clean policy (kl_noise in the log) that "
+        "adaptive noise keeps near",
+        low=LITTLE,
     )
 
     steps: int = flag(16, "rollouts, each with its updates; 0 evaluates only", group="schedule")
