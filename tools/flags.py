@@ -125,14 +125,13 @@ class Config:
     sigma_stages: int = flag(10, "number of stages of σ (the paper's K)", low=3)
     sigma_schedule: str = flag(
         "exponential",
-        "exponential, linear, cosine, logarithmic; adaptive: no stages; σ is --sigma-start in the "
-        "first step, and is multiplied or divided by 1.1 after each, towards --sigma-target",
+        "exponential, linear, cosine, logarithmic; or adaptive, without stages: from "
+        "--sigma-start 1.1-fold up or down after each step, to meet --sigma-target",
         choices=(*SCHEDULES, "adaptive"),
     )
     sigma_target: float = flag(
         0.02,
-        "nats a token between the noisy and the clean policy (kl_noise in the log) that "
-        "adaptive noise keeps near",
+        "kl_noise that adaptive noise aims at: nats a token from the clean policy",
         low=LITTLE,
     )
 
