@@ -2,9 +2,10 @@
 
     W[n, k] = E2M1[code[n, k]] · block_scale[n, k // 16] · global_scale[n]
 
-With few rows in x a linear layer takes as long as its weights take to load: .5625 bytes a weight
-here, 2 in bf16. To come near that bound of 3.56, the kernel must decode a weight in few
-instructions. docs/kernel.md follows one word through these steps, with its bits.
+With few rows in x, a linear layer takes as long as the GPU takes to load its weights: .5625 bytes a
+weight here, 2 in bf16. So this layer can be at most 3.56 times as fast as a layer in bf16. To
+approach this bound, the kernel must decode a weight in few instructions. docs/kernel.md follows one
+word through these steps, with its bits.
 
 1. From a code to a bf16. A code is s ee m with exponent bias 1. Copy s to bit 15 and eem to bits
 8..6 of a bf16, all other bits 0: this bf16 is the code's value · 2^-126, exactly, for all 16 codes.
@@ -12,10 +13,11 @@ instructions. docs/kernel.md follows one word through these steps, with its bits
 must not flush subnormals to zero. PTX has no flushing form of it. Tensor cores then see no
 subnormal; they would if block scales were multiplied later, so do not move that multiplication.
 
-2. The word. An int32 holds 8 codes, four for each half word. Code 0 lies where section 1 wants it,
-a rotation to the right by 3 brings code 1 there and one by 6 code 2; s1 and s2 come from the other
-half word. Code 3, marked ', fills the bits left over; a product with 2^12 + 2^7 + 2^2 adds three
-shifted copies of it, which never overlap:
+2. The word. An int32 holds 8 codes, four for each half word. Code 0 lies in the bits that section 1
+names. A rotation of the word to the right by 3 moves code 1 to these bits, and a rotation by 6
+moves code 2. The rotations carry s1 and s2 across from the other half word. Code 3, marked ', fills
+the bits left over. The kernel multiplies code 3 by 2^12 + 2^7 + 2^2. This product adds three
+shifted copies of code 3, which never overlap:
 
     bit    15  14  13  12  11  10   9   8   7   6   5   4   3   2   1   0
            s0  e2  e2  m2  e1  e1  m1  e0  e0  m0  s2  m'  s'  s1  e'  e'
@@ -36,10 +38,11 @@ k, so that timing does not change the result. Each weight has its own counters, 
 one stream at a time.
 
 5. LoRA: a small kernel, "shrink", computes xa = scale · x @ A.T, and the main kernel's epilogue
-adds xa @ B.T to the fp32 sums. With PDL (programmatic dependent launch, from Hopper on) a kernel
-starts while its predecessor runs, and gdc_wait waits for the predecessor's end: shrink calls it
-first, the main kernel before it reads xa, or first without LoRA. The kernel that reads y must call
-it too, if it is launched with PDL.
+adds xa @ B.T to the fp32 sums. With PDL (programmatic dependent launch, from Hopper on) the GPU
+starts a kernel while its predecessor runs, and gdc_wait waits for the predecessor's end. The shrink
+kernel calls gdc_wait before its first load. The main kernel calls gdc_wait before it loads xa, or,
+without LoRA, before its first load. A kernel that reads y must call gdc_wait too, if it is launched
+with PDL.
 
 6. What computes y, for M rows of x. Backward is dx = dy @ W + scale · (dy @ B) @ A:
 
@@ -47,11 +50,13 @@ it too, if it is launched with PDL.
     GPU, M ≤ 256     shrink kernel, main kernel                shrink kernel, cuBLAS
     GPU, M > 256     _dequantize_kernel to bf16, cuBLAS        cuBLAS
     GPU, backward    _dequantize_kernel to bf16, cuBLAS        cuBLAS
-    CPU              torch and an fp32 copy of W, made by pack without any of the bit tricks
+    CPU              torch, with an fp32 copy of W             torch
 
-A GPU sums in fp32. Rows, layer and GPU alone decide which kernels and tiles are used, so equal
-inputs give equal bits; another number of rows may sum k in another order. Left out: 4-bit
-activations (Hopper's tensor cores have no FP4), experts. Needs: torch; on a GPU triton ≥ 3.6.
+On a CPU, pack makes the fp32 copy of W without any of the bit tricks. A GPU sums in fp32. There,
+compute_output=False takes neither the shrink nor the main kernel. Else the number of rows, the
+layer and the GPU alone decide which kernels and tiles compute y, so equal inputs give equal bits.
+With another number of rows a kernel may sum k in another order. Left out: 4-bit activations
+(Hopper's tensor cores have no FP4), experts. Needs: torch; on a GPU triton ≥ 3.6.
 """
 
 from typing import NamedTuple
@@ -93,8 +98,9 @@ CODE_BITS = ((6, 7, 8, 15), (9, 10, 11, 18), (12, 13, 14, 21), (4, 0, 1, 3))
 # The lowest bit of the block scales of sub-tiles 0 to 3 in a word of scales. One mask extracts the
 # scales of sub-tiles 0 and 1, at bits 4 and 20; after a rotation by 8 it extracts those of 2 and 3.
 SCALE_BITS = (4, 20, 12, 28)
-# What stands above a block scale's byte in a bf16, in both half words. The kernels take it as an
-# argument: from a register, ptxas fuses its OR with the AND before it into one instruction (LOP3).
+# The bits above a block scale's byte in a bf16, in both half words. The kernels take this constant
+# as an argument, because ptxas fuses the OR of a register with the AND before that OR into one
+# instruction (LOP3).
 SCALE_EXPONENT = 0x70007000
 # ue5m3 of a block scale of 0, which has no exponent of its own. No other scale has this code: it is
 # 480, and e4m3 ends at 448. Its value does not matter, because pack sets the block's codes to 0.
@@ -273,13 +279,14 @@ def linear(x, weight, bias=None, lora=None, compute_output=True):
                                   the gradients of A and B. If both are None, A and B get them.
     For a Dense weight, call its `adapt` with B first.
 
-    compute_output=False: nothing will read y, so with LoRA x @ W.T is left out of it. Gradient
-    checkpointing repeats a forward only for the tensors that backward needs.
+    compute_output=False: the caller promises that nothing reads y. With LoRA, x @ W.T is then left
+    out of y, because gradient checkpointing repeats a forward only for the tensors that backward
+    needs.
 
     Gradients have the dtype of x. autograd converts those of lora_A and lora_B to fp32.
 
-    AssertionError: an argument has a wrong shape, dtype or device, or one other than x is not
-    contiguous.
+    AssertionError: x, bias, A or B has a wrong shape, dtype or device; bias, A or B is not
+    contiguous; on a GPU, the rank R / S exceeds MAX_RANK; a Dense has no copy of B yet.
     """
     N, K = weight.shape
     assert x.shape[-1] == K and (bias is None or bias.shape == (N,)), (
@@ -321,7 +328,8 @@ def _check_arguments(rows, weight, bias, lora):
 
 
 class _Linear(torch.autograd.Function):
-    """linear's autograd function for x (M, K). Saves x, xa, A and B; backward decodes W again.
+    """linear's autograd function for x (M, K). With LoRA, forward saves x, xa, A and B for
+    backward; without, none of them. Backward decodes W again.
 
     lora_A and lora_B are arguments only to receive gradients: autograd returns gradients to the
     arguments of forward. Both directions multiply by the rounded lora.A and lora.B, and backward
@@ -383,8 +391,9 @@ def _forward_few_rows(x, weight, bias, lora):
     """
     gpu = torch.cuda.get_device_properties(x.device)
     dense = isinstance(weight, Dense)
-    # A shrink kernel that starts early occupies SMs while it waits. With more than 16 rows, cuBLAS
-    # needs all SMs for the previous layer if that is a Dense too.
+    # Do not start the shrink kernel early (PDL) for a Dense with more than 16 rows. A shrink kernel
+    # that starts early occupies SMs while it waits, and with so many rows cuBLAS needs all SMs for
+    # the previous layer, if that layer is a Dense too.
     pdl = gpu.major >= 9 and (len(x) <= 16 or not dense)
     xa = shrink_sums = None
     if lora is not None:
@@ -398,8 +407,8 @@ def _forward_few_rows(x, weight, bias, lora):
 
 
 def _forward_gemm(x, xa, weight, bias, lora):
-    """The same by one GEMM → y (M, N). A packed W is decoded first.
-
+    """→ y (M, N) by one GEMM, from x (M, K) and xa (M, R), which is None without LoRA. dequantize
+    decodes a packed W first.
     With LoRA the GEMM is [x, xa] @ [W, B].T, so that y is rounded once, as in the main kernel. Two
     GEMMs would round x @ W.T to bf16 first, by more than what an adapter adds early in training.
     """
@@ -435,10 +444,13 @@ def _block_diagonal(B, splits):
 
 
 def dequantize(weight, dtype=torch.bfloat16, out=None):
-    """A PackedNVFP4 or a Dense → W (N, K); a Dense's in the dtype that it has.
+    """A PackedNVFP4 → W (N, K) in dtype. A Dense → its W (N, K), in the dtype that it has.
 
-    out: on a GPU, the (N, K) tensor to write a packed weight to. Its rows may be longer than K. In
-    bf16, code · block_scale is exact, so W is rounded only if global_scale is no power of two.
+    out: on a GPU, the (N, K) tensor that the kernel writes a packed weight to, in the dtype of out.
+    Its row stride may exceed K, its column stride is 1. A Dense and a CPU ignore out.
+
+    bf16 holds E2M1[code] · block_scale exactly. So the conversion to bf16 rounds W only if
+    global_scale is no power of two.
     """
     if isinstance(weight, Dense):
         return weight.weight
@@ -529,9 +541,9 @@ def _plan_large_tiles(M, N, K, gpu):
     sms = gpu.multi_processor_count
     if gpu.major != 9 or M < 192 or N % 128:
         return []
-    # A wave is one tile on each SM. Full waves run without split-K. All SMs then share the rest of
-    # the tiles, in at most four ranges of k. A range has 1024 columns or more (4096 if there is no
-    # full wave), because shorter ranges cost more time than they save.
+    # A wave is one tile on each SM. Full waves run without split-K. Split-K spreads the rest of the
+    # tiles over more SMs, in at most four ranges of k. A range has 1024 columns or more (4096 if
+    # there is no full wave), because shorter ranges cost more time than they save.
     tiles = N // 128
     in_full_waves = tiles // sms * sms
     rest = tiles - in_full_waves
@@ -652,7 +664,7 @@ def _partial_sums(x, grid, tile_size):
 
 FIRST_COUNTER = constexpr(SHRINK_COUNTERS)  # of the main kernel
 STORED_ROWS = constexpr(64)  # rows of a stored tile
-STEP = constexpr(128)  # columns of a stored tile: an iteration of the main loop multiplies one
+STEP = constexpr(128)  # columns of a stored tile, and of W in one iteration of the main loop
 ROW_WORDS = constexpr(16)  # int32 words of a row of a stored tile
 ROW_SCALES = constexpr(2)  # int32 words of block scales of this row
 TILE_WORDS = constexpr(1024)  # 64 · 16

@@ -14,10 +14,11 @@
 over its rows divided by `normalizer`, one number for the whole optimizer batch, over all
 micro-batches and ranks. So the gradient does not depend on how the batch is cut.
 
-"old" is the policy before the first update on these answers. In that first update, and in train.py
-there is no other by default, the policy has not moved: every ρ is 1, no clip acts, and the gradient
-is that of REINFORCE, A ∇ ln π. The value of a centered grpo or gspo loss is then about 0, but its
-gradient is not. The clip acts from the second update on.
+"old" is the policy before the first update on these answers. By default train.py makes no second
+update. In the first one the policy has not moved: every ρ is 1, no clip acts, and the gradient is
+that of REINFORCE, A ∇ ln π. The value of a centered grpo or gspo loss is then about 0, but its
+gradient is not. The clip acts from the second update on. With --correction bypass, train.py takes
+the sampler's log-probabilities for "old", so that the clip can act in the first update, too.
 
 Tensors are (B, T) with B = P·G: sample g of prompt p is row p·G + g. Build the mask from lengths,
 never from token ids: padding may have the end token's id. The sampled end token is an action too
@@ -81,7 +82,8 @@ def overlong_penalty(lengths, max_new_tokens, cache):
 
 
 def normalizer(loss_type, lengths, max_new_tokens):
-    """→ () int64, policy_loss's divisor: the last column of the table at the top of this file.
+    """→ () int64, policy_loss's divisor, the denominator that ends each formula at the top of this
+    file.
 
     lengths (B,) int64: trained tokens of each row of the whole optimizer batch, before it is cut
     into micro-batches. A row with none (a truncated answer that is masked out) is not counted. With

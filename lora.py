@@ -3,8 +3,9 @@
     y = x @ W.T + (alpha / rank) · (x @ lora_A.T) @ lora_B.T  W (N, K), lora_A (r, K), lora_B (N, r)
 
 LoRA (arXiv 2106.09685, §4.1) as in QeRL (arXiv 2510.11696, §2): on all seven projections of a
-block, never merged, because rounding W + B·A to 4 bits would lose B·A. lora_B starts at 0: the
-first policy is the base's.
+block. Training never merges B·A into W, because rounding the sum to 4 bits would lose B·A. Only
+tools/export.py merges, into weights that it writes in bf16. lora_B starts at 0: the first policy is
+the base's.
 
 S projections with the same input run as one matrix, and so do their adapters:
 
@@ -58,13 +59,16 @@ class LoRALinear(nn.Module):
     """A frozen base and its adapter: x (…, K) → (…, N) in the dtype of x.
 
     base: a module with in_features (K), out_features (N) and forward(x). A base whose attribute
-    fuses_lora is True adds the adapter itself, and is called in two ways:
-        base(x, adapter, compute_output)    by forward(): an Adapter and forward's own argument
-        base.adapt(copy_B, splits)          by refresh(), after it has rewritten the copies
-    rank, alpha: r and the numerator of scale = alpha / r. splits: the rows of each fused part, N in
-    all; None: one part. dtype: of the copies. generator: of the random lora_A, on the CPU.
+    fuses_lora is True adds the adapter itself. LoRALinear calls such a base in two more ways:
+        base(x, adapter, compute_output)    in forward(): an Adapter and forward's own argument
+        base.adapt(copy_B, splits)          in refresh(), after it has rewritten the copies
+    While `enabled` is False, forward() calls base(x) of every base.
 
-    ValueError: rank < 1.
+    rank, alpha: r and the numerator of scale = alpha / r. splits: the rows of each fused part, N in
+    all; None: one part. dtype: of the copies. device: of the parameters and the copies. generator:
+    of the random lora_A, on the CPU.
+
+    ValueError: rank < 1. AssertionError: the splits do not add up to N.
     """
 
     def __init__(
@@ -89,7 +93,8 @@ class LoRALinear(nn.Module):
         lora_A.uniform_(-bound, bound, generator=generator)
         self.lora_A = nn.Parameter(lora_A.to(device))
         self.lora_B = nn.Parameter(torch.zeros(N, rank, device=device))
-        # Buffers, so that .to(device) moves them; not persistent, as refresh() makes them anew.
+        # Buffers, so that .to(device) moves them. Not persistent, because refresh() computes their
+        # values from the parameters.
         for name, parameter in (("copy_A", self.lora_A), ("copy_B", self.lora_B)):
             self.register_buffer(name, torch.empty_like(parameter, dtype=dtype), persistent=False)
         self.enabled = True

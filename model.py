@@ -46,11 +46,13 @@ QUANT = {"nvfp4": "sweep", "rtn": "rtn", "bf16": None}
 
 
 def load(name_or_source, quant="nvfp4", rank=32, alpha=32, device="cpu", seed=0):
-    """→ Decoder with quantised weights and a fresh adapter whose lora_A comes from `seed`.
+    """→ Decoder with quantised weights and a fresh adapter. `seed` seeds the draw of lora_A.
 
     name_or_source: what weights.open takes, or returns. quant: "nvfp4" (scale sweep), "rtn" (the
-    paper's rounding) or "bf16" (not quantised; fp32 on a CPU). ValueError: an unsupported
-    architecture or config, a tensor that is missing, misshapen or left over.
+    paper's rounding) or "bf16" (not quantised; fp32 on a CPU). rank, alpha: the adapter's r, and
+    the numerator of its scale alpha / r. ValueError: an unknown quant, a rank below 1, a checkpoint
+    that weights.open refuses, an unsupported architecture or config, a tensor that is missing,
+    damaged, misshapen or left over.
     """
     if quant not in QUANT:
         raise ValueError(f"quant={quant!r} must be one of {', '.join(QUANT)}")
@@ -74,10 +76,16 @@ class RMSNorm(nn.Module):
 
 
 class FrozenLinear(nn.Module):
-    """y = x @ W.T + bias, `weights` joined along N. W is packed NVFP4, or a Dense matrix if method
-    is None. A weight that is already an NVFP4Tensor keeps its codes; if method is None it is
-    dequantised. left: a 4-bit checkpoint leaves one of the weights in 16 bits, or several. Then W
-    is Dense whatever the method, so that weights which run as one matrix are of one kind.
+    """y = x @ W.T + bias: x (…, K) → (…, N) in x's dtype. If forward gets an adapter, its product
+    is added.
+
+    weights: tensors (N_i, K) or NVFP4Tensors, joined along N. biases: tensors (N_i,), or none.
+    method: "sweep", "rtn" or None. left: whether a 4-bit checkpoint stores at least one of the
+    weights in 16 bits. dtype: of the bias and of a Dense W.
+
+    W is packed NVFP4, and a weight that is already an NVFP4Tensor keeps its codes. If method is
+    None, W is a Dense matrix, and NVFP4Tensors are dequantised. If left, W is Dense whatever the
+    method, because weights that run as one matrix must be of one kind.
     """
 
     fuses_lora = True
@@ -167,9 +175,10 @@ class Block(nn.Module):
         return x, self.mlp(h, compute_output)
 
     def summed(self, x, where):
-        """x → x + y, for gradient checkpointing: it keeps x alone. A call with gradients on is the
-        recomputation in backward: only the tensors saved inside matter, so the last GEMM is
-        skipped.
+        """x → x + y, both (n, D) f32, for gradient checkpointing, which then keeps x alone.
+
+        A call with gradients enabled is the recomputation in backward. Backward reads only the
+        tensors that autograd saves inside this call, so the call skips the last GEMM.
         """
         x, y = self(x, None, where, compute_output=not torch.is_grad_enabled())
         return x + y
@@ -185,8 +194,8 @@ class Decoder(nn.Module):
         config, traits = source.config, family(source.config)
         self.config, self.device = config, device
         self.dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        # So many layers, the first ones, keep their input alone for backward, which computes the
-        # rest again (gradient checkpointing).
+        # Gradient checkpointing: the first `recomputed_layers` layers keep only their input, and
+        # backward computes the rest again.
         self.recomputed_layers = 0
         D, V = config.hidden_size, config.vocab_size
 
@@ -298,7 +307,7 @@ class Decoder(nn.Module):
 
 
 class FlatRow(NamedTuple):
-    """Rows of padded tokens (B, T) as one flat row of n tokens, in which each prompt stands once.
+    """Rows of padded tokens (B, T) as one flat row of n tokens, which contains each prompt once.
 
     An answer's last token is left out, because no token follows it.
     """

@@ -42,7 +42,8 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitude of code & 7; bit 3 
 FP4_MAX = 6.0  # the largest E2M1 number
 FP8_MAX = 448.0  # the largest e4m3 number
 # The scales that sweep tries, as offsets in e4m3 codes from amax / 6. A wider range gains nothing:
-# from amax / 3.5 on no code exceeds 3, and half the scale represents the same weights.
+# with a scale above amax / 3.5 no magnitude exceeds 3, and half that scale represents the same
+# weights.
 SWEEP = range(-2, 8)
 CHUNK = 1 << 18  # weights that quantize works on at once on a CPU: its cache holds them
 
@@ -100,10 +101,11 @@ def quantize(w, method="sweep", global_scale=None):
 
 
 def shared_global_scale(*weights):
-    """→ float, a power of two: the smallest with which no block scale of these tensors exceeds 448.
+    """→ float: the smallest power of two that is at least amax / (6 · 448) and at least 2⁻¹²⁶.
 
-    weights: tensors of any shape and floating-point dtype. 1.0 if all are 0. ValueError: a weight
-    is NaN or infinite.
+    amax: the largest magnitude in all of weights. With this scale no block scale exceeds 448.
+    weights: tensors of any shape and floating-point dtype. If all are 0, the result is 1.0.
+    ValueError: a weight is NaN or infinite.
     """
     # torch's max returns NaN if there is one, so the check below sees it.
     amax = torch.stack([w.detach().abs().max() for w in weights]).max().item()

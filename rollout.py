@@ -13,18 +13,22 @@ the tokens that exist, not the longest possible answer of each row:
 
     prompt of 300 tokens    answers of two rows      pages of row 0: A B C E
     | page A  | page B  | C  …  | page E …           pages of row 1: A B D
-                        | D  …                       (A, B shared; C, D hold a copy of the prompt's
-                                                      last 43 positions, then the answer)
+                        | D  …                       (A, B shared; D starts as a copy of C's
+                                                      positions 256 to 298; then each row writes
+                                                      the prompt's last token and its answer)
 
-A group shares the whole pages of its prompt, and each row copies the last, partial one. If no page
-is free, the youngest row is put back into the queue: its pages are freed, its answer so far stays
-in the Rollout, and later it is prefilled again and goes on.
+A group shares the whole pages of its prompt, and each row after the first copies the last, partial
+page. If no page is free, the sampler puts the youngest row back into the queue and releases its
+pages. The row's answer so far stays in the Rollout. Later the sampler prefills the row again and
+continues its answer.
 
 A step reads each row's newest token, which is not in the cache yet (at first the prompt's last),
 and draws the next one; so prefill draws nothing. The host replays the graph of a step 8 times, then
-reads which rows have ended and moves the others up. A row's position, last token and block table
-are data on the GPU. So a graph depends on two numbers only, each rounded up to a power of two: the
-rows of the batch, and the pieces of 256 positions in the longest row, at least 4 to save captures.
+reads which rows have ended and moves the rows that still run to the front of the batch. A row's
+position, last token and block table are data on the GPU. So a graph depends on two numbers only:
+the rows of the batch, and the pieces of 256 positions in the longest row. The sampler rounds both
+up to a power of two, and the pieces to at least 4, so that it captures fewer graphs. Neither number
+exceeds its maximum: the slots, and the pieces of the longest possible row.
 generate frees pages and graphs at its end: the update needs the memory, and no graph may outlive
 what it reads. A CPU uses no graphs.
 
@@ -63,7 +67,7 @@ except ImportError:  # a CPU machine may lack Triton: its kernel is then never l
 
 SLOTS = 256  # most sequences that run at once
 STEPS = 8  # decode steps between the host's reads of which rows have finished
-PREFILL_TOKENS = 8192  # most in one forward pass; a longer prompt is prefilled alone
+PREFILL_TOKENS = 8192  # most in one forward pass, unless a prompt or a row put back is longer
 MIN_PIECES = 4  # pieces of 256 positions that a graph covers at least: fewer graphs to capture
 CPU_PAGE = 16  # positions of a page on a CPU, where attention copies the pages of a row together
 
@@ -200,7 +204,8 @@ class Sequence:
 
 class Rows(NamedTuple):
     """The running answers, as the GPU sees them: entry i of each tensor belongs to row i of the
-    batch. All are (slots,) int64.
+    batch. All are (n,) int64: of all slots, whose number is rounded up to an even one, or of the
+    rows of one decode step.
     """
 
     row: torch.Tensor  # in the Rollout
@@ -396,8 +401,8 @@ def free_memory():
 def _put_back_all(running, waiting, rollout, draw):
     """After an error put the running rows back, at the head of the queue → how many had ended.
 
-    The steps before the error may have drawn tokens that the host has not read: so lengths come
-    from the Rollout.
+    The steps before the error may have drawn tokens that the host has not read. So the lengths are
+    read from the Rollout.
     """
     lengths, finished = rollout.lengths.tolist(), rollout.finished.tolist()
     ended = 0
@@ -424,9 +429,11 @@ def scratch_bytes(config, length):
 
 
 def prefill_bytes(config, tokens):
-    """→ bytes of the activations of so many prompt tokens. Of each, at the MLP of a layer, exist
-    the residual stream of D numbers in fp32 and at most four tensors of D in bf16 (12·D bytes); and
-    gate, up and their product, of I numbers each in bf16 (6·I bytes).
+    """→ bytes of the activations of so many prompt tokens, at the MLP of a layer.
+
+    A token has the residual stream of D numbers in fp32 and at most four tensors of D numbers in
+    bf16 (12·D bytes). It also has gate, up and their product, of I numbers each in bf16 (6·I
+    bytes).
     """
     return tokens * (12 * config.hidden_size + 6 * config.intermediate_size)
 
@@ -476,7 +483,8 @@ class _Batch:
         the oldest first, kept up to date.
         """
         while waiting or running:
-            # A small prefill is slow: wait until an eighth of the rows has ended.
+            # A small prefill is slow. So wait until an eighth of the rows, or as many rows as wait,
+            # have left the batch.
             if len(running) + min(len(waiting), math.ceil(self.full / 8)) <= self.full:
                 self.admit(waiting, running)
             self.reserve(waiting, running)
@@ -546,8 +554,10 @@ class _Batch:
         self.table[:, start : len(running)] = torch.stack(new)
 
     def prefill(self, sequences):
-        """Compute keys and values of all tokens but a row's newest. sequences: pairs (Sequence, the
-        position from which on its pages receive them: before it they are shared).
+        """Compute keys and values of all tokens of each row but its newest token.
+
+        sequences: pairs (Sequence, start). From position `start` on, keys and values are written
+        into the row's pages. Earlier positions lie in pages that the row shares with its group.
         """
         part, tokens = [], 0
         for sequence, start in sequences:

@@ -26,9 +26,10 @@ most 40 before the point and 40 behind it, or 20 in each part of a fraction. No 
 code. Judging takes a few milliseconds, or at most 1 s of processor time for each comparison that
 math-verify makes.
 
-math-verify leaves out some parts of a formula, so tasks.py decides about these: a base (52_8),
-dots, a prime or a word such as "million" must be the same in both texts; 5\% is 1/20; (1, 2) is
-not {1, 2}; of 5 = 6, both sides must be right.
+math-verify leaves out some parts of a formula, so tasks.py decides about these. If either text has
+a base (52_8), dots, a prime or a word such as "million", the whole texts must be the same, but for
+blanks, braces, \left, \right and \text. If the solution has no %, 5\% is 1/20. (1, 2) is not
+{1, 2}. Of 5 = 6, both sides must be right.
 
 data is a JSONL file, or a dataset of the hub as owner/name[/config][:split], whose records have
 
@@ -36,8 +37,9 @@ data is a JSONL file, or a dataset of the hub as owner/name[/config][:split], wh
     math     problem, question or prompt, which may be a chat; and HuggingFaceH4/MATH-500:test
              answer, reward_model.ground_truth, solution          open-r1/DAPO-Math-17k-Processed/en
 
-Questions that differ in blanks or case only are one problem. A gold that nobody could answer is
-refused with its line: prose, two numbers, two answers to one question.
+Questions that differ in blanks or case only are one problem. read() refuses a gold that nobody
+could answer, prose or two numbers, and names its line. hold_out() refuses two answers to one
+question, and quotes the beginning of the prompt.
 
 tools/own_task.py makes a Task of a Python file of the user's.
 
@@ -123,7 +125,8 @@ HEAVY = re.compile(
 )
 
 
-# More than 8 levels of nested brackets
+# Nine opening brackets without a closing one between them: such a formula could take all of the
+# judge's second.
 DEEP = re.compile(r"(?:[(\[{][^()\[\]{}]*){9}")
 # Parts of a formula that math-verify leaves out: the base of a number, dots, a prime, …
 IGNORED = re.compile(
@@ -203,7 +206,9 @@ def _draw_pairs(values, count):
 def gsm8k(data=None, operands=None, held_out=256):
     """→ the Task of word problems whose answers are numbers.
 
-    ValueError: no data, or a line that cannot be read; under 4 problems; operands are given.
+    data: a JSONL file, or a dataset of the hub. held_out: how many problems to hold out, at most a
+    quarter of all. ValueError: no data, or a line that cannot be read; under 4 problems, or with
+    held_out 0 none; two answers to one question; operands are given.
     """
     task = Task(read(data, _word_problem), [], GSM8K.format_map, gsm8k_reward)
     return hold_out(task, held_out, data, operands, lambda p: final_answer(p["answer"]))
@@ -249,8 +254,11 @@ def math_reward(problem, text, finished):
 
 def _same_formula(gold, answer):
     """→ whether two texts in LaTeX are equal. math-verify decides, but for parts that it leaves
-    out. It never sees an answer that could take all of its second (HEAVY, DEEP): such an answer is
-    wrong, unless the gold is HEAVY, too.
+    out.
+
+    Some answers are wrong without a call of math-verify, because they could take all of its second:
+    a DEEP answer always, a HEAVY one unless the gold is HEAVY, too. An answer that is empty or
+    longer than MAX_FORMULA is wrong as well.
     """
     if not 0 < len(answer) <= MAX_FORMULA or DEEP.search(answer):
         return False

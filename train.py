@@ -14,7 +14,7 @@ ratio ρ = π_now / π_old starts from: ρ is 1, and the clip does nothing. It a
 update of a step on (--updates-per-step), and with --correction bypass.
 
 Needs: aqn.py, grpo.py, lora.py, model.py, rollout.py; tools/launch.py to start the run and
-tools/run.py to log, save and resume it; tools/{diagnostics,optimizer,ranks}.py.
+tools/run.py to log, save and resume it; tools/{budget,diagnostics,optimizer,ranks}.py.
 """
 
 import math
@@ -68,9 +68,13 @@ class Batch(NamedTuple):
 
 
 def train(config, model, environment, sampler, run):
-    """The algorithm. Every random choice is a function of (seed, step): a resume repeats it.
+    """The algorithm at the top of this file, from the run's checkpoint or from step 0 on.
 
-    config: tools.flags.Config. environment: tools.launch.Environment. run: tools.run.Run.
+    The seed and the step fix the noise and the random bits of every sampled token. The seed and
+    run.drawn, which a checkpoint stores, fix the problems. So a resume repeats every random choice.
+
+    config: tools.flags.Config. model: model.Decoder. environment: tools.launch.Environment.
+    sampler: rollout.Sampler. run: tools.run.Run.
     """
     optimizer = adamw(config, model)
     held_out = environment.task.held_out
@@ -289,8 +293,11 @@ def backward(config, model, rollout, advantages, old=None):
 
     advantages: (B,). old: (B, T) f32, log-probabilities of the ratio's denominator; None: the
     model's own, of this pass. → sums over ranks, {name: float}, and the model's log-probabilities
-    (B, T) f32 before any update. Rows of advantage 0 add nothing to the gradient, so they are
-    counted but run only for a KL term (beta > 0); their log-probabilities stay 0.
+    (B, T) f32 of this pass.
+
+    A row of advantage 0 adds nothing to the policy gradient. So backward counts the row in the
+    normalizer, but runs it only for a KL term (beta > 0). The log-probabilities of a row that does
+    not run stay 0.
     """
     trained = rollout.lengths  # (B,)
     if config.overlong == "mask":
@@ -377,9 +384,15 @@ def loss_of(config, model, part, advantages, old, normalizer):
 
 
 def evaluate(config, sampler, environment, say=print):
-    """Answer the held-out problems without noise → measurements. Greedy: right and ended (strict),
-    right if judged as ended (loose). Sampled: the mean reward, which is pass@1 at this temperature
-    and top-p.
+    """Answer the held-out problems without noise → measurements.
+
+    eval_greedy: the mean reward of one greedy answer to each problem; the tasks of tasks.py give 1
+    only to an answer that is right and ended. eval_greedy_loose: of the same answers, each judged
+    as if it had ended. eval_sampled: the mean reward of --eval-samples answers to each problem, at
+    --temperature and --eval-top-p: pass@1, if rewards are 0 or 1. problems: how many are held out.
+    rollout_s: seconds on this rank.
+
+    AssertionError: the norms are noisy.
     """
     assert not aqn.is_noisy(sampler.model), "evaluation under noise measures another policy"
     held_out, samples = environment.task.held_out, config.eval_samples

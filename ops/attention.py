@@ -22,9 +22,9 @@ keys and values take to load. A few rows with long caches must still occupy all 
 cached positions are split into pieces of 256 (split-KV, "flash decoding"), which are two pages:
 
     a CTA (program, in Triton's words) computes one piece of one row, for one key head and all
-    query heads that share it, so that it loads keys and values once for all of them;
-    the CTA of a row that finishes last merges the row's pieces in their order, so that a result
-    does not depend on timing.
+    query heads that share this key head, so that the CTA loads keys and values once for all;
+    of the CTAs of one row and one key head, the last to finish merges the pieces in their order,
+    so that a result does not depend on timing.
 
 The kernel reads each row's length from GPU memory, so one CUDA graph serves all lengths up to the
 pieces that it was captured for. A piece's size is fixed, so only the number of rows, which chooses
@@ -142,8 +142,12 @@ def _rope(x, cos, sin, sign):
 
 @jit
 def _rotated(x, at, mask, weight, d, in_d, cos, sin, eps, DH: constexpr):
-    """→ both halves (ROWS, HALF) of some heads, normalized and rotated in fp32, rounded to x's
-    dtype where torch rounds: after the norm and after the rotation.
+    """→ the first and the second halves of some heads, (heads, HALF) each, rotated in fp32. If
+    weight is not None, the heads are normalized first, also in fp32.
+
+    Results are rounded to x's dtype where torch rounds: after the norm and after the rotation.
+    at, mask: offsets of the first halves in x, and which to load. d, in_d: columns of a half, and
+    which lie within Dh/2. cos, sin: (1, HALF).
     """
     x1 = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     x2 = tl.load(x + at + DH // 2, mask=mask, other=0.0).to(tl.float32)
@@ -182,7 +186,9 @@ def _rope_kernel(
     the second half of each head. ROWS and HALF are H and Dh/2 rounded up to a power of two; the
     masks exclude what lies past H and Dh/2.
     """
-    wait_for_predecessor(PDL)  # the qkv product before writes x
+    # The kernels before write x: the qkv product or, with Qwen3's norms, torch.cat. In backward x
+    # is the gradient of rope's result.
+    wait_for_predecessor(PDL)
     token = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, HALF)[None, :]
@@ -208,7 +214,9 @@ class Heads(NamedTuple):
 
 
 class KVCache(NamedTuple):
-    """Keys and values of the running rows, in pages of PAGE positions each."""
+    """Keys and values of the running rows, in qkv's dtype, in pages of PAGE positions each. A CPU
+    takes pages of any size: there, PAGE in the shapes of this file means k.shape[3].
+    """
 
     k: torch.Tensor  # (layers, pages, Hkv, PAGE, Dh)
     v: torch.Tensor
@@ -226,7 +234,8 @@ class Places(NamedTuple):
 
 
 class Gather(torch.autograd.Function):
-    """x[index], with a gradient that is summed in fp32 and then rounded once.
+    """x (n, …), index (m,) int64 → x[index] (m, …), in x's dtype. The gradient of x is summed in
+    fp32 and then rounded once, to the dtype of the result's gradient. index gets none.
 
     A prompt's keys, values and last state are read by each of its G answers. Their advantages sum
     to about 0, so their gradients cancel: a sum in bf16 would be mostly rounding.
@@ -355,8 +364,10 @@ class Paged(NamedTuple):
     def __call__(self, qkv, heads, cos, sin, layer):
         """qkv (B, (H + 2·Hkv)·Dh), heads, cos, sin (B, Dh/2), layer: as for Packed → (B, H·Dh).
 
-        A GPU loads older keys and values before the PDL wait, so the kernel before this one must
-        not write them.
+        The kernel loads positions, block table, cos, sin and older keys and values before its PDL
+        wait. So neither this layer's norm nor a kernel between the norm and this one may write
+        them. AssertionError, on a GPU: the block table has fewer than 2 · pieces columns, or the
+        cache has fewer than B·Hkv counters.
         """
         if qkv.is_cuda:
             return _paged_attention(qkv, heads, cos, sin, layer, self)
@@ -470,12 +481,13 @@ def _attention_kernel(
     HALF: constexpr,
     PDL: constexpr,
 ):
-    """Grid (Hkv, pieces, B): one piece of one row, for a key head and the REP query heads that
-    share it.
+    """Grid (Hkv, pieces, B): a CTA computes one piece of one row, for a key head and the REP query
+    heads that share this key head.
 
     ROWS: REP rounded up to a power of two, at least 8, the columns of a tensor core's tile. HALF:
-    Dh/2 rounded up. The masks exclude what lies past REP, past Dh and past the row's position. q
-    and k are loaded as two halves (…, HALF), because RoPE pairs the halves; v is not.
+    Dh/2 rounded up to a power of two, at least 16. The masks exclude what lies past REP, past Dh
+    and past the row's position. The kernel loads q and k as two halves (…, HALF), because RoPE
+    pairs the halves, but v whole.
     """
     h = tl.program_id(0)
     piece = tl.program_id(1)

@@ -12,7 +12,8 @@ y to x and normalizes the sum in one pass over memory.
 
 On a CPU plain torch lines compute each result, and they are its definition. On a GPU a Triton
 kernel computes the same. add_norm and swiglu have gradients, also by kernels. Embeddings and norm
-weights are frozen, so they get none. rms_norm is torch's on both, for a norm without a residual.
+weights are frozen, so they get no gradient. rms_norm calls PyTorch's rms_norm on a CPU and on a
+GPU; add_norm's CPU code uses it.
 
 A decode step launches a few hundred kernels of a few microseconds each, so the gaps between kernels
 cost time. PDL (programmatic dependent launch, from Hopper on) closes the gaps: the GPU starts a
@@ -134,8 +135,9 @@ def add_norm(x, y, weight, eps, dtype):
 class AddNorm(torch.autograd.Function):
     """add_norm by kernels. With s = x + y and r = 1 / rms(s), forward returns s and s r weight.
 
-    Backward, with g = d_norm · weight: dx = dy = d_s + r g − s r³ mean(s g), means over the D
-    columns. dx is fp32, dy has y's dtype, weight gets no gradient.
+    Backward, with d_total and d_out the gradients of the two results and g = d_out · weight:
+    dx = dy = d_total + r g − s r³ mean(s g), means over the D columns. dx is fp32, dy has y's
+    dtype, weight gets no gradient.
     """
 
     @staticmethod
@@ -172,8 +174,8 @@ def _add_norm_kernel(x, y, weight, total, out, eps, D: constexpr, TILE: constexp
     sum of squares.
     """
     cols = tl.arange(0, TILE)
-    # Load the weight before the wait, so that the load overlaps with the predecessor: no kernel of
-    # a step writes weights.
+    # Load the weight before the wait, so that the load overlaps with the predecessor. No kernel of
+    # a forward or backward pass writes weights: aqn.py changes them between passes.
     w = tl.load(weight + cols, mask=cols < D, other=0.0)  # (TILE,) f32
     wait_for_predecessor(PDL)  # the kernels before write x and y
     at = tl.program_id(0).to(tl.int64) * D + cols
@@ -256,7 +258,7 @@ def _swiglu_kernel(gate_up, out, d_out, F, TILE: constexpr, PDL: constexpr):
     gate_up, from d_out (rows, F). The last tile masks its columns past F. The arithmetic is fp32,
     but silu(gate) is rounded to out's dtype, because torch rounds there.
     """
-    wait_for_predecessor(PDL)  # the matrix product before writes gate_up
+    wait_for_predecessor(PDL)  # the kernels before write gate_up and, in backward, d_out
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * TILE + tl.arange(0, TILE)
     gate = tl.load(gate_up + row * 2 * F + cols, mask=cols < F, other=0.0).to(tl.float32)

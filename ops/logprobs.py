@@ -7,8 +7,8 @@ Logits exist for a chunk of tokens at a time. Autograd would keep all of them fo
 computing them again in backward would cost a second product with W. So forward computes the
 gradient too, while it has the logits:
 
-    d_z[t]       = d logprob[t] / d logits[t]  = (onehot(target[t]) − softmax(z[t])) / temperature
-    d_hidden[t]  = d logprob[t] / d hidden[t]  = d_z[t] @ W                       (D,), kept
+    dz[t]        = d logprob[t] / d logits[t]  = (onehot(target[t]) − softmax(z[t])) / temperature
+    d_hidden[t]  = d logprob[t] / d hidden[t]  = dz[t] @ W                        (D,), kept
     d loss / d hidden[t]  = d loss / d logprob[t] · d_hidden[t]                   backward
 
 That works because a token's log-probability depends on its own hidden state alone. The gradient of
@@ -16,8 +16,10 @@ the loss reaches that hidden state through one number, d loss / d logprob[t]. Ba
 d_hidden[t] by this number, the only factor that forward does not know. W is frozen, so no other
 gradient needs the logits. d_hidden has only D numbers a token, while the logits have V.
 
-On a GPU one kernel reads a chunk's logits twice and writes all results. On a CPU plain torch code
-computes the same results, and defines what the kernel must compute.
+On a GPU one kernel reads a chunk's logits and writes logprob, entropy and dz. It reads the logits a
+second time for dz, and only if a gradient is needed. Matrix products compute the logits and
+d_hidden. On a CPU plain torch code computes the same results, and defines what the kernel must
+compute.
 
 Left out: gradients of W and of the entropy. Needs: torch; on a GPU also triton.
 """

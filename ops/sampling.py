@@ -15,8 +15,9 @@ A uniform number has 23 bits, so the noise is at most 16.6. Rare tokens are draw
 probability 3e-8 about half as often as it should, and one below 1e-9 never. More bits would change
 every draw.
 
-So a draw depends neither on the other rows of its batch nor on the order in which answers end. The
-sampler may drop an answer, or move it to another row, and draws the same tokens again.
+The counter and the key alone fix a token's noise. So the noise depends neither on the other rows
+of the batch nor on the order in which answers end. The sampler may move an answer to another row,
+or put it back into the queue and resume it later: the answer's next tokens get the same noise.
 
 On a CPU plain torch lines compute each result, and they are its definition. On a GPU, where no
 gradient is asked for, `sample` launches Triton kernels with the same result. They use PDL

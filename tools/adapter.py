@@ -70,7 +70,8 @@ def _check_settings(config, file):
         value = config.get(key)
         if value:
             raise ValueError(f"{file} has {key}={value!r}; this model takes none")
-    # True, False or None: PEFT's default; a name: another way
+    # True (PEFT's default), False and None leave the base as it is. A name is another way to
+    # initialize, and only those in HARMLESS_STARTS are known to leave the base as it is.
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start not in HARMLESS_STARTS:
         raise ValueError(

@@ -1,10 +1,12 @@
 """How large the update's micro-batches are, and how many layers it computes twice.
 
-On a GPU tools/memory.py chooses, by formula, from what the GPU has free; --micro-tokens and
---gradient-checkpointing override the choice. A CPU takes 1,024 tokens and recomputes nothing. If
-memory runs out all the same, the whole backward starts again, so that no gradient is half summed:
-with half the micro-batch, or, where that is one row already, with every layer recomputed but the
-last: see tools/memory.choose.
+On a GPU tools/memory.py chooses, by formula, from the memory that the GPU has free. A CPU takes
+1,024 tokens and recomputes nothing. On both, --micro-tokens and --gradient-checkpointing override
+the choice.
+
+If an update runs out of memory all the same, within_memory starts the whole backward again, so that
+no gradient is half summed. It halves the micro-batch. If the micro-batch is a single row already,
+it recomputes every layer but the last: tools/memory.choose says why.
 
 Needs: torch, tqdm; rollout.py, tools/memory.py.
 """
@@ -40,7 +42,9 @@ def limit_memory(gb):
 
 
 def size_of_update(config, model, groups):
-    """→ the memory.Size for an update of PromptRows, as the flags and the free memory allow."""
+    """→ the memory.Size for an update of `groups`, a list of PromptRows: the fastest that the flags
+    allow and whose peak is within room(model). If none is, the smallest, whose peak exceeds it.
+    """
     c = model.config
     budgets, recomputed = memory.BUDGETS, range(c.num_hidden_layers)
     if model.device.type == "cpu":
@@ -60,9 +64,11 @@ def room(model):
 
 
 def within_memory(config, model, rollout, rows, compute):
-    """→ compute(micro_batches) for row numbers (n,) of a Rollout: a list of rollout.MicroBatch.
+    """→ what compute(micro_batches) returns. micro_batches: a list of rollout.MicroBatch.
 
-    compute may be called again, with smaller micro-batches. torch.OutOfMemoryError: a row does not
+    rows: (n,) int64, row numbers of the Rollout; n may be 0. If memory runs out, compute is called
+    again: with smaller micro-batches, or, if the largest is a single row, with every layer
+    recomputed but the last. model.recomputed_layers is set. torch.OutOfMemoryError: a row does not
     fit alone, although every layer but the last is recomputed.
     """
     global share

@@ -29,9 +29,11 @@ def means_of(sums):
 def mismatch(config, model, rollout):
     """→ mean of exp|ln π_trainer − ln π_sampler| over answer tokens: 1 if the two agree.
 
-    Both use the same weights and the same noise, so all that differs is the order of sums in their
-    kernels. Call it inside the noise that the rollout was sampled under. It reads at most 127 of
-    the rollout's answers, evenly spread. All tokens of all ranks weigh the same.
+    Both use the same weights and the same noise, so they differ in the order of sums in their
+    kernels. On a GPU they also differ if a packed weight's global scale is no power of two: the
+    trainer rounds the decoded weight to bf16, and the sampler does not. Call this inside the noise
+    that the rollout was sampled under. It reads at most 127 of the rollout's answers, evenly
+    spread. All tokens of all ranks weigh the same.
     """
     every = max(1, len(rollout.tokens) // 64)
     rows = torch.arange(0, len(rollout.tokens), every)
@@ -61,7 +63,9 @@ def preflight(config, model, environment, sampler, run, trial):
 
     share = config.prompts / probe.prompts
     stats["update_s"] = backward_s * share * config.updates_per_step
-    # without compiling and capturing; on a GPU, fewer prompts than 32 take about the same time
+    # Leave out capture_s: Triton compiles a decode step's kernels in it, and CUDA captures graphs.
+    # On a GPU, fewer prompts than 32 take about the same time. Not left out: compiling the kernels
+    # that the prefill launches first.
     sampling_s = stats["rollout_s"] - sampler.stats["capture_s"]
     stats["rollout_s"] = sampling_s * (share if model.device.type == "cpu" else max(1, share))
 

@@ -11,9 +11,10 @@ W are the frozen weights that the adapter was trained on. If they are in NVFP4, 
 write the same codes and scales, and bf16 adds the adapter to the dequantised weights. Embeddings,
 lm_head, norms and biases are never in 4 bits, nor is a projection that the base, a checkpoint in
 NVFP4, leaves in 16 bits: it is copied, and named in the config. tools/weights.py describes the two
-layouts. DST also gets the tokenizer and the generation config. Names and numbers that transformers
-4 and 5 expect in different places stand in both. The adapter alone needs no export, because
-RUN/adapter has PEFT's files.
+layouts. DST also gets the tokenizer and the generation config. transformers 4 and 5 read RoPE's
+numbers from different places, so write_config() writes both. copy_tokenizer() writes the older
+names, because transformers 4 does not know those that transformers 5 writes. The adapter alone
+needs no export, because RUN/adapter has PEFT's files.
 
 No format merges the adapter into 4 bits, because rounding W + (alpha/rank) B A to 4 bits loses part
 of what the adapter learned. To do it all the same, export bf16, then that folder as nvfp4.
@@ -71,9 +72,13 @@ def export(source, destination, format, adapter="", quant=""):
     adapter: the folder of PEFT's files; "": the run's, or none. quant: a key of model.QUANT, which
     says how to load weights that are not in 4 bits yet; "": the run's, or "nvfp4".
 
-    The deviation is |new − old| / |old|, over the logits of `probe`. ValueError: `destination` is
-    not an empty folder, there is nothing to write in this format, a file cannot be read or written,
-    or the deviation exceeds the TOLERANCE. After an error there is nothing at `destination`.
+    The deviation is |new − old| / |old|, over the logits of `probe`. After an error `destination`
+    is as it was before the call.
+
+    ValueError: `destination` exists and is not an empty folder, there is nothing to write in this
+    format, a file cannot be read or written, or the deviation exceeds the TOLERANCE; in the last
+    case what was written stays in the folder `destination`.wrong. OSError: the folder around
+    `destination` cannot be made or written.
     """
     place = Path(destination)
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
@@ -253,9 +258,9 @@ def write_tensors(decoder, source, folder, format):
     """Write model.safetensors, or several numbered files and their index if it is large.
 
     The projections are the decoder's, because loading may have quantised them and merging changes
-    them. All other tensors are the source's, in the dtype that they have there, or in bf16 for the
-    format bf16. The decoder is unusable afterwards: it drops its layers' weights one after the
-    other, so that no second copy of all weights exists.
+    them. All other tensors are the source's, in the dtype that source.read() returns (fp32 for a
+    GGUF), or in bf16 for the format bf16. Each layer's weight is freed as soon as it is copied, so
+    that no second copy of all weights exists. The decoder is unusable afterwards.
     """
     tensors = {}
     for name in weights.tensor_names(source.config):

@@ -302,7 +302,7 @@ def flags_of_run(folder):
     path = Path(folder) / "config.json"
     try:
         given = {**json.loads(path.read_text())}  # TypeError: no object
-        # in a config.json from before 2026-11, when each update of a rollout counted as a step
+        # An old config.json may have this key: its run counted each update of a rollout as a step.
         updates = given.pop("updates_per_rollout", 1)
         if updates != 1:
             raise ValueError(

@@ -14,8 +14,9 @@ and k of a Llama model, and read() undoes that. With Dh = 8, a head of transform
 Qwen models are stored in transformers' order. Without the step a Llama still loads, and writes
 nonsense.
 
-transformers reads config and tokenizer, and passes over some of the header's keys without a word.
-This module adds those that llama.cpp reads and that the decoder can compute; it refuses others.
+transformers reads config and tokenizer, and silently ignores some of the header's keys. This module
+adds those that llama.cpp reads and that the decoder can compute. It refuses a file whose keys scale
+something that the decoder does not scale, or rotate only a part of each head.
 
 tools/weights.py also takes `readable` and `tensor_names` from this file. All of it runs on the CPU.
 

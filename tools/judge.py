@@ -28,8 +28,9 @@ WARM_UP = r"\sqrt{3} - x^2", r"(\frac12, 3]", r"\{1, 2\}", r"x = 5\text{ m}", r"
 
 @lru_cache(4096)  # the answers of a group often agree
 def equal(gold, answer):
-    """→ whether math-verify finds two texts in LaTeX equal; False if that takes too much time or
-    memory. ValueError: math-verify does not run.
+    """→ bool: whether math-verify finds two texts in LaTeX equal and close() confirms it. False if
+    the comparison fails or takes more than CPU_SECONDS or MEMORY. ValueError: math-verify does not
+    run.
     """
     try:
         child = _child()

@@ -229,8 +229,10 @@ def load_model(config, source, device, run):
 
 
 def hash_of(task):
-    """→ a hash, in hex, of a Task's prompts and problems, by which a resume knows them. What JSON
-    cannot hold, such as a function, does not count: it may be another object in each process.
+    """→ SHA-256, in hex, of a Task's prompts and problems: a resume compares it with the one in the
+    checkpoint. A number that JSON does not know, such as a Fraction, counts as text. Any other
+    value that JSON cannot hold, such as a function, does not count, because it may be another
+    object in each process.
     """
     sha = hashlib.sha256()
     for problem in task.train + task.held_out:

@@ -24,20 +24,26 @@
             + max(logit_chunk,          the logits of a chunk of tokens, and
                   layer_backward)       the backward of one layer: never at the same time
 
-`plan` computes these terms under these names. D is the width of the model, F that of its MLP, V the
-vocabulary. micro_tokens counts a prompt once for its group. A row is one of the answers that are
-sampled at once. Sampling frees its memory before the update starts, so the peak has only the larger
-of the two.
+`plan` and `update_bytes` compute these terms under these names. D is the width of the model, F that
+of its MLP, V the vocabulary. micro_tokens counts a prompt once for its group. A row is one of the
+answers that are sampled at once. The sampler frees its memory before the update starts, so the peak
+has only the larger of the two.
 
 The terms of rollout and update are approximate: tests/test_memory.py compares the peak with
 measured ones. Left out as small: norms, biases, the scale of each row, the kernels' counters.
-Embeddings that are not tied to lm_head lie in host memory. The formulas are a GPU's: a CPU computes
-in fp32 and keeps each weight twice, packed and decoded.
+Embeddings that are not tied to lm_head lie in host memory. The formulas are a GPU's. A CPU computes
+in fp32, and keeps an NVFP4 weight in three forms: codes, the kernels' words, and decoded.
 
-A line of the table: a card; the GB needed to sample and train one answer at a time; the most
-answers sampled at a time; the longest prompt plus answer, 8 at a time; what an update of 16 × 8
-answers computes at once, and how many layers it recomputes, about as train.py chooses; the parts of
-that first peak. 0: nothing fits. A card's GB and `needs` are 2³⁰ bytes, a part's 10⁹.
+A line of the table is a model on a card:
+
+    card, needs     2³⁰ bytes: of the card, and to sample and train one answer at a time
+    answers         most answers sampled at a time; 0: the card cannot hold one
+    longest         tokens of the longest prompt plus answer, 8 sampled and 1 trained at a time; 0:
+                    the card cannot hold a text of one token
+    at-once         tokens of the largest micro-batch of an update of 16 × 8 answers, about as
+                    train.py chooses; 0: the card cannot hold one answer
+    recomputed      layers that this update recomputes; 0 also if the card cannot hold one answer
+    weights …       10⁹ bytes: the parts of the peak for one answer at a time
 
 Needs: transformers; tools/weights.py for configs; model.py, rollout.py, fp4_gemm.py,
 ops/{attention,logprobs}.py for sizes and families.
@@ -262,10 +268,11 @@ def choose(c, quant, rank, room, groups, budgets, recomputed):
     """→ of the Sizes whose peak is within `room` bytes the fastest. If there is none, the one with
     the smallest micro-batches and the most layers recomputed.
 
-    Two measured facts decide: each micro-batch decodes all weights once, which takes as long as
-    computing DECODED_TOKENS more; recomputing every layer adds RECOMPUTED to the time. The first
-    layers are recomputed: in backward the last ones have then freed their memory before. The last
-    layer never is: backward wants its activations soon, and its input would be kept beside them.
+    Two measured facts decide. Each micro-batch decodes all weights anew, which takes as long as
+    computing DECODED_TOKENS more. Recomputing every layer adds RECOMPUTED to the time. Backward
+    recomputes the first layers, because it has then freed the memory of the last ones. Unless
+    --gradient-checkpointing asks for every layer, callers exclude the last layer by `recomputed`:
+    backward reads its activations first, and its input would be kept beside them.
 
     c: a transformers config. groups: rollout.PromptRows of all rows. budgets: micro_tokens to
     choose from, falling. recomputed: numbers of layers to choose from, rising.

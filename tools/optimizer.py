@@ -26,8 +26,9 @@ def adamw(config, model):
 def learning_rate(config, step):
     """→ the learning rate of a step, counted from 0: --lr · a share.
 
-    In the first --warmup steps the share rises linearly to 1. Then --schedule begins, with u from 0
-    to 1 over the steps that are left: constant 1; linear 1 − u; cosine (1 + cos πu) / 2.
+    Each of the first --warmup steps has the share (step + 1) / (--warmup + 1), which stays below 1.
+    Then --schedule begins, with u = (step − --warmup) / (--steps − --warmup), which is 0 in the
+    first of these steps and stays below 1: constant 1; linear 1 − u; cosine (1 + cos πu) / 2.
     """
     if step < config.warmup:
         return config.lr * (step + 1) / (config.warmup + 1)

@@ -1,8 +1,9 @@
 """One process a GPU, started by torchrun: who am I, and sums over all processes ("ranks").
 
-Every rank has its own copy of the 4-bit base, and samples and trains on its own share of the
-prompts. Only sums cross between ranks: LoRA's gradients, and measurements. A process that torchrun
-did not start is rank 0 of 1, and all functions here return what it gives them.
+Every rank has its own copy of the frozen base, and samples and trains on its own share of the
+prompts. Ranks add up LoRA's gradients and measurements (all_sum), and send each other small Python
+objects (gather), such as names, seconds, and facts that must be the same. A process that torchrun
+did not start is rank 0 of 1: its sums are its own values, and gather returns [its own value].
 
 Needs: torch.
 """
@@ -39,7 +40,10 @@ def rank_and_count():
 
 
 def leave_ranks():
-    """Call at the end of a run that did not fail. After a failure it would wait for dead ranks."""
+    """Destroy the process group. Call this only while all ranks are alive: at the end of a run that
+    did not fail, or in alike(), which every rank reaches. After another failure
+    destroy_process_group would wait for dead ranks.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
 

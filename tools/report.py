@@ -13,7 +13,7 @@ RUN is the folder of a run of train.py. Three of its files are read here:
 
 "step" is the number of steps that precede the record's own: step 3 is the fourth, and "eval" of
 step 4 follows it. "segment" is the number of times that the run had been resumed. null means not
-measured. results/LOG.md explains all other keys.
+measured, or not finite, because JSON has no NaN. results/LOG.md explains all other keys.
 
 A resumed run repeats the steps after its last checkpoint and appends their records again, so the
 last record of a step is the valid one.
@@ -279,8 +279,8 @@ def summary(folder):
     known |= {name: value for name, value in flags.items() if value is not None}
     records = read(folder).values()
     made = sum(r["kind"] == "step" for r in records)
-    # Until November 2026 each update of a rollout counted as a step, although the log has one
-    # record a rollout. The config.json of such a run holds the number of updates.
+    # In an old run each update of a rollout counted as a step, although its log has one record a
+    # rollout. The config.json of such a run holds the number of updates.
     with suppress(TypeError, ValueError):
         made *= int(known.get("updates_per_rollout", 1))
     greedy = [r["eval_greedy"] for r in records if r.get("eval_greedy") is not None]

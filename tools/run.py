@@ -21,10 +21,12 @@ saved. What an accident costs depends on the moment:
                                     written (a full disk)   the disk has no room
     any                             SIGKILL, power cut      no save
 
-A signal is Ctrl-C, SIGTERM or SIGHUP. Where nothing is saved, the checkpoint on the disk holds. A
-resumed run replays the steps after its checkpoint and appends their records again; readers take the
-last record of a step. The batch, the noise and every sampled token are functions of (seed, step),
-so on a CPU a resumed run ends with the same bytes as a run without a stop.
+A signal is Ctrl-C, SIGTERM or SIGHUP. Where nothing is saved, a resume loads the checkpoint that is
+on the disk. A resumed run replays the steps after its checkpoint and appends their records again;
+readers take the last record of a step. Every random draw is a function of the seed and of counters,
+such as the step. The checkpoint stores what else the next step depends on: the parameters, AdamW's
+state, the number of problems drawn so far (for --resample) and σ (for adaptive noise). So on a CPU
+a resumed run ends with the same bytes as a run without a stop.
 
 Needs: torch, safetensors; lora.py, tools/flags.py, tools/ranks.py, tools/report.py.
 """
@@ -77,11 +79,13 @@ class Run:
 
     def __init__(self, config, quiet=False, problems=""):
         """Lock the folder of --resume or --out, or a new one. guarded() loads the checkpoint later.
+        With --preflight, lock nothing.
 
         config: tools.flags.Config. quiet: do not print, write or lock; of several ranks all but the
-        first are quiet. ValueError: another process has locked the folder; it holds a run and
-        --resume is not given; the run in it has made more steps than --steps, or has lost its
-        checkpoint.
+        first are quiet. problems: the hash that tools.launch.hash_of returns; with "", load() does
+        not compare it. ValueError: another process has locked the folder; the folder holds a run
+        and --resume is not given; the run to resume has lost its metrics.jsonl or its checkpoint;
+        the run has made more steps than --steps. OSError: the folder or its log cannot be opened.
         """
         named = f"runs/{Path(config.task).stem}-{time.strftime('%m%d-%H%M%S')}"
         self.folder = Path(config.resume or config.out or named)
@@ -166,9 +170,11 @@ class Run:
     def guarded(self, model, optimizer):
         """Context manager around the training loop; yields the first step to make.
 
-        It loads the last checkpoint. When the loop is stopped or fails, it saves the last finished
-        step, says how to go on and lets the error pass. An error of writing becomes an OSError that
-        names the folder, and saves nothing.
+        guarded() first loads the newest whole checkpoint. When KeyboardInterrupt, SystemExit, a
+        ValueError or a RuntimeError ends the loop, it saves the last finished step, unless the
+        model is between two steps. Then it prints how to resume and raises the error again. An
+        OSError or a SafetensorError saves nothing and becomes an OSError that names the folder. Any
+        other error saves nothing and passes unchanged.
         """
         self.model = model
         # outside the try: an interrupt while loading must not save a half-loaded model
@@ -203,12 +209,12 @@ class Run:
 
     @contextmanager
     def signals_deferred(self):
-        """Context manager around an update, its log and its save: they happen together or not at
-        all.
+        """Context manager around an update, its log and its save: no signal can separate them.
 
-        A signal in between is noted, and raised again at the end under its own handler, which stops
-        the run or, under nohup, ignores SIGHUP. If the code inside fails, that error stops the run
-        anyway, and the noted signals are dropped.
+        Inside, the handler only notes a signal. At the end the former handlers are restored, and
+        the noted signals raised again. The former handler stops the run or, under nohup, ignores
+        SIGHUP. If the code inside raises an error, that error stops the run anyway, and the noted
+        signals are dropped.
         """
         pending = []
         handlers = {}
@@ -248,10 +254,13 @@ class Run:
         self.newest_damaged = False
 
     def load(self, model, optimizer):
-        """Restore the newest checkpoint that is whole → the step to continue with, 0 without one.
+        """Restore the newest checkpoint that is whole → the step to continue with; 0 if the folder
+        has no checkpoint.
 
-        Write config.json only after that, because a resume that is refused must not change the
-        flags. ValueError: all checkpoints are damaged, or one is of another model.
+        config.json is written only after that, because a resume that is refused must not change the
+        flags. ValueError: all checkpoints are damaged; the newest whole one is of another model or
+        of other problems; config.json holds no flags of this version; the ranks found different
+        checkpoints, or one rank failed. OSError: config.json cannot be written.
         """
         with alike() as facts:  # an error, if the ranks found different checkpoints
             for path in self.checkpoints():
@@ -441,7 +450,7 @@ def restore(path, tensors, model, optimizer):
                 key: tensors[f"{name}/{key}"].to(p.device)
                 for key in ("step", "exp_avg", "exp_avg_sq")
             }
-    lora.refresh(model)  # the bf16 copies that kernels read
+    lora.refresh(model)  # the copies that the base multiplies by: bf16 on a GPU, fp32 on a CPU
 
 
 def read_checkpoint(path):

@@ -180,7 +180,8 @@ def among(names, module):
 class Source:
     """A checkpoint's tensors, config and tokenizer.
 
-    A subclass defines read(name), which returns a tensor as it is stored, and sets
+    A subclass defines read(name), which returns a tensor: Safetensors in the stored dtype, GGUF
+    dequantised to fp32. A subclass also sets
 
     path     the folder or the .gguf file
     config   transformers' config
@@ -198,7 +199,8 @@ class Source:
     packed = inexact = False
 
     def tensor(self, name, shape):
-        """→ the tensor on the CPU in its stored dtype, or an NVFP4Tensor if it is stored in NVFP4.
+        """→ the tensor on the CPU, in the dtype that read() returns, or an NVFP4Tensor if the
+        checkpoint stores it in NVFP4.
 
         shape: what the config implies, (N, K) for a matrix. None is for a part of an NVFP4Tensor:
         it skips the checks of shape and values. ValueError: missing, damaged, not finite, of
