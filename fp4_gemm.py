@@ -409,6 +409,7 @@ def _forward_few_rows(x, weight, bias, lora):
 def _forward_gemm(x, xa, weight, bias, lora):
     """→ y (M, N) by one GEMM, from x (M, K) and xa (M, R), which is None without LoRA. dequantize
     decodes a packed W first.
+
     With LoRA the GEMM is [x, xa] @ [W, B].T, so that y is rounded once, as in the main kernel. Two
     GEMMs would round x @ W.T to bf16 first, by more than what an adapter adds early in training.
     """
