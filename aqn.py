@@ -5,7 +5,7 @@
 QeRL (arXiv 2510.11696, §3.3, App. G): noise z on the weight w of a norm equals relative noise z/w
 on the columns of the projection W behind it, so the packed 4-bit weights stay untouched. Each block
 of the decoder has two such norms: the input norm (before q, k, v) and the post-attention norm
-(before gate, up). The final norm stays clean. σ falls in stages of equal length, up to a step.
+(before gate, up). The final norm stays clean. σ falls in stages of equal length, to within a step.
 Stage 0 adds no noise: the paper takes it that the quantizer's own error explores enough then.
 
     stage   0      1 … stages−1, u = (stage − 1)/(stages − 2) from 0 to 1
@@ -19,7 +19,7 @@ first step on (adapted; train.py: --sigma-schedule adaptive): after a step whose
 nearer to the clean one than a target, σ grows by a factor, else it falls by it (Plappert et al.,
 arXiv 1706.01905, §3; PSN-RLVR, arXiv 2602.02555).
 
-The noise is added to the clean fp32 weights: bf16 would round away a σ below 4e-3 on a weight of 1.
+The noise is added to the clean fp32 weights: bf16 rounds away noise below 1.9e-3 on a weight of 1.
 A draw depends on (seed, step, norm) alone, so that every rank and every resumed run gets the same
 one. On exit the weights are restored bit for bit. Norms are found by name, and finding none is an
 error: the released code looks for a class that its sampler does not use and then, as we read it,

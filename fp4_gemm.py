@@ -52,9 +52,9 @@ with PDL.
     GPU, backward    _dequantize_kernel to bf16, cuBLAS        cuBLAS
     CPU              torch, with an fp32 copy of W             torch
 
-On a CPU, pack makes the fp32 copy of W without any of the bit tricks. A GPU sums in fp32. There,
-compute_output=False takes neither the shrink nor the main kernel. Else the number of rows, the
-layer and the GPU alone decide which kernels and tiles compute y, so equal inputs give equal bits.
+On a CPU, pack makes the fp32 copy of W without any of the bit tricks. On a GPU, the shrink and the
+main kernel sum in fp32, and compute_output=False takes neither. Else the number of rows, the layer
+and the GPU alone decide which kernels and tiles compute y, so equal inputs give equal bits.
 With another number of rows a kernel may sum k in another order. Left out: 4-bit activations
 (Hopper's tensor cores have no FP4), experts. Needs: torch; on a GPU triton ≥ 3.6.
 """
@@ -118,7 +118,7 @@ TMA_ROWS = constexpr(64)
 class PackedNVFP4(NamedTuple):
     """A weight (N, K) in the kernels' layout: parts (N_i, K), as of q, k and v, joined along N.
 
-    words and scales cover whole tiles: they are padded along N and K with codes of 0.
+    words and scales cover whole tiles. Along N and K, codes of 0 pad words; ZERO_SCALE pads scales.
     """
 
     words: torch.Tensor  # (N/64, K/128, 64, 16) int32, 8 codes each
@@ -391,9 +391,9 @@ def _forward_few_rows(x, weight, bias, lora):
     """
     gpu = torch.cuda.get_device_properties(x.device)
     dense = isinstance(weight, Dense)
-    # Do not start the shrink kernel early (PDL) for a Dense with more than 16 rows. A shrink kernel
-    # that starts early occupies SMs while it waits, and with so many rows cuBLAS needs all SMs for
-    # the previous layer, if that layer is a Dense too.
+    # Do not start the shrink kernel early (PDL) for a Dense if x has more than 16 rows. A shrink
+    # kernel that starts early occupies SMs while it waits, and with so many rows cuBLAS needs all
+    # SMs for the previous layer, if that layer is a Dense too.
     pdl = gpu.major >= 9 and (len(x) <= 16 or not dense)
     xa = shrink_sums = None
     if lora is not None:
@@ -508,7 +508,7 @@ def _plan(M, N, K, gpu):
         return launches
     sms = gpu.multi_processor_count
     tiles_n = triton.cdiv(N, ROWS)
-    # A tile that holds all rows of x decodes each weight once. But a tile has at most 128 rows, or
+    # A tile with all rows of x decodes each weight once. But a tile here has at most 128 rows, or
     # 32 on GPUs without wgmma (9.x) or tcgen05 (10.x): there several warps multiply a larger tile,
     # and each of them decodes the same weights. A tile of 64 or 128 rows is never taller than x,
     # because TMA is slow to fill missing rows with zeros.
@@ -575,9 +575,9 @@ def _launch_shrink(x, weight, lora, pdl):
     R = len(lora.A)
     tile_m, tile_r = 8 if M <= 8 else 16, 32
     # Split k as in _plan, here to at most 28 CTAs (fitted): partial sums of such a small tile, 32 ×
-    # 8 or 16, are added fast. For a packed weight a CTA sums about 512 columns, because the main
-    # kernel runs at the same time and hides the shrink kernel. A Dense's GEMM waits for xa, so
-    # there a CTA sums about 256 columns, which take less time.
+    # 8 or 16, are added fast. If 28 suffice, a CTA sums at most 512 columns for a packed weight,
+    # because the main kernel runs at the same time and hides the shrink kernel. A Dense's GEMM
+    # waits for xa, so there a CTA sums at most 256 columns, which take less time.
     split_k = 1
     if K >= 8 * COLS:
         split_k = min(28, triton.cdiv(K, 256 if isinstance(weight, Dense) else 512))
@@ -816,7 +816,7 @@ def _linear_kernel(
     s_ptr = _pointers(scales, stored_row, ROW_SCALES)
     acc = tl.zeros((TILE_N, TILE_M), tl.float32)
 
-    # Load the epilogue's operands before the loop, because they arrive while it runs.
+    # Load the epilogue's operands except xa before the loop, because they arrive while it runs.
     scale = tl.load(global_scales + offs_n, mask=in_n, other=0.0)[:, None] * RESCALE
     add = 0.0 if bias is None else tl.load(bias + offs_n, in_n, 0.0).to(tl.float32)[:, None]
     if RANK > 0:
@@ -904,9 +904,9 @@ def _sum_splits(acc, partial_sums, counters, SPLIT_K: constexpr):
     if is_last:
         tl.store(counters + tile, 0)
         acc = tl.zeros_like(acc)
-        # Load from L2 (.cg), because L1 may hold lines of an earlier launch. A tile of 4096 sums is
-        # at most 32 of them a thread, too few loads to hide their latency: unroll the loop, so
-        # that loads of several CTAs' sums overlap. Larger tiles have enough loads in each turn.
+        # Load from L2 (.cg), because L1 may hold lines of an earlier launch. In a tile of at most
+        # 4096 sums a thread loads up to 32 a turn, too few to hide their latency: unroll the loop,
+        # so that loads of several CTAs' sums overlap. Larger tiles have enough loads in each turn.
         unroll: constexpr = SPLIT_K if R * C <= 4096 else 1
         for i in tl.range(SPLIT_K, loop_unroll_factor=unroll, num_stages=1):
             acc += tl.load(partial_sums + i * R * C + offs, cache_modifier=".cg")

@@ -1,6 +1,7 @@
 """GRPO and its relatives: from the rewards of a group of answers to a loss.
 
-    A    = (r − mean of its group) / (std of its group + 1e-4)  advantage: one number per answer
+    A    = (r − mean of its group) / (std of its group + 1e-4)  advantage: one number per answer;
+                                                                dr_grpo does not divide
     ρ_t  = π_θ(token t) / π_old(token t)                        ratio: the policy's move since "old"
 
     dapo     −Σ_i Σ_t min(ρA, clip(ρ, 1−ε_low, 1+ε_high)A) / Σ lengths      DAPO 2503.14476, eq. 8
@@ -20,7 +21,7 @@ that of REINFORCE, A ∇ ln π. The value of a centered grpo or gspo loss is the
 gradient is not. The clip acts from the second update on. With --correction bypass, train.py takes
 the sampler's log-probabilities for "old", so that the clip can act in the first update, too.
 
-Tensors are (B, T) with B = P·G: sample g of prompt p is row p·G + g. Build the mask from lengths,
+Tensors are (B, T): B answers, any part of the batch, by T tokens. Build the mask from lengths,
 never from token ids: padding may have the end token's id. The sampled end token is an action too
 and is not masked.
 
@@ -121,7 +122,8 @@ def policy_loss(
     normalizer() returns, or a number. loss_type: a key of CLIP, else KeyError. weights (B, T) f32:
     from importance_weights, or None for 1; gspo takes their mean over an answer. clip_low,
     clip_high: ε_low and ε_high, or None for CLIP's. ref_logprobs (B, T) f32: ln π_ref, read if beta
-    is not 0. beta: the KL penalty's coefficient: beta · kl_k3 of each token is added to the loss.
+    is not 0. beta: the KL penalty's coefficient: beta times the sum (grpo, gspo: the mean) of a
+    row's kl_k3 is added to the row's loss, before the division by normalizer.
     """
     low, high = CLIP[loss_type]
     if clip_low is not None:

@@ -186,7 +186,8 @@ def adapter_tensors(model):
 def save_adapter(model, folder, base_name=""):
     """Write PEFT's two files into folder, each whole or, if the save is interrupted, not at all.
 
-    base_name: the base model as PEFT shall find it, a name on the hub or a path.
+    base_name: the base model, a name on the hub or a path, for PEFT to find it; or a key of
+    ON_THE_HUB, of which save_adapter writes the name on the hub.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -10,10 +10,11 @@ The trainer packs a prompt once, followed by the answers to it; flat_row() makes
 Sampler and trainer run this same code on the same tensors. Every projection is a frozen base in
 NVFP4 (or in bf16, with quant="bf16", or if a 4-bit checkpoint leaves it so) with a LoRA beside it;
 q, k, v are one matrix, and so are gate and up. Embeddings, lm_head, norms and biases are not
-quantised; aqn.py adds its noise to the norms' weights, fp32 buffers.
+quantised. The norms' weights are fp32 buffers; aqn.py adds its noise to those of input_layernorm
+and post_attention_layernorm.
 
-load() reads and quantises one layer after the other, so its peak of memory is the model plus one
-layer. A CPU computes in fp32, a GPU in bf16 with the residual stream and the logits in fp32.
+load() reads and quantises one matrix after the other, so no second copy of all weights exists. A
+CPU computes in fp32, a GPU in bf16 with the residual stream and the logits in fp32.
 
 transformers supplies the config and the formulas of scaled RoPE; its own models are the tests'
 oracle. Left out: mixtures of experts, sliding windows, encoder parts, dropout.
@@ -250,8 +251,9 @@ class Decoder(nn.Module):
         self.register_buffer("inv_freq", inv_freq.float().to(device))
 
     def forward(self, ids, positions, attend):
-        """Tokens ids (n,), each at its position (n,) in its text → hidden (n, D), after the final
-        norm. attend: which tokens each of them sees, an attention.Packed or attention.Paged.
+        """Tokens ids (n,) int64, each at its position (n,) int64 in its text → hidden (n, D) in
+        self.dtype, after the final norm. attend: which tokens each of them sees, an
+        attention.Packed or attention.Paged.
         """
         # The residual stream is fp32 on a GPU too, because bf16 would round each of its sums, and
         # not always to the same number in the sampler's and the trainer's batches.
@@ -288,8 +290,8 @@ class Decoder(nn.Module):
         """(B, T) tokens → (B, T) f32 log-probability of each answer token, and entropy of its
         distribution. Rows with the same prompt share it: the model reads it once.
 
-        Row b is prompt_lengths[b] prompt tokens, lengths[b] answer tokens, then padding; outside
-        the answer both results are 0. Temperature divides the logits, as in sampling (0 counts as
+        Row b is prompt_lengths[b] ≥ 1 prompt tokens, lengths[b] ≥ 1 answer tokens, then padding;
+        outside the answer both are 0. Temperature divides the logits, as in sampling (0 counts as
         1). Only the log-probabilities have a gradient. No [B, T, V] tensor ever exists: see
         ops/logprobs.py.
         """

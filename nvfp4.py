@@ -3,7 +3,7 @@
     w[n, k]  ≈  E2M1[code[n, k]] · block_scale[n, k // 16] · global_scale
 
     row n:   | k = 0 … 15    | k = 16 … 31   | …     code, 4 bit:  s e e m → ±{0 ½ 1 1½ 2 3 4 6}
-             | block_scale 0 | block_scale 1 | …     e4m3, 8 bit: 2⁻⁹ … 448;  global_scale: one fp32
+             | block_scale 0 | block_scale 1 | …     e4m3, 8 bit: 0, 2⁻⁹ … 448; global_scale: fp32
     packed[n, j] = code[n, 2j+1] << 4 | code[n, 2j]               → 4 + 8/16 = 4.5 bit per weight
 
 Codes 0 to 7 are the eight magnitudes in ascending order, and bit 3 is the sign. A byte holds the
@@ -15,8 +15,8 @@ This is the format of QeRL (arXiv 2510.11696, §3.3, eq. 6), of compressed-tenso
 The quantizer chooses each block's scale by one of two methods, then rounds each weight to the
 nearest code:
 
-    "rtn"    round to nearest, as in the paper: the block's largest magnitude (amax) is stored as 6,
-             because the scale is amax / 6, rounded to e4m3.
+    "rtn"    round to nearest, as in the paper: the scale is amax / 6, rounded to e4m3, with amax
+             the block's largest magnitude. So with a scale of 2⁻⁶ or more, amax is stored as 6.
     "sweep"  the default: try ten neighboring e4m3 scales, amax / 6 among them, and keep the one
              with the least squared error. E2M1 has nothing between 4 and 6, so a block often loses
              less when its largest weight is stored as 4 or 3, or is clipped. Sweep costs time only
@@ -41,7 +41,7 @@ BLOCK = 16  # neighbors in k that share a block scale
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitude of code & 7; bit 3 is the sign
 FP4_MAX = 6.0  # the largest E2M1 number
 FP8_MAX = 448.0  # the largest e4m3 number
-# The scales that sweep tries, as offsets in e4m3 codes from amax / 6. A wider range gains nothing:
+# The scales that sweep tries, as offsets in e4m3 codes from amax / 6. Larger scales gain nothing:
 # with a scale above amax / 3.5 no magnitude exceeds 3, and half that scale represents the same
 # weights.
 SWEEP = range(-2, 8)
@@ -144,8 +144,9 @@ def _choose_scale(magnitude, offsets):
 
 
 def _divisor(scale):
-    """scale (…) f32 → the same with inf for 0. The scale of a block of tiny weights rounds to
-    0. Divided by 0 these weights would be inf or NaN; divided by inf they are 0 and get the code 0.
+    """scale (…) f32 → the same with inf for 0. The scale of a block of tiny weights rounds to 0.
+    Divided by 0 these weights would be inf or NaN. Divided by inf they are 0 and get the code of a
+    zero: 0, or 8 if the weight is negative.
     """
     return scale.masked_fill(scale == 0, math.inf)
 
@@ -156,7 +157,7 @@ def _nearest_e2m1(x):
 
     Divide by the distance of the two magnitudes around x, round to an integer, multiply again.
     """
-    # An fp32 whose mantissa bits are 0 is its power of two: 2^⌊log2 x⌋.
+    # With its mantissa bits set to 0, an fp32 x becomes 2^⌊log2 x⌋.
     power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
     step = power.clamp_(1, 4).mul_(0.5)  # ½ for x below 2, 1 below 4, 2 from 4 on
     return x.div(step).round_().mul_(step).clamp_(max=FP4_MAX)

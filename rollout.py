@@ -2,14 +2,14 @@
 of every token as it was drawn.
 
     waiting rows ──► admit: give a row pages ──► prefill: compute a prompt's keys and values,
-         ▲           while slots and pages last           once for the rows of its group
+         ▲           while slots and pages last           once for the running rows of its group
          │ put back: no page is free                               │
          │                                                         ▼
     running rows ◄── retire: ended rows ◄── decode 8 steps, each one CUDA graph: newest token of
                      free their pages       each row → model → sample → Rollout → stop test
 
-Keys and values lie in pages of 128 positions. A row gets a page when it needs one, so memory holds
-the tokens that exist, not the longest possible answer of each row:
+Keys and values lie in pages of 128 positions, on a CPU of 16. A row gets a page when it needs one,
+so the sampler can run with fewer pages than the longest possible answers of all rows need:
 
     prompt of 300 tokens    answers of two rows      pages of row 0: A B C E
     | page A  | page B  | C  …  | page E …           pages of row 1: A B D
@@ -17,18 +17,18 @@ the tokens that exist, not the longest possible answer of each row:
                                                       positions 256 to 298; then each row writes
                                                       the prompt's last token and its answer)
 
-A group shares the whole pages of its prompt, and each row after the first copies the last, partial
-page. If no page is free, the sampler puts the youngest row back into the queue and releases its
-pages. The row's answer so far stays in the Rollout. Later the sampler prefills the row again and
-continues its answer.
+A group shares the pages that the prompt's prefill fills. Each row after the first copies the next,
+partial page. If no page is free, the sampler puts the youngest row back into the queue and releases
+its pages. The row's answer so far stays in the Rollout. Later the sampler prefills the row again
+and continues its answer.
 
 A step reads each row's newest token, which is not in the cache yet (at first the prompt's last),
-and draws the next one; so prefill draws nothing. The host replays the graph of a step 8 times, then
-reads which rows have ended and moves the rows that still run to the front of the batch. A row's
-position, last token and block table are data on the GPU. So a graph depends on two numbers only:
-the rows of the batch, and the pieces of 256 positions in the longest row. The sampler rounds both
-up to a power of two, and the pieces to at least 4, so that it captures fewer graphs. Neither number
-exceeds its maximum: the slots, and the pieces of the longest possible row.
+and draws the next one; so prefill draws nothing. The host replays the graph of a step up to 8
+times, then reads which rows have ended and moves the rows that still run to the front of the batch.
+A row's position, last token and block table are data on the GPU. So a graph depends on two numbers
+only: the rows of the batch, and the pieces of 256 positions in the longest row. The sampler rounds
+both up to a power of two, and the pieces to at least 4, so that it captures fewer graphs. Neither
+number exceeds its maximum: the slots, and the pieces of the longest possible row.
 generate frees pages and graphs at its end: the update needs the memory, and no graph may outlive
 what it reads. A CPU uses no graphs.
 
@@ -66,9 +66,9 @@ except ImportError:  # a CPU machine may lack Triton: its kernel is then never l
     jit, constexpr = (lambda kernel=None, **options: kernel or jit), int
 
 SLOTS = 256  # most sequences that run at once
-STEPS = 8  # decode steps between the host's reads of which rows have finished
-PREFILL_TOKENS = 8192  # most in one forward pass, unless a prompt or a row put back is longer
-MIN_PIECES = 4  # pieces of 256 positions that a graph covers at least: fewer graphs to capture
+STEPS = 8  # most decode steps between the host's reads of which rows have finished
+PREFILL_TOKENS = 8192  # most in one forward pass, unless one row may need more
+MIN_PIECES = 4  # of 256 positions: a graph covers so many, if a row can have them: fewer captures
 CPU_PAGE = 16  # positions of a page on a CPU, where attention copies the pages of a row together
 
 
@@ -457,7 +457,7 @@ class _Batch:
         c, device = self.model.config, self.model.device
         self.cuda = device.type == "cuda"
         shape = (c.num_hidden_layers, pages, c.num_key_value_heads, self.page_size, head_dim(c))
-        # zeros, not empty: a masked position has weight 0, and 0 · NaN would still be NaN
+        # zeros, not empty: on a CPU a masked position has weight 0, and 0 · NaN would be NaN
         self.cache = attention.KVCache(
             k=torch.zeros(shape, dtype=self.model.dtype, device=device),
             v=torch.zeros(shape, dtype=self.model.dtype, device=device),
@@ -494,8 +494,8 @@ class _Batch:
     # --- admit: pages and prefill
 
     def admit(self, waiting, running):
-        """Start waiting rows while slots and pages last: the first row of a group prefills its
-        prompt, the others share it.
+        """Start waiting rows while slots and pages last. A row shares the prompt's pages with a
+        running row of its group. Prefill a row if none runs, or if it has answer tokens already.
         """
         began = time.perf_counter()
         older, group_size = len(running), self.draw.group_size
@@ -508,7 +508,8 @@ class _Batch:
             whole = (len(sequence.prompt) - 1) // self.page_size
             shared = [] if sibling is sequence else sibling.pages[:whole]
             missing = self.pages_ahead(sequence) - len(shared)
-            # Keep a free page for each row that will need more, or rows would soon be put back.
+            # Keep a free page for each running row that may need more, or rows would soon be put
+            # back.
             if running and missing + growing > len(self.pool.free):
                 break
             waiting.popleft()
@@ -518,7 +519,7 @@ class _Batch:
             growing += self.will_grow(sequence)
             if sibling is sequence or sequence.position >= len(sequence.prompt):
                 prefills.append((sequence, len(shared) * self.page_size))
-            else:  # the page with the end of the prompt, in which the row's answer begins
+            else:  # the page of the prompt's last token, which each row writes to a page of its own
                 sources.append(sibling.pages[whole])
                 copies.append(sequence.pages[whole])
         self.full = len(running)
@@ -654,9 +655,9 @@ class _Batch:
         return made
 
     def pick_graph(self, size, pieces):
-        """→ (rows, pieces) of the graph to replay: a captured one that is large enough, until this
-        very size is requested twice in a row. A capture costs many steps, and short answers end
-        sooner.
+        """→ (rows, pieces) of the graph to replay: a captured one that is large enough. If there is
+        none, or if this very size is requested twice in a row, it is the requested one. A capture
+        costs many steps, and short answers end sooner.
         """
         before, self.requested = self.requested, (size, pieces)
         larger = [key for key in self.graphs if key[0] >= size and key[1] >= pieces]

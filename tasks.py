@@ -27,9 +27,9 @@ code. Judging takes a few milliseconds, or at most 1 s of processor time for eac
 math-verify makes.
 
 math-verify leaves out some parts of a formula, so tasks.py decides about these. If either text has
-a base (52_8), dots, a prime or a word such as "million", the whole texts must be the same, but for
-blanks, braces, \left, \right and \text. If the solution has no %, 5\% is 1/20. (1, 2) is not
-{1, 2}. Of 5 = 6, both sides must be right.
+a base (52_8), dots, \prime, a ' behind a digit, ) or }, a negation (\neg, \not) or a word such as
+"million", the whole texts must be the same, but for blanks, braces, \left, \right and \text. If the
+solution has no %, 5\% is 1/20. (1, 2) is not {1, 2}. Of 5 = 6, both sides must be right.
 
 data is a JSONL file, or a dataset of the hub as owner/name[/config][:split], whose records have
 
@@ -37,9 +37,9 @@ data is a JSONL file, or a dataset of the hub as owner/name[/config][:split], wh
     math     problem, question or prompt, which may be a chat; and HuggingFaceH4/MATH-500:test
              answer, reward_model.ground_truth, solution          open-r1/DAPO-Math-17k-Processed/en
 
-Questions that differ in blanks or case only are one problem. read() refuses a gold that nobody
-could answer, prose or two numbers, and names its line. hold_out() refuses two answers to one
-question, and quotes the beginning of the prompt.
+Questions that differ only in case, or in how many blanks separate their words, are one problem.
+read() refuses a gold that nobody could answer, prose or two numbers, and names its line. hold_out()
+refuses two answers to one question, and quotes the beginning of the prompt.
 
 tools/own_task.py makes a Task of a Python file of the user's.
 
@@ -65,7 +65,8 @@ MATH = "{problem}\nThink step by step, and put the final answer into \\boxed{{}}
 MAX_PAIRS = 1_000_000  # of operands: all pairs of 0-999 are held in memory
 MAX_FORMULA = 500  # characters of a formula in LaTeX
 
-# What LaTeX stands for in plain text, replaced in this order. An operator becomes ×, a root √.
+# What LaTeX stands for in plain text, replaced in this order. An operator becomes ×; a root, a
+# logarithm or a trigonometric function becomes √.
 PLAIN = (
     (r"\\[dt]?frac *([0-9]) *([0-9])", r"\\frac{\1}{\2}"),
     (r"([0-9]?) ?\\[dt]?frac *\{ *(-?[0-9]+) *\} *\{ *([0-9]+) *\}", r"\1 \2/\3"),
@@ -145,7 +146,7 @@ class Task(NamedTuple):
     train: list[dict]
     held_out: list[dict]  # never trained on
     prompt: Callable[[dict], str | list]  # problem → the user's message, or a chat
-    # (problem, text of the answer, did the model end it?) → 1.0 or 0.0
+    # (problem, text of the answer, did the model end it?) → 1.0 or 0.0; tools/own_task.py: a float
     reward: Callable[[dict, str, bool], float]
 
 
@@ -313,8 +314,9 @@ def equal(gold, answer):
 def _latex_problem(record):
     """→ the problem of a line of the data. The record is changed.
 
-    ValueError: a field is missing; an answer in prose, or a long one without a box; a chat of
-    several turns.
+    ValueError: a field is missing; an answer in prose; one that is empty or exceeds MAX_FORMULA,
+    counted inside its last box or else behind its last ####; one that does not equal itself; a chat
+    of several turns.
     """
     if isinstance(record.get("prompt"), list):
         record["prompt"] = _user_message(record["prompt"])
@@ -410,13 +412,14 @@ def hold_out(task, count, source, operands=None, gold=None):
 
     Those are held out whose prompts have the smallest hashes. So the split needs no seed, and a
     line that the user edits or deletes moves at most one other problem between train and held_out.
-    Problems whose prompts differ in blanks or case only are one. task: a Task with all its problems
-    in train. source: the name of their file or dataset. gold: problem → its right answer.
+    Problems whose prompts share a key (_asked) are one, and the last of them is kept. task: a Task
+    with all its problems in train. source: the name of their file or dataset. gold: problem → its
+    right answer.
     ValueError: operands are given; under 4 problems, or with count 0 none; two golds for a prompt.
     """
     if operands:
         raise ValueError(f"--operands {operands} has no meaning beside {source}: leave it out")
-    by_prompt = {}  # prompt, without blanks and case → its problem
+    by_prompt = {}  # key of a prompt, from _asked → its problem
     for problem in task.train:
         key = _asked(task.prompt(problem))
         other = by_prompt.get(key, problem)

@@ -70,8 +70,9 @@ class Batch(NamedTuple):
 def train(config, model, environment, sampler, run):
     """The algorithm at the top of this file, from the run's checkpoint or from step 0 on.
 
-    The seed and the step fix the noise and the random bits of every sampled token. The seed and
-    run.drawn, which a checkpoint stores, fix the problems. So a resume repeats every random choice.
+    The seed and the step fix the random bits of the noise and of every sampled token. The seed and
+    run.drawn fix the problems, and run.sigma scales adaptive noise. A checkpoint stores run.drawn
+    and run.sigma, so a resume repeats every random choice.
 
     config: tools.flags.Config. model: model.Decoder. environment: tools.launch.Environment.
     sampler: rollout.Sampler. run: tools.run.Run.
@@ -174,7 +175,7 @@ def draw_groups(config, sampler, environment, step, drawn):
     P = config.prompts // ranks
     useful, flat = [], []
     for attempt in range(1 + config.resample):
-        drawing = gather(len(useful) < P)  # of each rank: 1 if it needs P more problems
+        drawing = gather(len(useful) < P)  # of each rank: whether it draws P more problems
         if not any(drawing):
             break
         if len(useful) < P:
@@ -188,7 +189,7 @@ def draw_groups(config, sampler, environment, step, drawn):
 
 
 def sample_groups(config, sampler, environment, problems, step, attempt):
-    """→ a Group for each of these problems, of which every rank has equally many."""
+    """→ a Group for each of these problems, of which every rank that draws has equally many."""
     rank, ranks = rank_and_count()
     P, G = len(problems), config.group_size
     how = dict(temperature=config.temperature, step=step, progress=f"step {step}")
@@ -389,8 +390,8 @@ def evaluate(config, sampler, environment, say=print):
     eval_greedy: the mean reward of one greedy answer to each problem; the tasks of tasks.py give 1
     only to an answer that is right and ended. eval_greedy_loose: of the same answers, each judged
     as if it had ended. eval_sampled: the mean reward of --eval-samples answers to each problem, at
-    --temperature and --eval-top-p: pass@1, if rewards are 0 or 1. problems: how many are held out.
-    rollout_s: seconds on this rank.
+    --temperature and --eval-top-p: pass@1, if rewards are 0 or 1. problems: how many are evaluated.
+    rollout_s: seconds until every rank has sampled and judged its share.
 
     AssertionError: the norms are noisy.
     """

@@ -79,8 +79,8 @@ def wait_for_predecessor(PDL: constexpr):
     """Wait until the kernel before has ended and its writes are visible. Then allow the GPU to
     start the next kernel, which waits for this one in the same way.
 
-    Call this before the first load of what another kernel wrote, and before the first store: the
-    predecessor may still read the memory that the store overwrites.
+    Call this before the first load of what a running kernel may still write, and before the first
+    store: the predecessor may still read the memory that the store overwrites.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -210,7 +210,7 @@ class Heads(NamedTuple):
 
     query: int  # H
     key: int  # Hkv
-    norms: tuple  # Qwen3: (weight of q's norm (Dh,) f32, of k's, eps), each head's; or None
+    norms: tuple  # Qwen3: (q's weight (Dh,) f32, k's, eps), shared by the heads; else None
 
 
 class KVCache(NamedTuple):
@@ -257,7 +257,8 @@ class Gather(torch.autograd.Function):
 class Packed:
     """Attention among the tokens of a flat row: prompts, each followed by its answers.
 
-    positions (n,) int64: of each token in its text. A call returns the attention of one layer.
+    positions (n,) int64: of each token, from 0 at the start of its prompt. A call returns the
+    attention of one layer.
     """
 
     def __init__(self, groups, device, cache=None, places=None):

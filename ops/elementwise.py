@@ -1,4 +1,4 @@
-"""What a decoder block computes between its matrix products, attention apart: a function each.
+"""What a decoder computes around its matrix products, attention apart: a function each.
 
     add_norm(x, y)     s = x + y,  then  s / √(mean(s²) + eps) · weight    RMSNorm, arXiv 1910.07467
     swiglu(gate_up)    silu(gate) · up,  where  silu(z) = z · σ(z)         SwiGLU, arXiv 2002.05202
@@ -54,8 +54,8 @@ def wait_for_predecessor(PDL: constexpr):
     """Wait until the kernel before has ended and its writes are visible. Then allow the GPU to
     start the next kernel, which waits for this one in the same way.
 
-    Call this before the first load of what another kernel wrote, and before the first store: the
-    predecessor may still read the memory that the store overwrites.
+    Call this before the first load of what a running kernel may still write, and before the first
+    store: the predecessor may still read the memory that the store overwrites.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -92,7 +92,7 @@ def embed(ids, table):
     """Rows ids (…) int64 of table (V, D), of any floating-point dtype → (…, D) f32.
 
     For ids on a GPU the table may be in pinned host memory: the kernel loads the rows over the bus,
-    so that a large vocabulary takes no GPU memory.
+    so that a large table takes no GPU memory.
     """
     if not ids.is_cuda:
         return table[ids].float()
@@ -104,7 +104,7 @@ def embed(ids, table):
 @jit
 def _embed_kernel(ids, table, out, D: constexpr, TILE: constexpr, PDL: constexpr):
     """A CTA copies one row (D,) of the table, as fp32. ids (rows,), out (rows, D)."""
-    wait_for_predecessor(PDL)  # the sampler's last kernel writes ids
+    wait_for_predecessor(PDL)  # in a decode step, rollout.py's _append_kernel writes ids
     row = tl.program_id(0).to(tl.int64)  # int64: row · D may exceed 2³¹
     cols = tl.arange(0, TILE)
     x = tl.load(table + tl.load(ids + row) * D + cols, mask=cols < D, other=0.0)  # (TILE,)
@@ -122,8 +122,8 @@ def rms_norm(x, weight, eps, dtype=None):
 def add_norm(x, y, weight, eps, dtype):
     """Add a branch's output to the residual stream and normalize → (x + y, RMS norm of x + y).
 
-    x (…, D) f32: the residual stream. y (…, D) in `dtype`: a branch's output, or None in front of
-    the first branch. weight (D,) f32. The sum is fp32, the norm is rounded to dtype once.
+    x (…, D) f32: the residual stream. y (…, D) in `dtype`: a branch's output, or None if x already
+    holds the whole sum. weight (D,) f32. The sum is fp32, the norm is rounded to dtype once.
     """
     if x.is_cuda:
         return AddNorm.apply(x, y, weight, eps, dtype)

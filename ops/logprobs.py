@@ -113,7 +113,7 @@ def _softmax_kernel(z, targets, scale, logprob, entropy, dz, V, TILE: constexpr)
     kernel anew for pointers that 16 does not divide. Three pointers are exempt, because they point
     into the middle of a tensor for every chunk but the first.
     """
-    row = tl.program_id(0).to(tl.int64)  # int64: row · V may exceed 2³¹
+    row = tl.program_id(0).to(tl.int64)  # int64, so that row · V overflows for no size of z
     cols = tl.arange(0, TILE)
     z += row * V
     target = tl.load(targets + row)

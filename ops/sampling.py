@@ -1,4 +1,4 @@
-"""Gumbel-max sampling: an exact draw from softmax(logits / T), by one argmax.
+"""Gumbel-max sampling: a draw from softmax(logits / T), by one argmax.
 
     token = argmax(logits / T + noise)        noise = −ln(−ln(uniform)), one for each possible token
 
@@ -11,17 +11,17 @@ is a function without any state, from a counter and a key to four random 32-bit 
     sequence  the number of the answer in its step, unique over all prompts, batches and ranks
     position  the index of the new token in its answer, from 0
 
-A uniform number has 23 bits, so the noise is at most 16.6. Rare tokens are drawn too rarely: one of
-probability 3e-8 about half as often as it should, and one below 1e-9 never. More bits would change
-every draw.
+A uniform number has 23 bits, so the noise is at most 16.64. Rare tokens are drawn too rarely: one
+of probability 3e-8 about half as often as it should, and one below 1e-9 never. More bits would
+change the noise of every token.
 
 The counter and the key alone fix a token's noise. So the noise depends neither on the other rows
 of the batch nor on the order in which answers end. The sampler may move an answer to another row,
 or put it back into the queue and resume it later: the answer's next tokens get the same noise.
 
-On a CPU plain torch lines compute each result, and they are its definition. On a GPU, where no
-gradient is asked for, `sample` launches Triton kernels with the same result. They use PDL
-(programmatic dependent launch): the GPU starts a kernel while its predecessor still runs, and the
+On a CPU plain torch lines compute each result, and they are its definition. On a GPU, if gradients
+are disabled, `sample` launches Triton kernels with the same result. They use PDL (programmatic
+dependent launch, from Hopper on): the GPU starts a kernel while its predecessor still runs, and the
 kernel waits for its predecessor before it reads.
 
 Left out: top-k, penalties, speculative sampling. Needs: torch; on a GPU also triton.
@@ -69,8 +69,8 @@ def wait_for_predecessor(PDL: constexpr):
     """Wait until the kernel before has ended and its writes are visible. Then allow the GPU to
     start the next kernel, which waits for this one in the same way.
 
-    Call this before the first load of what another kernel wrote, and before the first store: the
-    predecessor may still read the memory that the store overwrites.
+    Call this before the first load of what a running kernel may still write, and before the first
+    store: the predecessor may still read the memory that the store overwrites.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -113,7 +113,8 @@ def nucleus(logits, temperature, top_p):
 
 def _sample(logits, temperature, seed, step, sequence, position):
     """sample by two kernels. _tile_kernel reduces each tile of 2,048 logits to five numbers,
-    _merge_kernel merges the tiles of a row. Two, because one CTA a row would leave most SMs idle.
+    _merge_kernel merges the tiles of a row. Two, because with few rows one CTA a row would leave
+    most SMs idle.
     """
     B, V = logits.shape
     logits = logits.contiguous()
@@ -204,7 +205,7 @@ def _tile_kernel(
         bits = bits.to(tl.uint32, bitcast=True) >> 9
         uniform = (bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23, as in noise()
         noisy = z - tl.log(-tl.log(uniform))
-    # The argmax of NaN (a finished row) may lie outside the tile: the minimum keeps it inside V.
+    # A finished row may be NaN. Its argmax may then lie past V: the minimum keeps it below V.
     best = tl.minimum(tl.argmax(noisy, 0), V - 1 - tile * TILE)
     largest = tl.max(z, 0)
     tiles = tl.num_programs(0)

@@ -1,6 +1,6 @@
 """Is training worth its time? The sampler against the trainer, and a step without an update.
 
-Needs: torch; rollout.py; tools/ranks.py, tools/report.py, tools/run.py.
+Needs: torch; rollout.py; tools/{budget,ranks,report,run}.py.
 """
 
 import dataclasses
@@ -30,10 +30,10 @@ def mismatch(config, model, rollout):
     """→ mean of exp|ln π_trainer − ln π_sampler| over answer tokens: 1 if the two agree.
 
     Both use the same weights and the same noise, so they differ in the order of sums in their
-    kernels. On a GPU they also differ if a packed weight's global scale is no power of two: the
-    trainer rounds the decoded weight to bf16, and the sampler does not. Call this inside the noise
-    that the rollout was sampled under. It reads at most 127 of the rollout's answers, evenly
-    spread. All tokens of all ranks weigh the same.
+    kernels. On a GPU they also differ if a packed weight's global scale is no power of two: a pass
+    over more than 256 tokens (training, prefill) rounds the decoded weight to bf16, and a decode
+    step does not. Call this inside the noise that the rollout was sampled under. It reads at most
+    127 of the rollout's answers, evenly spread. All tokens of all ranks weigh the same.
     """
     every = max(1, len(rollout.tokens) // 64)
     rows = torch.arange(0, len(rollout.tokens), every)

@@ -13,8 +13,8 @@ lm_head, norms and biases are never in 4 bits, nor is a projection that the base
 NVFP4, leaves in 16 bits: it is copied, and named in the config. tools/weights.py describes the two
 layouts. DST also gets the tokenizer and the generation config. transformers 4 and 5 read RoPE's
 numbers from different places, so write_config() writes both. copy_tokenizer() writes the older
-names, because transformers 4 does not know those that transformers 5 writes. The adapter alone
-needs no export, because RUN/adapter has PEFT's files.
+names, because transformers 4 cannot read what transformers 5 writes. The adapter alone needs no
+export, because RUN/adapter has PEFT's files.
 
 No format merges the adapter into 4 bits, because rounding W + (alpha/rank) B A to 4 bits loses part
 of what the adapter learned. To do it all the same, export bf16, then that folder as nvfp4.
@@ -158,7 +158,7 @@ def load(name, quant, adapter):
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
     rank = rank if type(rank) is int else 1
     alpha = alpha if type(alpha) in (int, float) else 1
-    # Open the base only now: it may be a download, for which a wrong adapter should not wait.
+    # Open the base only now: it may be a download, for which a missing adapter should not wait.
     source = weights.open(name)
     decoder = model.load(source, quant or "nvfp4", rank, alpha)
     if adapter:
@@ -196,7 +196,8 @@ def copy_tokenizer(source, folder):
                 shutil.copyfile(file, folder / file.name)
     file = folder / "tokenizer_config.json"
     if file.is_file():
-        # transformers 4 knows neither name that 5 writes; both know the older ones
+        # transformers 4 has no class TokenizersBackend, and takes no list as extra_special_tokens;
+        # 4 and 5 both know the older names
         text = file.read_bytes().replace(b"TokenizersBackend", b"PreTrainedTokenizerFast")
         file.write_bytes(
             text.replace(b'"extra_special_tokens": [', b'"additional_special_tokens": [')

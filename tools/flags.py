@@ -186,10 +186,10 @@ class Config:
         "all that is free",
         low=LITTLE,
     )
-    seed: int = flag(0, "of all random numbers", high=2**32 - 1, scored=True)
+    seed: int = flag(0, "of all random draws but the held-out ones", high=2**32 - 1, scored=True)
     device: str = flag("", "cuda or cpu; empty: cuda where there is one")
     out: str = flag("", "this run's folder; empty: runs/TASK-MMDD-HHMMSS")
-    resume: str = flag("", "folder of a run to continue with its flags; those given here win")
+    resume: str = flag("", "folder of a run to continue with its flags; some may be given anew")
     preflight: bool = flag(
         False, "sample 32 prompts, give advice, update nothing; exit 3 (torchrun: 0): pointless"
     )
@@ -260,8 +260,9 @@ def _of_resumed_run(given):
     """→ the flags of the run in --resume. ValueError: a flag that it cannot change."""
     folder = given["resume"]
     stored = flags_of_run(folder) | {"out": folder}
-    # What the checkpoint is of, where it lies, and what the steps so far were made by. Another seed
-    # would shuffle the problems of the present epoch anew.
+    # What the checkpoint is of, where it lies, what the run began from, how many updates its steps
+    # made, and how many problems its evaluations had. Another seed would shuffle the problems of
+    # the present epoch anew.
     kept = FIXED | {"out", "adapter", "updates_per_step", "eval_problems", "seed"}
     for name in given.keys() & kept:
         if os.path.abspath(str(given[name])) != os.path.abspath(str(stored[name])):
@@ -273,7 +274,8 @@ def _of_resumed_run(given):
 
 
 def _of_adapters_run(given):
-    """→ the scored flags of the run that --adapter names; none if the adapter is from elsewhere.
+    """→ the scored flags of the run that --adapter names, without those that are given, empty or 0,
+    and under another --task without data, test and operands; none if the adapter is from elsewhere.
     Changes given["adapter"] from a run's folder to its adapter's."""
     inside = os.path.join(given["adapter"], "adapter")
     if os.path.isdir(inside):
@@ -358,7 +360,7 @@ def check(config):
 
 
 def warn_of_idle_flags(config, given):
-    """Print a line for each flag that was given and that does nothing beside the others.
+    """Print a line for each of the rules below by which a given flag does nothing.
 
     given: {name: value} of the flags on the command line.
     """

@@ -2,7 +2,7 @@
 
     file = GGUFFile(Path("SmolLM2-135M-Instruct.Q4_1.gguf"))
     file.config                                       transformers' config
-    file.read_tokenizer()                             transformers' tokenizer
+    file.read_tokenizer()                             transformers' tokenizer, and file.marked
     file.read("model.layers.0.mlp.down_proj.weight")  (N, K) fp32, whatever type the file stores
 
 llama.cpp's RoPE rotates row 2i of a head together with row 2i + 1, transformers' rotates row i
@@ -75,7 +75,8 @@ class GGUFFile:
     config, with a list of end tokens. marked: {id: text} of the control tokens and of those that
     the model's makers defined. names: {transformers' name: the library's ReaderTensor}, of the
     tensors that a model can ask for. unread: the keys of names, and llama.cpp's names of all other
-    tensors in the file. The caller discards what it reads; what remains has no place in the model.
+    tensors in the file but rope_freqs.weight, which __init__ reads. The caller discards what it
+    reads; what remains has no place in the model.
     """
 
     def __init__(self, path):
@@ -208,7 +209,8 @@ class GGUFFile:
             steps = [Split(Regex(expression), "isolated") for expression in SPLITS[pre]]
             steps.append(ByteLevel(add_prefix_space=False, use_regex=False))
             tokenizer.backend_tokenizer.pre_tokenizer = Sequence(steps)
-            # llama.cpp begins a Llama 3's text with <s>, and leaves a piece whole that is a token
+            # llama.cpp begins a Llama 3's text with its BOS token, and leaves a piece whole that is
+            # a token
             tokenizer.backend_tokenizer.model.ignore_merges = pre == "llama-bpe"
             begins = header.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe")
             tokenizer.add_bos_token = begins
@@ -232,7 +234,7 @@ class GGUFFile:
             place[:] = dequantize(rows.ravel(), stored.tensor_type).reshape(place.shape)
 
         # Work in pieces of about nvfp4.CHUNK values: dequantize makes several temporaries of its
-        # input's size, and numpy releases the GIL, so that threads share the work. Both splits cut
+        # output's size, and numpy releases the GIL, so that threads share the work. Both splits cut
         # the first dimension, at the same rows.
         pieces = tensor.numel() // nvfp4.CHUNK + 1
         places = np.array_split(tensor.numpy(), pieces)  # views: filling them fills the tensor
@@ -289,10 +291,11 @@ def readable(path, what="cannot be read"):
 
 
 def tensor_names(config):
-    """Yield transformers' name of every tensor that a dense Llama or Qwen of this depth can have.
+    """Yield transformers' name of every tensor that a dense Llama or Qwen of this depth can have,
+    but no biases of the MLP: model.py refuses a model with these.
 
     config: transformers', of which num_hidden_layers is read. A model has some of them only: a
-    tied one has no lm_head, a Llama no q_norm, and few have biases.
+    tied one has no lm_head, a Llama no q_norm, a Qwen2 no bias of o_proj.
     """
     yield from ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
     for i in range(config.num_hidden_layers):

@@ -34,7 +34,7 @@ GIVEN = {"messages", "add_generation_prompt"}  # what weights.encode passes to a
 
 
 class Environment(NamedTuple):
-    """What a policy answers and who judges the answers: all that train() needs beside the model."""
+    """What a policy answers and who judges the answers."""
 
     task: Task
     tokenizer: object  # transformers' PreTrainedTokenizer

@@ -22,7 +22,8 @@
                                         another all that it saves
             + around                    what the end of the model saves
             + max(logit_chunk,          the logits of a chunk of tokens, and
-                  layer_backward)       the backward of one layer: never at the same time
+                  layer_backward)       the backward of one layer: never at the same time. If every
+                                        layer is recomputed, add all that this one saves
 
 `plan` and `update_bytes` compute these terms under these names. D is the width of the model, F that
 of its MLP, V the vocabulary. micro_tokens counts a prompt once for its group. A row is one of the
@@ -38,8 +39,8 @@ A line of the table is a model on a card:
 
     card, needs     2³⁰ bytes: of the card, and to sample and train one answer at a time
     answers         most answers sampled at a time; 0: the card cannot hold one
-    longest         tokens of the longest prompt plus answer, 8 sampled and 1 trained at a time; 0:
-                    the card cannot hold a text of one token
+    longest         tokens of the longest prompt plus answer, 8 sampled and 1 trained at a time,
+                    beside a prefill of prompts of --prompt-length; 0: not one token fits
     at-once         tokens of the largest micro-batch of an update of 16 × 8 answers, about as
                     train.py chooses; 0: the card cannot hold one answer
     recomputed      layers that this update recomputes; 0 also if the card cannot hold one answer
@@ -268,11 +269,12 @@ def choose(c, quant, rank, room, groups, budgets, recomputed):
     """→ of the Sizes whose peak is within `room` bytes the fastest. If there is none, the one with
     the smallest micro-batches and the most layers recomputed.
 
-    Two measured facts decide. Each micro-batch decodes all weights anew, which takes as long as
-    computing DECODED_TOKENS more. Recomputing every layer adds RECOMPUTED to the time. Backward
-    recomputes the first layers, because it has then freed the memory of the last ones. Unless
-    --gradient-checkpointing asks for every layer, callers exclude the last layer by `recomputed`:
-    backward reads its activations first, and its input would be kept beside them.
+    Two measured facts decide. Each micro-batch decodes all packed weights anew, which takes as long
+    as computing DECODED_TOKENS more; choose() adds it for bf16 weights too, which nothing decodes.
+    Recomputing every layer adds RECOMPUTED to the time. Backward recomputes the first layers,
+    because it has then freed the memory of the last ones. Unless --gradient-checkpointing asks for
+    every layer, callers exclude the last layer by `recomputed`: backward reads its activations
+    first, and its input would be kept beside them.
 
     c: a transformers config. groups: rollout.PromptRows of all rows. budgets: micro_tokens to
     choose from, falling. recomputed: numbers of layers to choose from, rising.
@@ -322,7 +324,9 @@ def row_of(c, quant, rank, prompt, new, gb):
     layers = range(c.num_hidden_layers)
 
     def planned(slots, length):
-        """→ Plan of slots answers at a time in the rollout, of one in the update, recomputed."""
+        """→ Plan of `slots` answers at a time in the rollout, and of one in the update, with every
+        layer recomputed but the last.
+        """
         prefill = max(prompt, min(PREFILL_TOKENS, slots * prompt))
         return plan(
             c,

@@ -11,8 +11,8 @@
 Arguments are passed by these names, in any order, and those that a function does not name are left
 out: reward(text) is a reward, too. **kwargs gets problem and text. Any other parameter needs a
 default. The text of an answer includes special tokens, except the end token. The file may import
-from its own folder. Every error in it becomes one sentence with the file, the line and the reason.
-A call that takes over 20 s is named, and goes on.
+from its own folder. Every error in it becomes one sentence with the file, the reason and, if the
+error passed through the user's code, the line. A call that takes over 20 s is named, and goes on.
 
 Left out: async functions. Needs: tasks.py, tools/watch.py.
 """
@@ -40,7 +40,8 @@ class Reward(float):
 def load_task_file(path, held_out=32):
     """→ the Task of a Python file, of which held_out problems, at most a quarter, are held out.
 
-    ValueError: file, line and reason. The rewards and prompts of the Task raise such errors, too.
+    ValueError: file, reason and, if the error passed through the user's code, the line. The rewards
+    and prompts of the Task raise such errors, too.
     """
     path = os.path.abspath(path)
     if not os.path.isfile(path):

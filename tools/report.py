@@ -12,8 +12,9 @@ RUN is the folder of a run of train.py. Three of its files are read here:
     config.json     the flags: {"model": …, "task": …, "steps": 16, …}
 
 "step" is the number of steps that precede the record's own: step 3 is the fourth, and "eval" of
-step 4 follows it. "segment" is the number of times that the run had been resumed. null means not
-measured, or not finite, because JSON has no NaN. results/LOG.md explains all other keys.
+step 4 follows it. "segment" numbers, from 0, the starts of the run that logged a record. null means
+not measured, or not finite, because JSON has no NaN. results/LOG.md explains the other keys of
+metrics.jsonl.
 
 A resumed run repeats the steps after its last checkpoint and appends their records again, so the
 last record of a step is the valid one.
@@ -240,7 +241,7 @@ def plot(folders):
 
 
 def show(folders):
-    """→ the worst and the best sample of each logged step of each run, as text.
+    """→ the worst and the best sample of each step in each run's samples.jsonl, as text.
 
     Of several records of one such sample the last counts, because a resumed run repeats steps and
     appends their samples again.

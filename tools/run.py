@@ -2,9 +2,9 @@
 
     config.json             the flags
     metrics.jsonl           one record per step and per evaluation, appended; keys: results/LOG.md
-    samples.jsonl           the worst and the best answer of a step after each evaluation, appended
-    checkpoint.safetensors  adapter and optimizer after a step, with a checksum; replaced atomically
-    checkpoint.previous.…   the checkpoint before it, read when the last one is damaged
+    samples.jsonl           the worst and the best answer of each --eval-every-th step, appended
+    checkpoint.safetensors  adapter and optimizer after a step, with a checksum; never half written
+    checkpoint.previous.…   the checkpoint before it, read when the last one is damaged or missing
     adapter/                the same adapter in PEFT's files
     adapter-best/           the trained adapter with the highest eval_greedy; the first of equals
     curves.png              drawn from metrics.jsonl
@@ -21,10 +21,11 @@ saved. What an accident costs depends on the moment:
                                     written (a full disk)   the disk has no room
     any                             SIGKILL, power cut      no save
 
-A signal is Ctrl-C, SIGTERM or SIGHUP. Where nothing is saved, a resume loads the checkpoint that is
-on the disk. A resumed run replays the steps after its checkpoint and appends their records again;
-readers take the last record of a step. Every random draw is a function of the seed and of counters,
-such as the step. The checkpoint stores what else the next step depends on: the parameters, AdamW's
+A signal is Ctrl-C, SIGTERM or SIGHUP. An error is a ValueError or a RuntimeError; after any other
+nothing is saved. Where nothing is saved, a resume loads the checkpoint that is on the disk. A
+resumed run replays the steps after its checkpoint and appends their records again; tools/report.py
+takes the last record of a step. Every random draw is a function of the seed and of counters, such
+as the step. The checkpoint stores what else the next step depends on: the parameters, AdamW's
 state, the number of problems drawn so far (for --resample) and σ (for adaptive noise). So on a CPU
 a resumed run ends with the same bytes as a run without a stop.
 
@@ -66,7 +67,7 @@ class Run:
     drawn: problems drawn for all steps that are done, over all ranks. train() counts it with
     `done`. The next step begins behind them; --resample draws a different number in each step.
     sigma: of the next step, if the noise is adaptive; 0 before the first step.
-    problems: what the run is about, as a hash of its prompts and answers.
+    problems: the hash of all prompts and problems, from tools.launch.hash_of.
     print_error: why say() could not print, which stops the run.
     """
 
@@ -157,7 +158,7 @@ class Run:
 
     def _rank(self, step, score):
         """Note the score of an evaluation → whether it is the best of the trained model so far."""
-        if step == 0:  # the untrained model has no adapter to keep
+        if step == 0:  # before its first step a run has no adapter of its own to keep
             self.first = score
             return False
         better = score > self.best
