@@ -14,10 +14,10 @@ Stage 0 adds no noise: the paper takes it that the quantizer's own error explore
                    cosine       end + (start − end) · (1 + cos πu) / 2   our reading of the paper's
                    logarithmic  start + (end − start) · ln(1 + (e−1)u)   curves; it gives no formula
 
-The paper's noise is adaptive in that it falls. Others let σ follow what the noise does, from the
-first step on (adapted; train.py: --sigma-schedule adaptive): after a step whose noisy policy was
-nearer to the clean one than a target, σ grows by a factor, else it falls by it (Plappert et al.,
-arXiv 1706.01905, §3; PSN-RLVR, arXiv 2602.02555).
+The paper's noise is adaptive in that it falls. Others let σ follow what the noise does (Plappert et
+al., arXiv 1706.01905, §3; by another measure PSN-RLVR, arXiv 2602.02555). With train.py's
+--sigma-schedule adaptive there are no stages: after a step whose noisy policy was nearer to the
+clean one than a target, σ grows by a factor, else it falls by it (adapted).
 
 The noise is added to the clean fp32 weights: bf16 rounds away noise below 1.9e-3 on a weight of 1.
 A draw depends on (seed, step, norm) alone, so that every rank and every resumed run gets the same
