@@ -85,7 +85,7 @@ def clock():
 
 
 def forget_peak():
-    """Let runs.peak_memory_gb() begin anew, where that is possible."""
+    """Let tools.run.peak_memory_gb() begin anew, where that is possible."""
     if DEVICE != "cpu":
         torch.cuda.reset_peak_memory_stats()
 
@@ -93,8 +93,8 @@ def forget_peak():
 def graph_times(kinds):
     """kinds: name → list of calls. → name → seconds of one call, the median of 25 replays.
 
-    A CUDA graph makes the calls of a kind several times in a row. The graphs of all kinds take
-    turns, because a GPU at its power limit slows down within a second.
+    A CUDA graph makes the calls of a kind in a row, repeated if they are under 16. The graphs of
+    all kinds take turns, because a GPU at its power limit slows down within a second.
     """
     graphs, times = {}, {}
     for name, calls in kinds.items():

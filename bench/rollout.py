@@ -129,7 +129,7 @@ def sample_whole(sampler, prompts=32, samples=16, mean=600, limit=2048, prompt_l
     for i in range(prompts):
         length = prompt_length or 50 + 300 * i // prompts
         asked += common.random_prompts(sampler.model, 1, length)
-    # one token of 40 ends an answer, so slowly that the graphs of all sizes are captured
+    # one token of 40 ends an answer, so slowly that kernels for all numbers of rows are loaded
     sampler.generate(asked, samples, min(limit, 512), 1.0, range(0, V, 40), seed=0, step=0)
     began = common.clock()
     done = sampler.generate(asked, samples, limit, 1.0, stops, seed=0, step=1)

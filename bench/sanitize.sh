@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # compute-sanitizer on our kernels, on a Hopper GPU with nvcc: bash bench/sanitize.sh > results/sanitizer.log
-# Tools as arguments, all three without; SETS="ops sampling": these test files alone. For each tool first a kernel with
-# all three faults, which it must find; then tests, in which it must find nothing.
+# Arguments: tools, by default all three. SETS="ops sampling": these test files alone. For each tool first a control kernel
+# with a fault of each tool's kind, of which it must find its own; then tests, in which it must find nothing.
 # It takes the compute-sanitizer in PATH. Version 2025.3.1, of CUDA 13.0, ends in an "Internal Sanitizer Error" at the
 # first kernel of ours; 2026.4 does not: pip install nvidia-cuda-sanitizer-api
 set -euo pipefail

@@ -2,14 +2,14 @@
 
 --prompts × --samples answers of --new tokens, then the update with random advantages. With --mean,
 which is below --new, answers end by chance, after so many tokens on average and at most --new. The
-update's micro-batches and its number of recomputed layers are chosen as in a run, unless
---micro-tokens, and --recompute or --no-recompute, are given. The first of --steps compiles.
+update's micro-batches and its number of recomputed layers are chosen as in a run; --micro-tokens
+fixes the first, --recompute or --no-recompute the second. The first of --steps compiles.
 --memory-gb caps the allocator, in 1e9 bytes.
-torchrun --nproc-per-node N -m bench.step … gives each rank that many; the rates are those of all
-ranks, which with --mean count as having drawn as many tokens as the first.
+torchrun --nproc-per-node N -m bench.step … gives each rank --prompts × --samples answers; the rates
+are those of all ranks, which with --mean count as having drawn as many tokens as the first.
 
 Needs: common.py, bench/rollout.py; rollout.py, train.py;
-tools/{budget,memory,optimizer,ranks,run}.py.
+tools/{budget,flags,memory,optimizer,ranks,run}.py.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The measured tables of README.md and results/LOG.md, made from the logs in results/ alone.
+"""Tables of README.md and results/LOG.md, from the logs in results/ and plans of tools/memory.py.
 
 python -m bench.tables NAME
     results, hardware       README.md: what was measured, and which model needs which card
@@ -39,7 +39,7 @@ def read(name):
 
 
 def typical(records):
-    """The last of several records, with the median of each measured number."""
+    """The last of several records, with the median of each float."""
     middle = dict(records[-1])
     for key, value in middle.items():
         if isinstance(value, float):
@@ -157,8 +157,8 @@ def rollout():
 
 
 def steps():
-    """→ of each setting the medians of the last session, without the first step, which compiles.
-    most_gb: the largest peak, the first step's included.
+    """→ of each setting the medians of the last session, without the first step, which compiles,
+    updates alone, and steps whose update began again. most_gb: the largest peak, with all of these.
     """
     setting = "shape prompts samples prompt_length new mean weights cap_gb ranks rank processes"
     sessions, peaks = {}, {}
@@ -621,7 +621,7 @@ def hardware():
 
 
 def fitting(c, gb):
-    """What `tools.memory --rank 16` says of a model and a card."""
+    """What `tools.memory --rank 16` says of a model and a card, `longest` without the prompt."""
     row = memory.row_of(c, "nvfp4", 16, 256, 1024, gb)
     return f"{row.answers}; {row.longest - 256:,}" if row.answers else "–"
 

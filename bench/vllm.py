@@ -6,9 +6,9 @@ Both have random weights of one shape, the same LoRA of rank 32 on all seven pro
 temperature 1, and both return the log-probability of each sampled token. Each part runs in a
 process of its own.
 
-decode: 8, 64 and 256 rows, of which 16 share a prompt of 936 tokens; 128 tokens are timed, without
-    prefill; the median of 3. Ours is the sampler's decode_s. vLLM's is the time of 8 + 128 tokens
-    less that of 8, both with cached prompts.
+decode: 8, 64 and 256 rows, of which 16 (or all 8) share a prompt of 936 tokens; 128 tokens are
+    timed, without prefill; the median of 3. Ours is the sampler's decode_s. vLLM's is the time of
+    8 + 128 tokens less that of 8, both with cached prompts.
 whole: the rollout of `bench.rollout --whole`, prefill included, after one of short answers. Chance
     decides where random weights end an answer, so vLLM is told to make the lengths that ours drew.
     Long answers: --prompts 16 --prompt-length 128 --mean 1800 --limit 8192.
@@ -221,7 +221,7 @@ def run_vllm(job):
             times.append(engine.seconds(rows, [WARM + NEW] * batch) - short)
         save(job, batch, batch * NEW, times)
     lengths = drawn["lengths"]
-    for most in (64, max(lengths)):  # other prompts each time, so no prefix is cached
+    for most in (64, max(lengths)):  # other prompts each time, so none is cached yet
         rows = engine.prompts(drawn["prompts"], len(lengths) // len(drawn["prompts"]))
         seconds = engine.seconds(rows, [min(n, most) for n in lengths])
     save(job, "whole", sum(lengths), [seconds], lengths)

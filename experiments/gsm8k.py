@@ -3,7 +3,7 @@
 The rules, fixed before the first run, are gsm8k_plan.py; gsm8k_tables.py makes tables and figures.
 
     python -m experiments.gsm8k list              the runs that the log lacks and that can start
-    python -m experiments.gsm8k run main-5-2      arm 5, seed 2, in runs/gsm8k-again, beside its log
+    python -m experiments.gsm8k run main-5-2      arm 5, seed 2, again, into runs/gsm8k-again
     python -m experiments.gsm8k list --logs LOGS |  # three runs at once, at most 24 minutes each
         xargs -n 1 -P 3 --process-slot-var SLOT timeout 24m \\
         python -m experiments.gsm8k run --logs LOGS --out LOGS --share 0.3
@@ -12,9 +12,8 @@ Flags of train.py may follow `run`, for instance --model FILE, --data and --test
 trial --problems 8 --steps 2 --prompts 4. With several GPUs, the slot that xargs gives picks one.
 
 A run that is stopped (Ctrl-C, or SIGTERM as by timeout) saves itself in runs/, and the next call on
-the same machine continues it. On another machine it begins again. Only the logs travel,
-results/gsm8k/NAME.jsonl, 30 KB a run. They must go along, because a run continues only beside a log
-of all its steps.
+the same machine continues it, if its log, NAME.jsonl in the folder of --out, has all its steps. On
+another machine it begins again: only the logs, 4 to 68 KB a run, go from machine to machine.
 
 Needs: train.py and what it needs; bench/common.py.
 """
@@ -96,7 +95,7 @@ BASES = {
 
 
 class Rounded(weights.Source):
-    """A checkpoint whose projections are rounded to a format and dequantised, on `device`."""
+    """A checkpoint whose projections pass through `rounding`, on `device`."""
 
     def __init__(self, source, rounding, device):
         self.source, self.rounding, self.device = source, rounding, device
@@ -131,11 +130,12 @@ class TrainingSampler(Sampler):
 
 
 class FollowingSampler(Sampler):
-    """Samples at the temperature at which its entropy is that of another run's sampler (arm 12).
+    """Samples at a temperature that gives it the entropy of another run's sampler (arm 12).
 
-    After a step the temperature is searched at which the policy would have had that entropy on the
-    answers just drawn, to the same prompts, and the next step takes it. The first step of a process
-    draws its answers a second time, at the temperature that the first ones gave.
+    After a rollout, before the update, it searches the temperature at which the policy has, on the
+    answers just drawn, the entropy that the other run's sampler had in this step. The next step
+    takes it. The first step of a process draws its answers a second time, at the temperature that
+    the first ones gave.
     """
 
     ROWS = 32  # answers on which a search computes entropies

@@ -42,7 +42,7 @@ class Experiment(NamedTuple):
     size: str  # of the model
     seeds: tuple  # those reported
     rates: tuple  # learning rates to choose from; none: that of experiment 2
-    choosers: tuple  # the arms of bf16 and NVFP4, which choose a rate
+    choosers: tuple  # the arms of bf16 and NVFP4; if there are rates, these arms choose one
     tests: tuple  # keys of TESTS
     shown: tuple  # keys of MEASURES that the figure shows
     arms: dict  # name → Arm
@@ -162,7 +162,7 @@ def test_of(measure):
 class Job(NamedTuple):
     phase: str  # rate, base (tests before training), main
     arm: str  # of a base: SIZE-BASE
-    lr: float  # None: not chosen yet
+    lr: float  # None: the job cannot start yet
     seed: int
 
     @property
@@ -238,7 +238,7 @@ class Log:
         return np.mean([1 - math.comb(n - int(c), k) / math.comb(n, k) for c in record["right"]])
 
     def mean(self, key, stages=range(10)):
-        """The mean of a step's number, over some of the ten stages of σ."""
+        """The mean of a step's number, over some tenths of the steps."""
         steps = self.starts[-1]["steps"]
         values = [r[key] for s, r in self.step.items() if key in r and s * 10 // steps in stages]
         return np.mean(values or math.nan)
