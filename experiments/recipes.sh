@@ -3,9 +3,10 @@
 #
 #     bash experiments/recipes.sh RECIPE [more flags of train.py …]
 #
-# The flags go to the training alone; leave --out to this script. RECIPE is 3b-gsm8k, 7b-gsm8k, 7b-bigmath, 14b-bigmath or 32b-bigmath. The flags are those of Table 4 of QeRL
-# (arXiv 2510.11696), and of its released scripts where that is silent. Beside what comments below say, three things
-# differ from the paper: AdamW has 32 bits (theirs: 8), the norms are frozen, and prompts and rewards are those of tasks.py.
+# RECIPE is 3b-gsm8k, 7b-gsm8k, 7b-bigmath, 14b-bigmath or 32b-bigmath. More flags go to the training alone; leave --out
+# to this script. The flags below are those of Table 4 of QeRL (arXiv 2510.11696), and of its released scripts where that
+# is silent. Beside what comments say, three things differ from the paper: AdamW has 32 bits (theirs: 8), the norms are
+# frozen, and prompts and rewards are those of tasks.py.
 # None of the five was run on its checkpoint here; results/LOG.md has their seconds and GB.
 set -euo pipefail
 recipe=${1:?name a recipe: 3b-gsm8k, 7b-gsm8k, 7b-bigmath, 14b-bigmath or 32b-bigmath}
