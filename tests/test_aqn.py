@@ -131,9 +131,25 @@ def test_the_noise_has_mean_zero_and_the_std_asked_for():
     (kurtosis).
     """
     n, sigma = 200_000, 3e-3
-    z = draws(seed=1, step=2, sigma=sigma, n=n)[0].double() / sigma
-    assert z.mean().abs() < 5 / math.sqrt(n) and (z.std() - 1).abs() < 5 / math.sqrt(2 * n)
-    assert (z**4).mean().sub(3).abs() < 5 * math.sqrt(96 / n)
+    for noise in draws(seed=1, step=2, sigma=sigma, n=n):  # of both norms of a layer
+        z = noise.double() / sigma
+        assert z.mean().abs() < 5 / math.sqrt(n) and (z.std() - 1).abs() < 5 / math.sqrt(2 * n)
+        assert (z**4).mean().sub(3).abs() < 5 * math.sqrt(96 / n)
+
+
+def test_an_interrupt_while_noise_is_added_restores_every_norm(model, monkeypatch):
+    """The fourth of six norms is interrupted."""
+    before, randn, calls = state(model), torch.randn, itertools.count(1)
+
+    def interrupted(*args, **more):
+        if next(calls) == 4:
+            raise KeyboardInterrupt
+        return randn(*args, **more)
+
+    monkeypatch.setattr(torch, "randn", interrupted)
+    with pytest.raises(KeyboardInterrupt), aqn.noisy_norms(model, 1e-2, 3, 1):
+        pass
+    assert not moved(before, model) and not aqn.is_noisy(model)
 
 
 def test_an_adapted_sigma_reaches_its_target_and_stays_near_it():

@@ -187,6 +187,15 @@ def test_a_line_says_what_was_chosen(monkeypatch):
     assert "0 of 28 layers recomputed" in line and line.endswith("GB planned")
 
 
+def test_a_plan_takes_its_share_of_what_is_free_and_of_what_is_reserved(monkeypatch):
+    monkeypatch.setattr(budget, "free_memory", lambda: 71e9)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 8e9)
+    model = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    for share in (0.96, 0.5):
+        monkeypatch.setattr(budget, "share", share)
+        assert budget.room(model) == pytest.approx(share * 79e9)
+
+
 def test_a_cap_above_the_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20e9, 25e9))
     set_to = []

@@ -101,12 +101,14 @@ def test_a_fresh_adapter_is_the_identity_and_alone_is_trained(tmp_path):
     assert {n.rpartition(".")[2] for n, p in model.named_parameters()} == {"lora_A", "lora_B"}
     assert all(p.requires_grad and p.dtype == torch.float32 for p in model.parameters())
     layers, other = lora.lora_layers(model), lora.lora_layers(load(tmp_path, rank=64, seed=1))
+    again = lora.lora_layers(load(tmp_path, rank=64, alpha=64))  # the same seed, drawn later
     assert len(layers) == 4 * 3
     for name, layer in layers.items():
         A, bound = layer.lora_A, layer.base.in_features**-0.5
         # P(the largest of 4 096 or more uniform numbers is below .99 of the bound) = e⁻²⁰
         assert 0.99 * bound < min(A.max(), -A.min()) <= A.abs().max() <= bound
         assert not torch.equal(A, other[name].lora_A) and not layer.lora_B.any()
+        assert torch.equal(A, again[name].lora_A)
 
 
 def test_the_reference_policy_is_the_frozen_base_whatever_was_learnt(tiny):

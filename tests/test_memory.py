@@ -116,6 +116,16 @@ def test_what_grows_with_what():
     less = memory.plan(c, recomputed=9).update - memory.plan(c, recomputed=10).update
     saved = memory.saved_bytes(c, 32) + 4 * 512
     assert less == 4096 * (saved - 4 * 3584)
+    D, F, kv = 3584, 18944, 512
+    per_rank = 28 * ((3 * D + D + 2 * kv) + (D + D) + (2 * D + 2 * F) + (F + D))  # lora_A, lora_B
+    # the gradient, 4 bytes a parameter; x @ lora_A.T of the one layer that saves all
+    assert memory.plan(c, rank=256).update - one.update == 224 * (4 * per_rank + 4096 * 14)
+    shared = memory.plan(c, recomputed=0, shared_keys=1000)
+    assert shared.update - whole.update == 28 * 1000 * 4 * kv
+    saved = 8 * D + 4 * D + 2 * (D + kv) + 2 * D + 6 * F + 14 * 32 + 4 * kv
+    token = 28 * saved + 12 * D + 8 * D + 4 * F
+    larger, smaller = (memory.plan(c, recomputed=0, micro_tokens=n) for n in (16384, 8192))
+    assert larger.update - smaller.update == 8192 * token
     c.architectures, c.attention_bias = ["Qwen3ForCausalLM"], True
     # Qwen3's head norms save q and k of 4096 tokens in fp32: (28 + 4) · 128 · 4 bytes a layer
     assert memory.plan(c, recomputed=0).update - whole.update == 4096 * 28 * 32 * 128 * 4

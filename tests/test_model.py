@@ -234,6 +234,22 @@ def test_gradients_equal_the_plain_computation(tiny, monkeypatch, quant, recompu
         assert (p.grad - b).norm() / b.norm() < 1e-5  # fp32 sums of 41 terms
 
 
+@pytest.mark.parametrize("recomputed", range(4))
+def test_backward_recomputes_the_first_layers_and_no_other(tiny, monkeypatch, recomputed):
+    computed, summed = [], model.Block.summed
+
+    def noted(block, y, where):
+        computed.append(where.layer)
+        return summed(block, y, where)
+
+    monkeypatch.setattr(model.Block, "summed", noted)
+    m = load(tiny)
+    m.recomputed_layers = recomputed
+    m.logprobs(*answers(m), 0.7)[0].sum().backward()
+    first = [*range(recomputed)]
+    assert computed == first + first[::-1]  # once forward, once in backward
+
+
 def test_logits_of_all_tokens_never_exist(tmp_path, monkeypatch):
     """No tensor of forward or backward is larger than the head; [n, V] would be four times as
     large.

@@ -492,7 +492,7 @@ def test_any_file_that_cannot_be_written_is_named(start, tmp_path, name):
 
 
 def test_a_checkpoint_is_read_whole_or_not_at_all(ended, capfd):
-    """Any bit that turns in the file's length, header or tensors, and any cut, leads to the
+    """A bit that turns in the file's length, header or any tensor, and a cut, lead to the
     checkpoint before, which the next save keeps; so does a missing file. Nothing begins anew while
     damaged ones lie there."""
     run, model, optimizer = resumed(ended)
@@ -503,6 +503,13 @@ def test_a_checkpoint_is_read_whole_or_not_at_all(ended, capfd):
     for bit in (*range(8, 1200, 8), *range(1200, 8 * len(good), len(good) // 4)):
         data = bytearray(good)
         data[bit // 8] ^= 1 << bit % 8
+        damaged.append(data)
+    end = 8 + int.from_bytes(good[:8], "little")
+    tensors = json.loads(good[8:end])
+    tensors.pop("__metadata__")
+    for entry in tensors.values():
+        data = bytearray(good)
+        data[end + entry["data_offsets"][0]] ^= 1
         damaged.append(data)
     for data in damaged:
         path.write_bytes(data)
@@ -848,11 +855,20 @@ def test_preflight_changes_nothing_and_says_whether_training_would_work(
     monkeypatch.setattr(train, "collect", in_80_seconds)
     monkeypatch.setattr(train.time, "perf_counter", itertools.count(0, 8).__next__)
     monkeypatch.setattr(launch, "load_adapter", lambda _, folder: loaded.append(folder))
+    backward, rows = train.backward, []
+
+    def counted(*args):
+        result = backward(*args)
+        rows.append(result[0]["rows"])
+        return result
+
+    monkeypatch.setattr(train, "backward", counted)
     flags = (*FLAGS, "--model", tiny_chat, "--out", tmp_path / "run", "--preflight")
     more = ("--updates-per-step", 2, "--out", whole, "--adapter", whole / "adapter-best")
     assert main(*flags) == 0
     assert main(*flags, *more) == 0
     assert main(*flags, "--overlong", "none") == 3
+    assert [n > 0 for n in rows] == [True, True, False]  # equal rewards leave nothing to compute
     said = capsys.readouterr().out
     assert said.count("mismatch     1.0000") == 3
     assert re.findall(r"([\d.]+) +seconds, ([\d.]+) of them the update", said) == [

@@ -358,14 +358,17 @@ def test_a_reward_belongs_to_the_prompt_and_the_sample_that_earned_it(tiny_chat)
 
 
 def test_every_token_weighs_the_same_in_the_mismatch_of_several_ranks(monkeypatch):
-    """12 tokens at 1.5 on one rank and 4 at 1.1 on the other give 1.4."""
+    """Tokens at 1, 1 and 1.3 on one rank and 12 at 1.5 on the other give their mean. A factor below
+    1 counts as its inverse.
+    """
 
-    def rollout(count, factor):
+    def rollout(*factors):
+        count = len(factors)
         logprobs = torch.full((1, count), -1.0)
         part = SimpleNamespace(
             logprobs=logprobs,
             answer_mask=lambda: logprobs < 0,
-            scored_by=lambda model, temperature: (logprobs + math.log(factor), None),
+            scored_by=lambda model, temperature: (logprobs + torch.tensor([factors]).log(), None),
         )
         return SimpleNamespace(
             tokens=logprobs,
@@ -382,15 +385,61 @@ def test_every_token_weighs_the_same_in_the_mismatch_of_several_ranks(monkeypatc
     monkeypatch.setattr(diagnostics, "sum_over_ranks", sum_over_ranks)
     size = SimpleNamespace(micro_tokens=99)
     monkeypatch.setattr(diagnostics, "size_of_update", lambda *_: size)
-    assert mismatch(config(), None, rollout(4, 1.1)) == pytest.approx(1.1)
-    assert mismatch(config(), None, rollout(12, 1.5)) == pytest.approx(1.4)
+    assert mismatch(config(), None, rollout(1.0, 1.0, 1 / 1.3)) == pytest.approx(1.1)
+    assert mismatch(config(), None, rollout(*[1.5] * 12)) == pytest.approx(21.3 / 15)
 
 
-def test_a_masked_answer_counts_in_the_mean_of_its_group():
-    """As in TRL. Of two answers that are right and two that were cut, the right ones learn."""
-    flags = config(overlong="mask", group_size=4)
-    right, *_, cut = train.advantages_of(flags, torch.tensor([1.0, 1, 0, 0])).tolist()
-    assert right == -cut == pytest.approx(0.866, abs=1e-3)
+def test_the_mismatch_reads_answers_that_are_evenly_spread(monkeypatch):
+    """Of 256 answers every fourth: at most 127."""
+    logprobs, asked = torch.full((256, 1), -1.0), []
+    part = SimpleNamespace(
+        logprobs=logprobs, answer_mask=lambda: logprobs < 0, scored_by=lambda *_: (logprobs, None)
+    )
+
+    def groups(rows):
+        asked.extend(rows.tolist())
+        return [PromptRows(0, {0: 1})]
+
+    sampled = SimpleNamespace(tokens=logprobs, rows=lambda rows: part, groups=groups)
+    size = SimpleNamespace(micro_tokens=99)
+    monkeypatch.setattr(diagnostics, "size_of_update", lambda *_: size)
+    assert mismatch(config(), None, sampled) == 1
+    assert asked == [*range(0, 256, 4)]
+
+
+def test_the_mismatch_is_measured_under_the_noise_that_sampled(tiny_chat, tmp_path):
+    """In step 10, the first after step 0 that measures it, σ is not 0."""
+    flags = (
+        f"--model {tiny_chat} --steps 11 --prompts 4 --group-size 4 --max-new-tokens 8 --rank 4 "
+        "--device cpu --eval-problems 0 --sigma-start 0.3 --sigma-end 0.2"
+    )
+    main(*flags.split(), "--out", tmp_path / "run")
+    made = [r for r in report.read(tmp_path / "run").values() if r["kind"] == "step"]
+    assert made[10]["sigma"] == pytest.approx(0.2)
+    assert [made[0]["mismatch"], made[10]["mismatch"]] == pytest.approx([1, 1], abs=1e-4)
+
+
+def test_a_masked_answer_counts_in_the_mean_of_its_group(tiny_chat, tmp_path, monkeypatch):
+    """As in TRL: a cut answer is not trained on, and its reward is in its group's mean and std."""
+    toy = Task(
+        [{"i": i} for i in range(40)],
+        [],
+        lambda problem: f"{problem['i']} * 7",
+        lambda problem, text, finished: float(text[:1] in set("01234")),
+    )
+    monkeypatch.setitem(launch.TASKS, "toy", lambda data, operands: toy)
+    batches = watch(monkeypatch, train, "collect", lambda given: given["return"])
+    found = watch(monkeypatch, train, "update", lambda given: given["advantages"])
+    flags = (
+        f"--model {tiny_chat} --task toy --steps 2 --max-new-tokens 4 --overlong mask "
+        "--device cpu --group-size 4 --prompts 4 --rank 4"
+    )
+    main(*flags.split(), "--out", tmp_path / "run")
+    for batch, got in zip(batches, found, strict=True):
+        R = batch.rewards.view(-1, 4)
+        expected = (R - R.mean(1, keepdim=True)) / (R.std(1, keepdim=True) + 1e-4)
+        assert (expected.flatten() - got).abs().max() < 1e-6  # fp32
+        assert (got[~batch.rollout.finished] != 0).any()
 
 
 @pytest.mark.parametrize("resample, attempts", [(0, 1), (1, 2), (9, 4)])
@@ -672,3 +721,33 @@ def test_the_rate_reaches_its_maximum_and_then_falls_as_in_transformers(name, st
             assert rate == pytest.approx(theirs.get_last_lr()[0])
         optimizer.step()
         theirs.step()
+
+
+def test_ranks_share_an_evaluation(tiny_chat, monkeypatch):
+    """Of 5 problems, 4 of them solved, two ranks answer 2 and 3, as one process would number their
+    sequences. The measurements are of all.
+    """
+    model, tokenizer = world(tiny_chat)
+    task = Task(
+        [],
+        [{"i": i} for i in range(5)],
+        lambda problem: str(problem["i"]),
+        lambda problem, text, finished: float(text == "1"),
+    )
+    flags = config(eval_samples=3)
+    environment = Environment(task, tokenizer, STOPS, model.config, flags.max_new_tokens)
+    sampler = Script(model, tokenizer, lambda prompt, _: (str(int(int(prompt[3:-1]) < 4)), True))
+    calls, shares, found = watch(monkeypatch, Script, "generate"), [], []
+
+    def sum_over_ranks(metrics):
+        shares.append(dict(metrics))
+        return {name: sum(share[name] for share in shares) for name in metrics}
+
+    monkeypatch.setattr(train, "sum_over_ranks", sum_over_ranks)
+    for rank in range(2):
+        monkeypatch.setattr(train, "rank_and_count", lambda rank=rank: (rank, 2))
+        got = train.evaluate(flags, sampler, environment)
+        found.append((got["eval_greedy"], got["eval_greedy_loose"], got["eval_sampled"]))
+    assert found == [(0.4, 0.4, 0.4), (0.8, 0.8, 0.8)]
+    asked = [(len(call["prompts"]), call["first_sequence"]) for call in calls]
+    assert asked == [(2, 0), (2, 0), (3, 2), (3, 6)]
