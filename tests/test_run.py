@@ -702,16 +702,23 @@ def test_a_checkpoint_from_before_the_hash_resumes_where_it_would_have(ended):
     assert run.load(model, optimizer) == 6 and run.drawn == 6 * 3 * 8
 
 
+def ends_like_an_unbroken_run(folder, monkeypatch, flags, stopped_in):
+    """Make a run twice, once stopped while it samples for a step and resumed. → folders of both."""
+    whole, run = folder / "whole", folder / "run"
+    assert main(*flags, "--out", whole) == 0
+    with monkeypatch.context() as patch:
+        from_call(patch, stopped_in, train, "collect", sys.exit, 143)
+        assert main(*flags, "--out", run) == 143
+    assert main("--resume", run) == 0
+    assert saved(run) == saved(whole)
+    return whole, run
+
+
 def test_a_resumed_run_that_resamples_ends_like_an_unbroken_one(tiny_chat, tmp_path, monkeypatch):
     """Where it stands in the data depends on how many groups were replaced."""
     flags = *FLAGS, "--model", tiny_chat, "--resample", 2, "--steps", 4, "--eval-problems", 0
-    assert main(*flags, "--out", tmp_path / "whole") == 0
-    with monkeypatch.context() as patch:
-        from_call(patch, 3, train, "collect", sys.exit, 143)
-        assert main(*flags, "--out", tmp_path / "run") == 143
-    assert main("--resume", tmp_path / "run") == 0
-    assert saved(tmp_path / "run") == saved(tmp_path / "whole")
-    assert int(saved(tmp_path / "run")["drawn"]) < 4 * 3 * 4
+    _, run = ends_like_an_unbroken_run(tmp_path, monkeypatch, flags, 3)
+    assert int(saved(run)["drawn"]) < 4 * 3 * 4
 
 
 def test_a_resumed_run_with_adaptive_noise_ends_like_an_unbroken_one(
@@ -722,14 +729,10 @@ def test_a_resumed_run_with_adaptive_noise_ends_like_an_unbroken_one(
     """
     flags = *FLAGS, "--model", tiny_chat, "--steps", 6, "--eval-problems", 0, "--sigma-start", 0.3
     flags += "--sigma-schedule", "adaptive", "--sigma-target", 1e-3
-    assert main(*flags, "--out", tmp_path / "whole") == 0
-    with monkeypatch.context() as patch:
-        from_call(patch, 4, train, "collect", sys.exit, 143)
-        assert main(*flags, "--out", tmp_path / "run") == 143
-    assert main("--resume", tmp_path / "run") == 0
-    assert saved(tmp_path / "run") == saved(tmp_path / "whole")
-    made = [r for r in report.read(tmp_path / "whole").values() if r["kind"] == "step"]
-    again = [r for r in report.read(tmp_path / "run").values() if r["kind"] == "step"]
+    made, again = (
+        [r for r in report.read(folder).values() if r["kind"] == "step"]
+        for folder in ends_like_an_unbroken_run(tmp_path, monkeypatch, flags, 4)
+    )
     sigmas = [r["sigma"] for r in made]
     assert sigmas == [r["sigma"] for r in again] and sigmas[0] == 0.3
     for before, after in itertools.pairwise(made):
