@@ -98,9 +98,8 @@ def train(config, model, environment, sampler, run):
             with run.signals_deferred():  # until the step is made, logged and saved
                 stats = update(config, model, optimizer, batch.rollout, advantages.to(model.device))
                 run.drawn = batch.drawn
-                if (
-                    stats["kl_noise"] is not None
-                ):  # for adaptive noise; None: nothing was trained on
+                # Adaptive noise reads run.sigma in the next step; other schedules ignore it.
+                if stats["kl_noise"] is not None:  # else nothing was trained on
                     run.sigma = aqn.adapted(sigma, stats["kl_noise"], config.sigma_target)
                 run.made(step, batch.stats | stats | dict(sigma=sigma, lr=lr))
                 if evaluating:

@@ -415,9 +415,8 @@ def quickstarts():
     """→ of each seed's default run its first and last evaluation, minutes, peak and conditions."""
     found = []
     for folder in sorted((LOGS / "quickstart").iterdir()):
-        records = list(report.read(folder).values())
-        evals = [r for r in records if r["kind"] == "eval"]
-        peak = max(r["memory_gb"] for r in records if r["kind"] == "step")
+        evals, made = evaluations_and_steps(folder)
+        peak = max(r["memory_gb"] for r in made)
         info = json.loads((folder / "conditions.json").read_text())
         minutes = info["seconds"] / 60
         run = {"seed": folder.name[4:], "before": evals[0], "after": evals[-1]}
@@ -466,15 +465,19 @@ def whole():
     )
 
 
+def evaluations_and_steps(folder):
+    """→ the records of a run's evaluations, and those of its steps."""
+    records = report.read(folder).values()
+    return [[r for r in records if r["kind"] == kind] for kind in ("eval", "step")]
+
+
 def runs_alone():
     """→ the lines of results/speedrun/readme/times.jsonl, each with its run's evaluations before
     and after, records of its steps, and minutes.
     """
     found = []
     for run in read("speedrun/readme/times.jsonl"):
-        records = list(report.read(LOGS / "speedrun/readme" / run["seed"]).values())
-        evals = [r for r in records if r["kind"] == "eval"]
-        made = [r for r in records if r["kind"] == "step"]
+        evals, made = evaluations_and_steps(LOGS / "speedrun/readme" / run["seed"])
         run |= {"before": evals[0], "after": evals[-1], "made": made}
         found.append(run | {"minutes": run["seconds"] / 60})
     return found

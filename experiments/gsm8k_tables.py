@@ -74,14 +74,17 @@ def claims_table(logs, experiment, seeds):
     return markdown(("claim", "measure", "A", "B", "n", "A − B, 95 %", "p", "verdict"), lines)
 
 
+def mean_of_tenth(logs, arm, key, seeds, tenth):
+    """A step's number in one tenth of the steps of an arm's runs, which is a stage of σ."""
+    made = [read(logs, f"main-{arm}-{seed}") for seed in seeds]
+    return mean_and_sd([log.mean(key, [tenth]) for log in made])
+
+
 def stages_table(logs, seeds):
     """Arm 7's temperatures, and the entropy of three samplers in training, stage by stage."""
     lines = []
     for stage, before in enumerate(temperatures()):
-        entropy = []
-        for arm in "672":
-            made = [read(logs, f"main-{arm}-{seed}") for seed in seeds]
-            entropy.append(mean_and_sd([log.mean("sampler_entropy", [stage]) for log in made]))
+        entropy = [mean_of_tenth(logs, arm, "sampler_entropy", seeds, stage) for arm in "672"]
         lines.append((stage, *before, *entropy))
     head = (
         "stage",
@@ -99,20 +102,18 @@ def stages_table(logs, seeds):
 def tenths_table(logs, seeds):
     """Adaptive noise in each tenth of a run, and how well arm 12's temperature copies its
     entropy."""
+    columns = (
+        ("11", "sigma"),
+        ("11", "kl_noise"),
+        ("11", "sampler_entropy"),
+        ("12", "sampler_entropy"),
+        ("12", "temperature"),
+        ("10", "sampler_entropy"),
+    )
     lines = []
     for tenth in range(10):
-        row = [tenth]
-        for arm, key in (
-            ("11", "sigma"),
-            ("11", "kl_noise"),
-            ("11", "sampler_entropy"),
-            ("12", "sampler_entropy"),
-            ("12", "temperature"),
-            ("10", "sampler_entropy"),
-        ):
-            made = [read(logs, f"main-{arm}-{seed}") for seed in seeds]
-            row.append(mean_and_sd([log.mean(key, [tenth]) for log in made]))
-        lines.append(row)
+        row = [mean_of_tenth(logs, arm, key, seeds, tenth) for arm, key in columns]
+        lines.append((tenth, *row))
     head = (
         "tenth of the steps",
         "σ of 11",
@@ -194,22 +195,23 @@ def table(logs):
     found = []
     for number, experiment in enumerate(EXPERIMENTS, 1):
         (rates, lr), seeds = chosen(logs, experiment), whole_seeds(logs, experiment)
-        if experiment is THREE and not seeds:
+        if not (experiment.rates or seeds):
             continue
         tried = ", ".join(f"{rate:g}: {mean_and_sd(v)}, n={len(v)}" for rate, v in rates.items())
         found.append(
             f"Experiment {number}: {BASE.format(experiment.size.upper())}. Seeds "
             f"{', '.join(map(str, seeds))}. Learning rate {lr}; held-out accuracy: {tried}.\n"
         )
-        if seeds and experiment.claims:
+        if not seeds:
+            continue
+        if experiment.claims:
             found.append(claims_table(logs, experiment, seeds))
-        if seeds and experiment is TWO:
+        if experiment is TWO:
             found.append(stages_table(logs, seeds))
-        if seeds and experiment is THREE:
+        if experiment is THREE:
             found.append(tenths_table(logs, seeds))
-        cells = [arm_row(logs, experiment, arm, seeds) for arm in experiment.arms if seeds]
-        if cells:
-            found.append(markdown(cells[0], [row.values() for row in cells]))
+        cells = [arm_row(logs, experiment, arm, seeds) for arm in experiment.arms]
+        found.append(markdown(cells[0], [row.values() for row in cells]))
     return "\n".join([*found, conditions(logs)])
 
 

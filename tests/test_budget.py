@@ -208,7 +208,8 @@ def test_a_cap_above_the_gpu_is_refused(monkeypatch):
 
 def test_the_users_own_allocator_setting_wins(monkeypatch):
     name = "PYTORCH_CUDA_ALLOC_CONF"
-    monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(name, "")  # so that monkeypatch restores what was there, or nothing
+    monkeypatch.delenv(name)
     budget.grow_segments()
     assert os.environ[name] == "expandable_segments:True"
     monkeypatch.setenv(name, "max_split_size_mb:64")
@@ -217,8 +218,9 @@ def test_the_users_own_allocator_setting_wins(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_gpu_the_allocator_grows_its_segments():
+def test_gpu_the_allocator_grows_its_segments(monkeypatch):
     """In a process of its own: the setting is read once, at the first tensor on the GPU."""
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)  # a train.py before has set it
     code = (
         "import torch; from tools import budget; budget.grow_segments(); "
         "torch.ones(1, device='cuda'); "

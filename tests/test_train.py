@@ -440,6 +440,10 @@ def test_a_masked_answer_counts_in_the_mean_of_its_group(tiny_chat, tmp_path, mo
         expected = (R - R.mean(1, keepdim=True)) / (R.std(1, keepdim=True) + 1e-4)
         assert (expected.flatten() - got).abs().max() < 1e-6  # fp32
         assert (got[~batch.rollout.finished] != 0).any()
+    # of two answers that are right and two that were cut, the right ones learn
+    flags = config(overlong="mask", group_size=4)
+    right, *_, cut = train.advantages_of(flags, torch.tensor([1.0, 1, 0, 0])).tolist()
+    assert right == -cut == pytest.approx(0.866, abs=1e-3)
 
 
 @pytest.mark.parametrize("resample, attempts", [(0, 1), (1, 2), (9, 4)])
