@@ -44,6 +44,7 @@ class Experiment(NamedTuple):
     rates: tuple  # learning rates to choose from; none: that of experiment 2
     choosers: tuple  # the arms of bf16 and NVFP4; if there are rates, these arms choose one
     tests: tuple  # keys of TESTS
+    figure: str  # its file in results/
     shown: tuple  # keys of MEASURES that the figure shows
     arms: dict  # name → Arm
     claims: tuple = ()  # Claims; their p are Holm-adjusted together
@@ -74,6 +75,7 @@ ONE = Experiment(
     rates=(2.5e-5, 5e-5, 1e-4),
     choosers=("bf16", "nvfp4"),
     tests=("greedy", "paper"),
+    figure="gsm8k-1.5b.png",
     shown=("greedy", "paper"),
     arms={
         "nvfp4": Arm(
@@ -89,6 +91,7 @@ TWO = Experiment(
     rates=(5e-5, 1e-4, 2e-4),
     choosers=("1", "2"),
     tests=("greedy", "pass", "paper"),
+    figure="gsm8k-0.5b.png",
     shown=("greedy", "pass@32"),
     arms={
         "1": Arm("bf16", {}, "bf16"),
@@ -114,6 +117,7 @@ THREE = Experiment(
     rates=(),
     choosers=("13", "10"),
     tests=("greedy", "wide"),
+    figure="gsm8k-0.5b-adaptive.png",
     shown=("wide@1", "wide@256"),
     arms={
         "10": Arm("rtn", TIS, "NVFP4 (rtn), tis"),

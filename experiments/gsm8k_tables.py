@@ -1,7 +1,7 @@
 """Tables and figures of the experiments on GSM8K, from results/gsm8k/*.jsonl alone.
 
     python -m experiments.gsm8k_tables table    the experiments, of the whole seeds
-    python -m experiments.gsm8k_tables plot     results/gsm8k-1.5b.png and gsm8k-0.5b.png
+    python -m experiments.gsm8k_tables plot     each experiment's figure, in results/
 
 A second argument names another folder of logs. The tests and the verdicts are in paired.py. Needs:
 numpy, matplotlib, scipy; tools/report.py.
@@ -314,7 +314,7 @@ def main(command, logs=LOGS):
         return
     for experiment in EXPERIMENTS:
         if len(whole_seeds(logs, experiment)) >= 3:
-            plot(logs, experiment, logs.parent / f"gsm8k-{experiment.size}.png")
+            plot(logs, experiment, logs.parent / experiment.figure)
 
 
 if __name__ == "__main__":

@@ -155,6 +155,11 @@ def test_a_figure_is_drawn_from_the_committed_logs(experiment, tmp_path):
     assert (tmp_path / "figure.png").stat().st_size > 20_000
 
 
+def test_each_experiment_has_a_figure_of_its_own():
+    figures = [experiment.figure for experiment in (ONE, TWO, THREE)]
+    assert len(set(figures)) == 3
+
+
 # --- statistics
 def test_the_paired_test_gives_textbook_numbers():
     """Differences 1, 2, 3, 4: mean 2.5, standard error .6455, t 3.873 with 3 degrees of freedom."""
