@@ -130,6 +130,30 @@ def test_the_search_finds_the_temperature_of_an_entropy(tiny_chat):
         assert found == pytest.approx(temperature, abs=sampler.WIDTH)
 
 
+def test_the_followed_temperature_settles_where_entropy_moves_thrice_as_far_as_searched(
+    monkeypatch,
+):
+    """Nats a token: .4 at temperature 1, and 3 more for each 1 of temperature; the search, on
+    answers that stay as they are, finds 1 more.
+    """
+    entropies = dict.fromkeys(range(20), 0.43)
+    sampler = gsm8k.FollowingSampler.__new__(gsm8k.FollowingSampler)
+    sampler.entropies, sampler.next_temperature = entropies, None
+
+    def generate(self, prompts, *, temperature, **_):
+        return temperature  # stands for the rollout
+
+    monkeypatch.setattr(Sampler, "generate", generate)
+
+    def search(rollout, entropy):
+        return rollout + entropy - (0.4 + 3 * (rollout - 1))
+
+    monkeypatch.setattr(sampler, "search", search)
+    for step in entropies:
+        sampler.generate([[5]], 8, temperature=1.0, step=step)
+    assert sampler.temperature == pytest.approx(1.01, abs=1e-6)
+
+
 # --- the logs
 def test_a_newly_solved_problem_is_one_that_no_sample_solved_before():
     before, after = (
