@@ -206,8 +206,8 @@ class Logged(Run):
 
     def made(self, step, stats):
         """Five skipped steps in a row do not stop the run: they are a result. mismatch compares
-        equal temperatures, which arms 7 and 12 do not have."""
-        if self.start["arm"] in ("7", "12"):
+        equal temperatures, which arms AT_A_TEMPERATURE do not have."""
+        if self.start["arm"] in rules.AT_A_TEMPERATURE:
             stats["mismatch"] = None
         if self.start["arm"] == "12":
             stats["temperature"] = self.sampler.temperature

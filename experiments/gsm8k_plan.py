@@ -50,6 +50,7 @@ class Experiment(NamedTuple):
     claims: tuple = ()  # Claims; their p are Holm-adjusted together
 
 
+AT_A_TEMPERATURE = "7", "12"  # the arms that sample at another temperature than 1
 COMMON = dict(
     task="gsm8k",
     data="openai/gsm8k/main",

@@ -15,6 +15,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.gsm8k_plan import (
+    AT_A_TEMPERATURE,
     COMMON,
     EXPERIMENTS,
     LOGS,
@@ -258,6 +259,13 @@ def draw_test(axis, y, pairs, measure, color):
     return mean
 
 
+def color_of(experiment, arm):
+    """Red for an arm that samples under noise, blue for one at a temperature, else black."""
+    if "aqn" in experiment.arms[arm].flags:
+        return "C3"
+    return "C0" if arm in AT_A_TEMPERATURE else "0.15"
+
+
 def plot(logs, experiment, path):
     """Training reward against the step (experiment 1), and two tests before and after training."""
     seeds = whole_seeds(logs, experiment)
@@ -267,8 +275,8 @@ def plot(logs, experiment, path):
     *curve, left, right = figure.subplots(1, 3 if experiment is ONE else 2)
     tests = dict(zip((left, right), experiment.shown, strict=True))
     for i, arm in enumerate(arms):
-        pairs, (base, own, _) = pairs_of(logs, experiment, arm, seeds), experiment.arms[arm]
-        color = f"C{i}" if curve else "C3" if "aqn" in own else "C0" if own else "0.15"
+        pairs = pairs_of(logs, experiment, arm, seeds)
+        color = f"C{i}" if curve else color_of(experiment, arm)
         for axis in curve:
             draw_curve(
                 axis,
@@ -279,7 +287,7 @@ def plot(logs, experiment, path):
             )
         for axis, measure in tests.items():
             mean = draw_test(axis, -i, pairs, measure, color)
-            if bases.count(base) > 1 and not own:  # what the arms below are compared with
+            if arm in experiment.choosers and not curve:  # what the others are compared with
                 axis.axvline(mean, color="0.6", linestyle="--", linewidth=1)
     labels = [arm if curve else f"{arm}: {experiment.arms[arm].what}" for arm in arms]
     for axis, measure in tests.items():
