@@ -206,7 +206,7 @@ class Logged(Run):
 
     def made(self, step, stats):
         """Five skipped steps in a row do not stop the run: they are a result. mismatch compares
-        equal temperatures, which arms AT_A_TEMPERATURE do not have."""
+        equal temperatures, which the arms AT_A_TEMPERATURE do not have."""
         if self.start["arm"] in rules.AT_A_TEMPERATURE:
             stats["mismatch"] = None
         if self.start["arm"] == "12":
