@@ -1,78 +1,146 @@
-"""LoRA: the weight matrix stays frozen, and a product of two thin matrices beside it is trained.
+"""LoRA: the weight matrix W stays frozen, and two thin matrices A and B beside it learn.
 
-    y = x @ W.T + (alpha / rank) · (x @ lora_A.T) @ lora_B.T  W (N, K), lora_A (r, K), lora_B (N, r)
+    xa  = scale · x @ A.T              x (M, K), A (r, K), xa (M, r); scale = alpha / r
+    y   = x @ W.T + xa @ B.T           W (N, K), B (N, r), y (M, N)
+
+Backward gets dy, the gradient of the loss by y, and computes
+
+    dxa = scale · dy @ B               (M, r): by x @ A.T
+    dA  = dxa.T @ x                    (r, K)
+    dB  = dy.T @ xa                    (N, r)
+    dx  = dy @ W + dxa @ A             (M, K): for the layer before this one
 
 LoRA (arXiv 2106.09685, §4.1) as in QeRL (arXiv 2510.11696, §2): on all seven projections of a
-block. Training never merges B·A into W, because rounding the sum to 4 bits would lose B·A. Only
-tools/export.py merges, into weights that it writes in bf16. lora_B starts at 0: the first policy is
-the base's.
+block. B starts at 0: the first policy is the base's. Training never merges B·A into W, because
+rounding the sum to 4 bits would lose B·A. Only tools/export.py merges, into bf16 weights.
 
-S projections with the same input run as one matrix, and so do their adapters:
+S projections with the same input run as one matrix. So do their adapters, and nothing above
+changes if A is stacked and B is block-diagonal:
 
-    W   [ q ]  N    lora_A  [ A_q ]  S·r  lora_B  [ B_q ]  N     row block s of lora_B multiplies
-        [ k ]               [ A_k ]               [ B_k ]        row block s of lora_A: this equals
-        [ v ]   x K         [ A_v ]   x K         [ B_v ]   x r  three separate adapters
+    W   [ q ]        A   [ A_q ]          B   [ B_q  0    0   ]       lora_B  [ B_q ]
+        [ k ]            [ A_k ]              [ 0    B_k  0   ]               [ B_k ]
+        [ v ] (N, K)     [ A_v ] (S·r, K)     [ 0    0    B_v ] (N, S·r)      [ B_v ] (N, r)
 
-S is 3 for q, k, v, 2 for gate and up, and 1 for a projection that runs alone. The row blocks of
-lora_B have as many rows as the projections (the `splits`), those of lora_A have r rows each.
+S is 3 for q, k, v, 2 for gate and up, and 1 for a projection that runs alone. The zeros are no
+parameters: lora_B holds only the diagonal blocks, and dB keeps only those of dy.T @ xa.
 
-The parameters are fp32, because a step of the optimizer is often smaller than a bf16's last bit.
-refresh() rounds them into copies of the compute dtype: bf16 on a GPU, fp32 on a CPU. A base that
-fuses LoRA into its GEMM multiplies by the copies. With any other base, forward() itself rounds the
-parameters to the dtype of x.
+The parameters lora_A and lora_B are fp32, because a step of the optimizer is often smaller than a
+bf16's last bit. refresh() rounds them into the copies by which both directions multiply: bf16 on a
+GPU, fp32 on a CPU. Backward treats rounding as a function with the derivative 1.
 
-Adapter files are PEFT's, with fused projections split into their parts. load_adapter trusts that
-the adapter is a plain LoRA. tools/adapter.py first refuses PEFT's other kinds.
-Left out: dropout, bias, DoRA, rsLoRA, several adapters at once. Needs: torch, safetensors.
+A layer's base multiplies by W, and this file computes the rest. FrozenMatrix is the simplest base:
+it defines what a base does. Training takes model.py's FrozenLinear, whose W has 4 bits and whose
+kernel (fp4_gemm.py) adds the low-rank term inside the matrix product.
+Left out: dropout, bias, DoRA, rsLoRA, several adapters at once. Adapter files: tools/adapter.py.
+Needs: torch.
 """
 
-import json
-import os
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import nn
 
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-PREFIX = "base_model.model.model."  # how every tensor name in PEFT's files begins
-# a name of ours, and the one on the hub, which PEFT needs
-ON_THE_HUB = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's two files
 
-
-class Adapter(NamedTuple):
-    """What a base that fuses LoRA needs to add an adapter to its output."""
+class LowRank(NamedTuple):
+    """What a base needs to add an adapter's term to its output: A, B and scale of the formulas."""
 
     A: torch.Tensor  # (S·r, K), lora_A rounded to the compute dtype
     B: torch.Tensor  # (N, r), lora_B rounded to the compute dtype
-    splits: tuple  # S integers, N in all: the rows of W and B of each projection
+    splits: tuple[int, ...]  # S integers, N in all: the rows of W and B of each projection
     scale: float  # alpha / r
-    lora_A: torch.Tensor = None  # the fp32 parameters, which receive the gradients of A and B; if
-    lora_B: torch.Tensor = None  # both are None, A and B themselves receive them
+
+
+def block_diagonal(B: torch.Tensor, splits: tuple[int, ...]) -> torch.Tensor:
+    """(N, r) → (N, S·r): the block of each projection moves to columns of its own."""
+    if len(splits) == 1:
+        return B
+    return torch.block_diag(*B.split(splits))
+
+
+class FrozenMatrix(nn.Module):
+    """The simplest base: a matrix W (N, K). It defines what LoRALinear asks of every base."""
+
+    def __init__(self, weight: torch.Tensor):
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.out_features, self.in_features = weight.shape
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The layer without its adapter, x (…, K) → y (…, N). autograd differentiates it by x."""
+        return x @ self.weight.T
+
+    def product(
+        self, x: torch.Tensor, low_rank: LowRank, compute_output: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x (M, K) → y (M, N) with the low-rank term, and xa (M, S·r). Called without autograd.
+
+        compute_output=False: nothing reads the values of y, so a base may skip x @ W.T.
+        """
+        xa = low_rank.scale * (x @ low_rank.A.T)
+        B = block_diagonal(low_rank.B, low_rank.splits)
+        return x @ self.weight.T + xa @ B.T, xa
+
+    def transposed(self, dy: torch.Tensor, add_to: torch.Tensor) -> torch.Tensor:
+        """dy (M, N) → dy @ W + add_to (M, K). A base may write this sum into add_to."""
+        return dy @ self.weight + add_to
+
+    def adapt(self, B: torch.Tensor, splits: tuple[int, ...]):
+        """refresh() has rewritten B (N, r). A base that keeps a copy of B replaces it here."""
+
+
+class _LowRankProduct(torch.autograd.Function):
+    """The formulas above. lora_A and lora_B are arguments only to receive the gradients of A and B,
+    because autograd returns gradients to forward's arguments. It converts them to fp32.
+    """
+
+    @staticmethod
+    def forward(ctx, x, lora_A, lora_B, base, low_rank, compute_output):
+        y, xa = base.product(x, low_rank, compute_output)
+        ctx.save_for_backward(x, xa, low_rank.A, low_rank.B)  # but never a weight
+        ctx.base, ctx.splits, ctx.scale = base, low_rank.splits, low_rank.scale
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, xa, A, B = ctx.saved_tensors
+        dy = dy.contiguous()
+        # The GEMM multiplies its fp32 sums by scale, so that dxa is rounded once.
+        dxa = x.new_empty(xa.shape)
+        dxa.addmm_(dy, block_diagonal(B, ctx.splits), beta=0, alpha=ctx.scale)
+        dA = dxa.T @ x
+        # Of dy.T @ xa (N, S·r) keep the diagonal blocks: the rows and columns of one projection.
+        rows = (dy.T @ xa).split(ctx.splits)
+        dB = torch.cat([block.chunk(len(rows), 1)[s] for s, block in enumerate(rows)])
+        dx = None
+        needs_x, *_ = ctx.needs_input_grad
+        if needs_x:
+            dx = ctx.base.transposed(dy, add_to=dxa @ A)
+        return dx, dA, dB, None, None, None
 
 
 class LoRALinear(nn.Module):
-    """A frozen base and its adapter: x (…, K) → (…, N) in the dtype of x.
+    """A frozen base and its adapter: x (…, K) → y (…, N) in the dtype of x.
 
-    base: a module with in_features (K), out_features (N) and forward(x). A base whose attribute
-    fuses_lora is True adds the adapter itself. LoRALinear calls such a base in two more ways:
-        base(x, adapter, compute_output)    in forward(): an Adapter and forward's own argument
-        base.adapt(copy_B, splits)          in refresh(), after it has rewritten the copies
-    While `enabled` is False, forward() calls base(x) of every base.
+    base: a FrozenMatrix, or a module with the same methods.
+    rank, alpha: r, and the numerator of scale = alpha / r.
+    splits: the rows of W of each of the S projections, N in all. None: one projection.
+    dtype: of the copies, and of x. device: of the parameters and the copies.
+    generator: draws the random lora_A, on the CPU.
 
-    rank, alpha: r and the numerator of scale = alpha / r. splits: the rows of each fused part, N in
-    all; None: one part. dtype: of the copies. device: of the parameters and the copies. generator:
-    of the random lora_A, on the CPU.
-
+    While `enabled` is False, the layer is base(x).
     ValueError: rank < 1. AssertionError: the splits do not add up to N.
     """
 
     def __init__(
-        self, base, rank, alpha, splits=None, dtype=torch.float32, device=None, generator=None
+        self,
+        base: nn.Module,
+        rank: int,
+        alpha: float,
+        splits: tuple[int, ...] | list[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+        generator: torch.Generator | None = None,
     ):
         super().__init__()
         if rank < 1:
@@ -100,41 +168,35 @@ class LoRALinear(nn.Module):
         self.enabled = True
         self.refresh()
 
+    @torch.no_grad()
     def refresh(self):
         """Round the parameters into the copies, in place.
 
         A captured CUDA graph reads the addresses that it was captured with. New copies at other
         addresses would leave it with the old adapter.
         """
-        with torch.no_grad():
-            self.copy_A.copy_(self.lora_A)
-            self.copy_B.copy_(self.lora_B)
-            if self._base_fuses():
-                self.base.adapt(self.copy_B, self.splits)
+        self.copy_A.copy_(self.lora_A)
+        self.copy_B.copy_(self.lora_B)
+        self.base.adapt(self.copy_B, self.splits)
 
-    def forward(self, x, compute_output=True):
-        """x (…, K) → (…, N).
+    def forward(self, x: torch.Tensor, compute_output: bool = True) -> torch.Tensor:
+        """x (…, K) → y (…, N).
 
-        compute_output=False: nothing reads the result, only its gradient is needed (a forward that
-        gradient checkpointing repeats). A base that fuses LoRA may then skip x @ W.T.
+        compute_output=False: nothing reads y, only its gradient is needed. Gradient checkpointing
+        repeats a forward in this way.
         """
         if not self.enabled:
             return self.base(x)
-        if self._base_fuses():
-            adapter = Adapter(
-                self.copy_A, self.copy_B, self.splits, self.scale, self.lora_A, self.lora_B
-            )
-            return self.base(x, adapter, compute_output)
-        xa = (x @ self.lora_A.to(x.dtype).T).split(self.rank, -1)  # S times (…, r)
-        parts = zip(xa, self.lora_B.to(x.dtype).split(self.splits), strict=True)
-        return self.base(x) + self.scale * torch.cat([h @ B.T for h, B in parts], -1)
-
-    def _base_fuses(self):
-        return getattr(self.base, "fuses_lora", False)
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        low_rank = LowRank(self.copy_A, self.copy_B, self.splits, self.scale)
+        y = _LowRankProduct.apply(
+            rows, self.lora_A, self.lora_B, self.base, low_rank, compute_output
+        )
+        return y.view(*x.shape[:-1], self.base.out_features)
 
 
-def lora_layers(model):
-    """→ {name: LoRALinear}, in the model's order.
+def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
+    """→ {name: layer}, in the model's order.
 
     ValueError: there is none, so nothing would learn.
     """
@@ -144,14 +206,14 @@ def lora_layers(model):
     return layers
 
 
-def refresh(model):
+def refresh(model: nn.Module):
     """Round every layer's parameters into its copies: call it after an optimizer step or a load."""
     for layer in lora_layers(model).values():
         layer.refresh()
 
 
 @contextmanager
-def disabled(model):
+def disabled(model: nn.Module):
     """In this context the model is its frozen base alone: the reference policy of a KL term."""
     layers = lora_layers(model).values()
     try:
@@ -163,113 +225,13 @@ def disabled(model):
             layer.enabled = True
 
 
-# --- adapter files
-
-
-def adapter_tensors(model):
-    """→ {PEFT's tensor name: fp32 view of the rows of lora_A or lora_B of one projection}.
-
-    A write to a view changes the parameter. Shapes are (r, K) and (rows of the projection, r).
-    """
-    tensors = {}
-    for name, layer in lora_layers(model).items():
-        parent, _, module = name.rpartition(".")
-        projections = FUSED[module] if len(layer.splits) > 1 else (module,)
-        A = layer.lora_A.data.split(layer.rank)
-        B = layer.lora_B.data.split(layer.splits)
-        for projection, a, b in zip(projections, A, B, strict=True):
-            tensors[f"{PREFIX}{parent}.{projection}.lora_A.weight"] = a
-            tensors[f"{PREFIX}{parent}.{projection}.lora_B.weight"] = b
-    return tensors
-
-
-def save_adapter(model, folder, base_name=""):
-    """Write PEFT's two files into folder, each whole or, if the save is interrupted, not at all.
-
-    base_name: the base model, a name on the hub or a path, for PEFT to find it; or a key of
-    ON_THE_HUB, of which save_adapter writes the name on the hub.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {k: v.contiguous().cpu() for k, v in adapter_tensors(model).items()}
-    layer = next(iter(lora_layers(model).values()))
-    base_name = ON_THE_HUB.get(base_name, base_name)
-    config = dict(
-        peft_type="LORA",
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=str(base_name),
-        r=layer.rank,
-        lora_alpha=layer.alpha,
-        lora_dropout=0.0,
-        bias="none",
-        fan_in_fan_out=False,
-        inference_mode=True,
-        target_modules=sorted({k.split(".")[-3] for k in tensors}),
-    )
-    save_file(tensors, folder / f"{TENSORS}.tmp", metadata={"format": "pt"})
-    (folder / f"{CONFIG}.tmp").write_text(json.dumps(config, indent=2) + "\n")
-    for file in (TENSORS, CONFIG):
-        temporary = folder / f"{file}.tmp"
-        # The bytes must be on the disk before the name is: after a power failure a renamed file may
-        # be empty otherwise.
-        with open(temporary, "rb") as written:
-            os.fsync(written.fileno())
-        os.replace(temporary, folder / file)
-
-
-def read_adapter(folder):
-    """→ PEFT's two files: the settings (a dict) and {tensor name: tensor}.
-
-    ValueError: a file is missing or damaged.
-    """
-    folder = Path(folder)
-    for file in (CONFIG, TENSORS):
-        if not (folder / file).is_file():
-            raise ValueError(f"{folder} holds no {file}: name the folder of a PEFT LoRA adapter")
-    try:
-        config = json.loads((folder / CONFIG).read_text())
-        if not isinstance(config, dict):
-            raise ValueError(f"{type(config).__name__!r} in the place of its settings")
-        return config, load_file(folder / TENSORS)
-    except (SafetensorError, ValueError) as error:
-        raise ValueError(f"{folder} holds a damaged adapter: {error}") from error
-
-
-def load_adapter(model, folder):
-    """Copy a plain LoRA adapter from PEFT's files into the parameters, and refresh the copies.
-
-    ValueError: a file is missing or damaged, or rank, alpha, tensor names or shapes differ from the
-    model's. A refused adapter changes nothing.
-    """
-    config, stored = read_adapter(folder)
-    layer = next(iter(lora_layers(model).values()))
-    for key, value in {"r": layer.rank, "lora_alpha": layer.alpha}.items():
-        if config.get(key) != value:
-            raise ValueError(
-                f"{folder}/{CONFIG} has {key}={config.get(key)!r}, this model takes {value}"
-            )
-    own = adapter_tensors(model)
-    has = {name: tuple(t.shape) for name, t in stored.items()}
-    takes = {name: tuple(t.shape) for name, t in own.items()}
-    odd = sorted({name for name, _ in has.items() ^ takes.items()})
-    if odd:
-        raise ValueError(
-            f"{folder}: {len(odd)} tensors do not fit the model's layers; {odd[0]} is "
-            f"{has.get(odd[0], 'missing')}, "
-            f"the model has {takes.get(odd[0], 'no such tensor')}"
-        )
-    for name, tensor in stored.items():
-        own[name].copy_(tensor)
-    refresh(model)
-
-
 if __name__ == "__main__":
-    torch.manual_seed(0)
-    base = nn.Linear(64, 96, bias=False).requires_grad_(False)
+    base = FrozenMatrix(torch.randn(96, 64))
     layer = LoRALinear(base, rank=4, alpha=4)
     x = torch.randn(5, 64)
     print(f"lora_B = 0: differs from the base by {(layer(x) - base(x)).abs().max():.1e}")
     layer.lora_B.data.normal_()
+    layer.refresh()
     merged = base.weight + layer.scale * layer.lora_B @ layer.lora_A
     print(f"lora_B ≠ 0: differs from the base by {(layer(x) - base(x)).abs().max():.2f},")
     print(f"            from x @ (W + scale·B·A).T by {(layer(x) - x @ merged.T).abs().max():.1e}")

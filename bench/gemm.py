@@ -19,7 +19,7 @@ import torch
 import fp4_gemm
 import nvfp4
 from bench import common
-from lora import Adapter
+from lora import LowRank
 from tools import memory
 
 L2_BYTES = 60e6
@@ -51,7 +51,7 @@ def measure(name, parts, K, rows, only_check, records):
     exact = W.double()
     packed = fp4_gemm.pack(*fours)
     A, B = random_matrix(len(parts) * common.RANK, K), random_matrix(N, common.RANK)
-    adapter = Adapter(A, B, parts, 1.0)
+    adapter = LowRank(A, B, parts, 1.0)
     packs = copies(packed, packed.words.nbytes)
     dense = copies(W, W.nbytes)
     for M in rows:
@@ -61,8 +61,8 @@ def measure(name, parts, K, rows, only_check, records):
             continue
         calls = {
             "bf16": [partial(torch.nn.functional.linear, x, w) for w in dense],
-            "ours": [partial(fp4_gemm.linear, x, p) for p in packs],
-            "lora": [partial(fp4_gemm.linear, x, p, lora=adapter) for p in packs],
+            "ours": [partial(fp4_gemm.product, x, p) for p in packs],
+            "lora": [partial(fp4_gemm.product, x, p, low_rank=adapter) for p in packs],
         }
         with torch.no_grad():
             seconds = common.graph_times(calls)
@@ -89,9 +89,9 @@ def check(what, x, packed, exact, adapter):
     plain = x.double() @ exact.T
     B = torch.block_diag(*adapter.B.double().split(adapter.splits))
     adapted = plain + x.double() @ adapter.A.double().T @ B.T
-    for kind, lora, exact_y in ("plain", None, plain), ("with LoRA", adapter, adapted):
-        y = fp4_gemm.linear(x, packed, lora=lora).double()
-        error = (y - exact_y).norm() / exact_y.norm()
+    for kind, low_rank, exact_y in ("plain", None, plain), ("with LoRA", adapter, adapted):
+        y, _ = fp4_gemm.product(x, packed, low_rank=low_rank)
+        error = (y.double() - exact_y).norm() / exact_y.norm()
         if not error < 2**-8:
             sys.exit(f"{what}, {kind}: wrong by {error:.1e}; wrong results are not timed")
 

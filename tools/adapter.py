@@ -1,19 +1,32 @@
-"""Refuse an adapter of PEFT's that lora.py would load without an error, but wrongly.
+"""Adapter files: PEFT's two, with fused projections split into their parts.
 
-    load_adapter(model, "runs/x/adapter")    settings → finite values → lora.load_adapter
+    save_adapter(model, "runs/x/adapter")    adapter_config.json, adapter_model.safetensors
+    load_adapter(model, "runs/x/adapter")    ours, or one that PEFT wrote
 
 PEFT's LoRA has many options. An adapter may scale by another factor (rsLoRA, alpha_pattern), act on
 some tokens only (aLoRA), need more tensors (DoRA, modules_to_save), or belong to a base whose
-weights were changed when it was created (PiSSA, OLoRA, …). The sentence of each refusal names the
-setting.
-Needs: torch; lora.py.
+weights were changed when it was created (PiSSA, OLoRA, …). load_adapter refuses these, because they
+would load without an error, but wrongly. The sentence of each refusal names the setting.
+Needs: torch, safetensors; lora.py.
 """
 
+import json
+import os
 import re
 from pathlib import Path
 
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
 import lora
 
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's two files
+PREFIX = "base_model.model.model."  # how every tensor name in PEFT's files begins
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+# a name of ours, and the one on the hub, which PEFT needs
+ON_THE_HUB = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 # settings that must be absent or empty
 REFUSED = (
     "use_dora",
@@ -27,27 +40,94 @@ REFUSED = (
 HARMLESS_STARTS = ("gaussian", "orthogonal", "eva", "mica")
 
 
-def load_adapter(model, folder):
+def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """→ {PEFT's tensor name: fp32 view of the rows of lora_A or lora_B of one projection}.
+
+    A write to a view changes the parameter. Shapes are (r, K) and (rows of the projection, r).
+    """
+    tensors = {}
+    for name, layer in lora.lora_layers(model).items():
+        parent, _, module = name.rpartition(".")
+        projections = FUSED[module] if len(layer.splits) > 1 else (module,)
+        A = layer.lora_A.data.split(layer.rank)
+        B = layer.lora_B.data.split(layer.splits)
+        for projection, a, b in zip(projections, A, B, strict=True):
+            tensors[f"{PREFIX}{parent}.{projection}.lora_A.weight"] = a
+            tensors[f"{PREFIX}{parent}.{projection}.lora_B.weight"] = b
+    return tensors
+
+
+def save_adapter(model: nn.Module, folder: str | Path, base_name: str | Path = ""):
+    """Write PEFT's two files into folder, each whole or, if the save is interrupted, not at all.
+
+    base_name: the base model, a name on the hub or a path, for PEFT to find it; or a key of
+    ON_THE_HUB, of which save_adapter writes the name on the hub.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {k: v.contiguous().cpu() for k, v in adapter_tensors(model).items()}
+    layer = _first_layer(model)
+    config = dict(
+        peft_type="LORA",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(ON_THE_HUB.get(base_name, base_name)),
+        r=layer.rank,
+        lora_alpha=layer.alpha,
+        lora_dropout=0.0,
+        bias="none",
+        fan_in_fan_out=False,
+        inference_mode=True,
+        target_modules=sorted({k.split(".")[-3] for k in tensors}),
+    )
+    save_file(tensors, folder / f"{TENSORS}.tmp", metadata={"format": "pt"})
+    (folder / f"{CONFIG}.tmp").write_text(json.dumps(config, indent=2) + "\n")
+    for file in (TENSORS, CONFIG):
+        temporary = folder / f"{file}.tmp"
+        # The bytes must be on the disk before the name is: after a power failure a renamed file may
+        # be empty otherwise.
+        with open(temporary, "rb") as written:
+            os.fsync(written.fileno())
+        os.replace(temporary, folder / file)
+
+
+def read_adapter(folder: str | Path) -> tuple[dict, dict[str, torch.Tensor]]:
+    """→ PEFT's two files: the settings, and {tensor name: tensor}.
+
+    ValueError: a file is missing or damaged.
+    """
+    folder = Path(folder)
+    for file in (CONFIG, TENSORS):
+        if not (folder / file).is_file():
+            raise ValueError(f"{folder} holds no {file}: name the folder of a PEFT LoRA adapter")
+    try:
+        config = json.loads((folder / CONFIG).read_text())
+        if not isinstance(config, dict):
+            raise ValueError(f"{type(config).__name__!r} in the place of its settings")
+        return config, load_file(folder / TENSORS)
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"{folder} holds a damaged adapter: {error}") from error
+
+
+def load_adapter(model: nn.Module, folder: str | Path):
     """Copy an adapter that save_adapter or PEFT wrote into the parameters, and refresh the copies.
 
     ValueError: the folder holds no adapter, a damaged one, another kind, rank or alpha, other
     tensors, or a NaN or infinite value. A refused adapter changes nothing.
     """
-    config, tensors = lora.read_adapter(folder)
-    _check_settings(config, Path(folder) / lora.CONFIG)
-    for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
-            raise ValueError(
-                f"{folder}: {name} has NaN or infinite values: take an earlier adapter"
-            )
-    lora.load_adapter(model, folder)
+    config, stored = read_adapter(folder)
+    own = adapter_tensors(model)
+    _check_settings(config, _first_layer(model), Path(folder) / CONFIG)
+    _check_tensors(stored, own, folder)
+    for name, tensor in stored.items():
+        own[name].copy_(tensor)
+    lora.refresh(model)
 
 
-def other_base(folder, name):
+def other_base(folder: str | Path, name: str) -> str:
     """→ the base model that an adapter names, if it is another than `name`; else "". Only the last
     part of each name counts, because a folder and an id of the hub may hold the same model.
     """
-    config, _ = lora.read_adapter(folder)
+    config, _ = read_adapter(folder)
     base = str(config.get("base_model_name_or_path") or name)
     return "" if _own_name(base) == _own_name(name) else base
 
@@ -56,13 +136,20 @@ def _own_name(model):
     """→ the last part of a model's name in lower case: qwen2.5-7b of Qwen/Qwen2.5-7B, of
     …/models--Qwen--Qwen2.5-7B/snapshots/… (the hub's cache) and of …/qwen2.5-7b-q4_k_m.gguf.
     """
-    name = lora.ON_THE_HUB.get(model, model).lower()
+    name = ON_THE_HUB.get(model, model).lower()
     name = re.sub(r"/snapshots/.*|/+$|[-.](i?q|b?f)[0-9]\w*\.gguf$", "", name)
     return re.split("/|--", name)[-1]
 
 
-def _check_settings(config, file):
-    """ValueError: the adapter is no plain LoRA. config: the settings in `file`."""
+def _first_layer(model):
+    """All layers have one rank and one alpha."""
+    return next(iter(lora.lora_layers(model).values()))
+
+
+def _check_settings(config, layer, file):
+    """ValueError: the adapter is no plain LoRA, or of another rank or alpha than `layer`. config:
+    the settings in `file`.
+    """
     kind = config.get("peft_type")
     if kind != "LORA":
         raise ValueError(f"{file} has peft_type={kind!r}; this model takes LORA")
@@ -78,4 +165,25 @@ def _check_settings(config, file):
             f"{file} has init_lora_weights={start!r}, which changes "
             "the base too: PEFT converts most of these as it saves them, see its "
             "path_initial_model_for_weight_conversion"
+        )
+    for key, value in {"r": layer.rank, "lora_alpha": layer.alpha}.items():
+        if config.get(key) != value:
+            raise ValueError(f"{file} has {key}={config.get(key)!r}, this model takes {value}")
+
+
+def _check_tensors(stored, own, folder):
+    """ValueError: tensors of `stored` are not finite, or have other names or shapes than `own`."""
+    for name, tensor in stored.items():
+        if not tensor.isfinite().all():
+            raise ValueError(
+                f"{folder}: {name} has NaN or infinite values: take an earlier adapter"
+            )
+    has = {name: tuple(t.shape) for name, t in stored.items()}
+    takes = {name: tuple(t.shape) for name, t in own.items()}
+    odd = sorted({name for name, _ in has.items() ^ takes.items()})
+    if odd:
+        name, *_ = odd
+        raise ValueError(
+            f"{folder}: {len(odd)} tensors do not fit the model's layers; {name} is "
+            f"{has.get(name, 'missing')}, the model has {takes.get(name, 'no such tensor')}"
         )
