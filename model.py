@@ -1,11 +1,17 @@
 """One small decoder, the only forward of this project: Llama, Qwen2 / Qwen2.5 and Qwen3.
 
-    ids → embed → [   x + o(attention(rope(qkv(norm(x)))))
-                    → x + down(swiglu(gate_up(norm(x))))   ] × layers → norm → hidden
+    residual = embed(ids)                                                  (n,) → (n, D)
+    in each layer:  residual += o(attention(rope(qkv(norm(residual)))))
+                    residual += down(swiglu(gate_up(norm(residual))))
+    hidden = norm(residual)                                                (n, D)
+    logits = hidden @ lm_head.T                                            (n, V)
 
-The tokens of a forward pass lie in one flat row (n,), without padding: every operation but
-attention computes a token alone, and an object of ops/attention.py says which tokens a token sees.
-The trainer packs a prompt once, followed by the answers to it; flat_row() makes that row.
+The norm that follows a sum also computes the sum, in one pass over memory. So a layer hands on two
+tensors: the residual stream, and the branch that the next norm will add to it.
+
+The n tokens of a forward pass lie in one flat row, without padding. Every operation but attention
+computes a token alone, and an object of ops/attention.py says which tokens a token sees. The
+trainer packs a prompt once, followed by the answers to it; flat_row() makes that row.
 
 Sampler and trainer run this same code on the same tensors. Every projection is a frozen base in
 NVFP4 (or in bf16, with quant="bf16", or if a 4-bit checkpoint leaves it so) with a LoRA beside it;
@@ -13,280 +19,277 @@ q, k, v are one matrix, and so are gate and up. Embeddings, lm_head, norms and b
 quantised. The norms' weights are fp32 buffers; aqn.py adds its noise to those of input_layernorm
 and post_attention_layernorm.
 
-load() reads and quantises one matrix after the other, so no second copy of all weights exists. A
-CPU computes in fp32, a GPU in bf16 with the residual stream and the logits in fp32.
+A CPU computes in fp32, a GPU in bf16 with the residual stream and the logits in fp32.
+
+load() takes an opened checkpoint: an object that reads weights, quantises them and places them on
+the device (tools/weights.py has it). The decoder asks for one matrix after the other, so no second
+copy of all weights exists.
 
 transformers supplies the config and the formulas of scaled RoPE; its own models are the tests'
 oracle. Left out: mixtures of experts, sliding windows, encoder parts, dropout.
-Needs: torch, transformers, tqdm; nvfp4.py, fp4_gemm.py, lora.py,
-ops/{elementwise,attention,logprobs}.py, tools/weights.py.
+Needs: torch, transformers, tqdm; fp4_gemm.py, lora.py, ops/{elementwise,attention,logprobs}.py.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint as recompute
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
+from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import fp4_gemm
-import nvfp4
-from lora import LoRALinear
+from lora import LoRALinear, LowRank
 from ops import attention, elementwise, logprobs
-from tools import weights
 
-# what tells the families apart: (bias on q, k, v; bias on o; a norm on each head's q and k)
-FAMILIES = {
-    "LlamaForCausalLM": lambda c: (c.attention_bias, c.attention_bias, False),
-    "Qwen2ForCausalLM": lambda c: (True, False, False),
-    "Qwen3ForCausalLM": lambda c: (c.attention_bias, c.attention_bias, True),
-}
-QUANT = {"nvfp4": "sweep", "rtn": "rtn", "bf16": None}
-
-
-def load(name_or_source, quant="nvfp4", rank=32, alpha=32, device="cpu", seed=0):
-    """→ Decoder with quantised weights and a fresh adapter. `seed` seeds the draw of lora_A.
-
-    name_or_source: what weights.open takes, or returns. quant: "nvfp4" (scale sweep), "rtn" (the
-    paper's rounding) or "bf16" (not quantised; fp32 on a CPU). rank, alpha: the adapter's r, and
-    the numerator of its scale alpha / r. ValueError: an unknown quant, a rank below 1, a checkpoint
-    that weights.open refuses, an unsupported architecture or config, a tensor that is missing,
-    damaged, misshapen or left over.
-    """
-    if quant not in QUANT:
-        raise ValueError(f"quant={quant!r} must be one of {', '.join(QUANT)}")
-    source = name_or_source if hasattr(name_or_source, "tensor") else weights.open(name_or_source)
-    model = Decoder(
-        source, QUANT[quant], rank, alpha, torch.device(device), torch.Generator().manual_seed(seed)
-    )
-    source.finish()
-    return model
+# --- the modules with weights, and what makes them
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, weight, eps, device, dtype):
-        super().__init__()
-        self.register_buffer("weight", weight.float().to(device))
-        self.eps, self.dtype = eps, dtype
+    """x = residual + branch; h = weight · x / √(mean(x²) + eps)."""
 
-    def forward(self, x, y):
-        """→ (x + y, the norm of this sum); y may be None."""
-        return elementwise.add_norm(x, y, self.weight, self.eps, self.dtype)
+    def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype):
+        super().__init__()
+        self.register_buffer("weight", weight)  # (D,) f32
+        self.eps = eps
+        self.dtype = dtype
+
+    def forward(self, residual: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
+        """→ x f32 and h in self.dtype, all (n, D). Without a branch, x is the residual stream."""
+        return elementwise.add_norm(residual, branch, self.weight, self.eps, self.dtype)
 
 
 class FrozenLinear(nn.Module):
-    """y = x @ W.T + bias: x (…, K) → (…, N) in x's dtype. If forward gets an adapter, its product
-    is added.
-
-    weights: tensors (N_i, K) or NVFP4Tensors, joined along N. biases: tensors (N_i,), or none.
-    method: "sweep", "rtn" or None. left: whether a 4-bit checkpoint stores at least one of the
-    weights in 16 bits. dtype: of the bias and of a Dense W.
-
-    W is packed NVFP4, and a weight that is already an NVFP4Tensor keeps its codes. If method is
-    None, W is a Dense matrix, and NVFP4Tensors are dequantised. If left, W is Dense whatever the
-    method, because weights that run as one matrix must be of one kind.
+    """y = x @ W.T + bias: x (…, K) → (…, N) in x's dtype. The base of a LoRALinear, which adds its
+    adapter by the three other methods.
     """
 
-    fuses_lora = True
-
-    def __init__(self, weights, biases, method, left, dtype, device):
+    def __init__(self, weight: fp4_gemm.PackedNVFP4 | fp4_gemm.Dense, bias: Tensor | None):
         super().__init__()
-        self.register_buffer("bias", torch.cat(biases).to(device, dtype) if biases else None)
-        parts = [
-            tuple(t.to(device) for t in w) if isinstance(w, tuple) else w.to(device)
-            for w in weights
-        ]
-        if method is None or left:
-            parts = [w if torch.is_tensor(w) else nvfp4.dequantize(w, torch.float32) for w in parts]
-            self.W = fp4_gemm.Dense(torch.cat(parts).to(dtype))
-            if left and device.type == "cpu":
-                # tools/export.py, which loads on a CPU, writes the codes and not these numbers.
-                self.W.parts = weights
-        else:
-            if torch.is_tensor(parts[0]):
-                # vLLM and TensorRT-LLM require one global scale for all weights of one GEMM
-                shared = nvfp4.shared_global_scale(*parts)
-                parts = [nvfp4.quantize(w, method, shared) for w in parts]
-            self.W = fp4_gemm.pack(*parts)
-        self.out_features, self.in_features = self.W.shape
+        self.weight = weight
+        self.register_buffer("bias", bias)
+        self.out_features, self.in_features = weight.shape
 
-    def adapt(self, B, splits):
-        """LoRALinear calls this after each change of the adapter's B, of which a Dense keeps a
-        copy.
+    def forward(self, x: Tensor) -> Tensor:
+        return fp4_gemm.linear(x, self.weight, self.bias)
+
+    def product(self, x: Tensor, low_rank: LowRank, compute_output: bool) -> tuple[Tensor, Tensor]:
+        return fp4_gemm.product(x, self.weight, self.bias, low_rank, compute_output)
+
+    def transposed(self, dy: Tensor, add_to: Tensor) -> Tensor:
+        return fp4_gemm.transposed(dy, self.weight, add_to)
+
+    def adapt(self, copy_B: Tensor, splits: tuple[int, ...]) -> None:
+        """A Dense keeps a copy of B beside its weight."""
+        if isinstance(self.weight, fp4_gemm.Dense):
+            self.weight.adapt(copy_B, splits)
+
+
+class Builder:
+    """Makes norms and projections from the tensors of a checkpoint. The modules below are made by
+    asking it for their parts. Arguments: as for load().
+
+    One generator draws the adapters of all projections. So the order in which the modules ask for
+    projections decides what a seed means.
+    """
+
+    def __init__(
+        self, source, quant: str, rank: int, alpha: float, device: torch.device, seed: int
+    ):
+        self.source = source
+        self.config = source.config
+        self.family = family(source.config)
+        self.quant = quant
+        self.rank = rank
+        self.alpha = alpha
+        self.device = device
+        self.dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def norm(self, name: str, width: int) -> RMSNorm:
+        """name: transformers', without its ".weight"."""
+        weight = self.source.tensor(f"{name}.weight", (width,))
+        return RMSNorm(weight.float().to(self.device), self.config.rms_norm_eps, self.dtype)
+
+    def linear(self, names: dict[str, int], K: int, biased: bool = False) -> LoRALinear:
+        """Projections with the same input run as one matrix, (N, K) of all their rows. names: {a
+        projection's name: its rows}. biased: whether they have a bias.
         """
-        if isinstance(self.W, fp4_gemm.Dense):
-            self.W.adapt(B, splits)
+        weight, bias = self.source.projection(names, K, biased, self.quant, self.device, self.dtype)
+        return LoRALinear(
+            FrozenLinear(weight, bias),
+            self.rank,
+            self.alpha,
+            names.values(),
+            dtype=self.dtype,
+            device=self.device,
+            generator=self.generator,
+        )
 
-    def forward(self, x, adapter=None, compute_output=True):
-        return fp4_gemm.linear(x, self.W, self.bias, adapter, compute_output)
 
-
-class Where(NamedTuple):
-    """Where the tokens of a forward pass are, for the attention of one layer."""
-
-    attend: object  # an attention.Packed or attention.Paged
-    cos: torch.Tensor  # (n, Dh/2) f32, of the angles of the tokens' positions
-    sin: torch.Tensor
-    layer: int
+# --- the layers
 
 
 class Attention(nn.Module):
-    def __init__(self, linear, norm, config, qkv_bias, o_bias, head_norm):
-        super().__init__()
-        H, Hkv, Dh = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
-        self.heads = H, Hkv
-        q, kv, D = H * Dh, Hkv * Dh, config.hidden_size
-        self.qkv_proj = linear(dict(q_proj=q, k_proj=kv, v_proj=kv), D, qkv_bias)
-        self.o_proj = linear(dict(o_proj=D), q, o_bias)
-        self.q_norm, self.k_norm = (
-            norm(n, Dh) if head_norm else None for n in ("q_norm", "k_norm")
-        )
+    """q, k and v are one projection. RoPE and the attention itself are ops/attention.py's."""
 
-    def forward(self, h, where):
-        """h (n, D) → (n, D)."""
-        norms = self.q_norm and (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        heads = attention.Heads(*self.heads, norms)
-        qkv = self.qkv_proj(h)
-        return self.o_proj(where.attend(qkv, heads, where.cos, where.sin, where.layer))
+    def __init__(self, build: Builder, layer_idx: int):
+        super().__init__()
+        name, config, family = f"model.layers.{layer_idx}.self_attn", build.config, build.family
+        H, Hkv, Dh = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
+        q, kv, D = H * Dh, Hkv * Dh, config.hidden_size
+        qkv = {f"{name}.q_proj": q, f"{name}.k_proj": kv, f"{name}.v_proj": kv}
+        self.qkv_proj = build.linear(qkv, D, family.qkv_bias)
+        self.o_proj = build.linear({f"{name}.o_proj": D}, q, family.o_bias)
+        self.q_norm = self.k_norm = norms = None
+        if family.head_norm:
+            self.q_norm = build.norm(f"{name}.q_norm", Dh)
+            self.k_norm = build.norm(f"{name}.k_norm", Dh)
+            norms = self.q_norm.weight, self.k_norm.weight, config.rms_norm_eps
+        self.heads = attention.Heads(H, Hkv, norms)
+        self.layer_idx = layer_idx
+
+    def forward(self, h: Tensor, attend: Callable) -> Tensor:
+        """h (n, D) → (n, D). attend: an attention.Packed or Paged that knows the tokens' angles."""
+        heads = attend(self.qkv_proj(h), self.heads, layer=self.layer_idx)
+        return self.o_proj(heads)
 
 
 class MLP(nn.Module):
-    def __init__(self, linear, config):
+    def __init__(self, build: Builder, layer_idx: int):
         super().__init__()
-        D, F_ = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = linear(dict(gate_proj=F_, up_proj=F_), D, False)
-        self.down_proj = linear(dict(down_proj=D), F_, False)
+        name = f"model.layers.{layer_idx}.mlp"
+        D, F = build.config.hidden_size, build.config.intermediate_size
+        self.gate_up_proj = build.linear({f"{name}.gate_proj": F, f"{name}.up_proj": F}, D)
+        self.down_proj = build.linear({f"{name}.down_proj": D}, F)
 
-    def forward(self, x, compute_output=True):
-        return self.down_proj(elementwise.swiglu(self.gate_up_proj(x)), compute_output)
+    def forward(self, h: Tensor, compute_output: bool = True) -> Tensor:
+        """h (n, D) → (n, D)."""
+        return self.down_proj(elementwise.swiglu(self.gate_up_proj(h)), compute_output)
 
 
 class Block(nn.Module):
-    def __init__(self, attention, mlp, input_norm, post_attention_norm):
+    """One layer. It returns the residual stream, and the branch that the next norm adds to it."""
+
+    def __init__(self, build: Builder, layer_idx: int):
         super().__init__()
-        self.self_attn, self.mlp = attention, mlp
-        self.input_layernorm, self.post_attention_layernorm = input_norm, post_attention_norm
+        name, D = f"model.layers.{layer_idx}", build.config.hidden_size
+        self.self_attn = Attention(build, layer_idx)
+        self.mlp = MLP(build, layer_idx)
+        self.input_layernorm = build.norm(f"{name}.input_layernorm", D)
+        self.post_attention_layernorm = build.norm(f"{name}.post_attention_layernorm", D)
 
-    def forward(self, x, y, where, compute_output=True):
-        """x (n, D) and the branch y that the next norm adds to it → both after this block."""
-        x, h = self.input_layernorm(x, y)
-        x, h = self.post_attention_layernorm(x, self.self_attn(h, where))
-        return x, self.mlp(h, compute_output)
+    def forward(
+        self,
+        residual: Tensor,
+        branch: Tensor | None,
+        attend: Callable,
+        compute_output: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """residual (n, D) f32 and branch (n, D), or None → both, after this block.
 
-    def summed(self, x, where):
-        """x → x + y, both (n, D) f32, for gradient checkpointing, which then keeps x alone.
-
-        A call with gradients enabled is the recomputation in backward. Backward reads only the
-        tensors that autograd saves inside this call, so the call skips the last GEMM.
+        compute_output=False: nothing reads the values of the new branch, only its gradient.
         """
-        x, y = self(x, None, where, compute_output=not torch.is_grad_enabled())
-        return x + y
+        residual, h = self.input_layernorm(residual, branch)
+        branch = self.self_attn(h, attend)
+        residual, h = self.post_attention_layernorm(residual, branch)
+        branch = self.mlp(h, compute_output)
+        return residual, branch
+
+    def checkpointed(self, residual: Tensor, attend: Callable) -> Tensor:
+        """residual (n, D) f32, with no branch to add → residual + branch of this block, (n, D) f32.
+
+        Gradient checkpointing: autograd keeps the block's input alone, and backward computes the
+        block once more.
+        """
+        # Use reentrant checkpointing, for two reasons. Non-reentrant checkpointing calls a hook for
+        # every tensor that autograd saves, and on a small model these hooks take longer than the
+        # kernels. It also runs the first forward with gradients enabled: `summed` would take that
+        # call for the recomputation and skip the last GEMM. Reentrant checkpointing computes
+        # gradients only if an input requires one.
+        return checkpoint(
+            self.summed,
+            residual.requires_grad_(),
+            attend,
+            use_reentrant=True,
+            preserve_rng_state=False,
+        )
+
+    def summed(self, residual, attend):
+        """What checkpointed() computes, once in forward and once in backward.
+
+        Only the call in backward has gradients enabled. Backward reads nothing but the tensors that
+        autograd saves inside this call, so the call skips its last GEMM.
+        """
+        in_backward = torch.is_grad_enabled()
+        residual, branch = self(residual, None, attend, compute_output=not in_backward)
+        return residual + branch
+
+
+# --- the decoder
 
 
 class Decoder(nn.Module):
-    """layers, norm, embed_tokens (V, D), lm_head (V, D; the same tensor when tied); config, dtype,
-    device.
+    """The model: token ids → hidden → logits, and log-probabilities of answers.
+
+    config: transformers'. device, dtype: of the computation. embed_tokens, lm_head: (V, D), the
+    same tensor if the config ties them. recomputed_layers: see below; the trainer sets it.
     """
 
-    def __init__(self, source, method, rank, alpha, device, generator):
+    def __init__(self, build: Builder):
         super().__init__()
-        config, traits = source.config, family(source.config)
-        self.config, self.device = config, device
-        self.dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        config, source = build.config, build.source
+        self.config, self.device, self.dtype = config, build.device, build.dtype
         # Gradient checkpointing: the first `recomputed_layers` layers keep only their input, and
         # backward computes the rest again.
         self.recomputed_layers = 0
-        D, V = config.hidden_size, config.vocab_size
-
-        def norm(at, name, width):
-            weight = source.tensor(f"{at}{name}.weight", (width,))
-            return RMSNorm(weight, config.rms_norm_eps, device, self.dtype)
-
-        def linear(at, rows, K, bias):
-            weights = [source.tensor(f"{at}{name}.weight", (n, K)) for name, n in rows.items()]
-            biases = [source.tensor(f"{at}{name}.bias", (n,)) for name, n in rows.items() if bias]
-            left = source.packed and any(map(torch.is_tensor, weights))
-            if method and not left and K % nvfp4.BLOCK:
-                raise ValueError(
-                    f"{source.path}: {at}{', '.join(rows)} have rows of {K} weights, "
-                    "and 4 bits need a multiple of 16: take --quant bf16"
-                )
-            base = FrozenLinear(weights, biases, method, left, self.dtype, device)
-            return LoRALinear(base, rank, alpha, rows.values(), self.dtype, device, generator)
-
-        embed = source.tensor("model.embed_tokens.weight", (V, D)).to(self.dtype)
-        # untied embeddings stay in pinned host memory, because a GPU reads few of their rows
-        in_host = device.type == "cuda" and not config.tie_word_embeddings
-        self.register_buffer(
-            "embed_tokens", embed.cpu().pin_memory() if in_host else embed.to(device)
-        )
-        self.layers = nn.ModuleList()
-        for i in tqdm(
-            range(config.num_hidden_layers), "load", leave=False, unit="layer", disable=None
-        ):
-            at = f"model.layers.{i}."
-            attention = Attention(
-                partial(linear, f"{at}self_attn."),
-                partial(norm, f"{at}self_attn."),
-                config,
-                *traits,
-            )
-            mlp = MLP(partial(linear, f"{at}mlp."), config)
-            norms = norm(at, "input_layernorm", D), norm(at, "post_attention_layernorm", D)
-            self.layers.append(Block(attention, mlp, *norms))
-        self.norm = norm("model.", "norm", D)
-        tied, head = config.tie_word_embeddings, self.embed_tokens
-        # some exports store the tied matrix twice
-        if not tied or "lm_head.weight" in source.unread:
-            head = source.tensor("lm_head.weight", (V, D)).to(device, self.dtype)
-            if tied and not torch.equal(head, self.embed_tokens):
-                raise ValueError(
-                    f"{source.path}: lm_head.weight is not the embeddings, to which its config "
-                    "ties it: set tie_word_embeddings there to false"
-                )
-        self.register_buffer("lm_head", self.embed_tokens if tied else head)
+        self.register_buffer("embed_tokens", source.embeddings(self.device, self.dtype))
+        layers = range(config.num_hidden_layers)
+        progress = tqdm(layers, "load", leave=False, unit="layer", disable=None)
+        self.layers = nn.ModuleList(Block(build, i) for i in progress)
+        self.norm = build.norm("model.norm", config.hidden_size)
+        self.register_buffer("lm_head", source.lm_head(self.embed_tokens, self.device))
         inv_freq, self.rope_scale = rope_frequencies(config)
-        self.register_buffer("inv_freq", inv_freq.float().to(device))
+        self.register_buffer("inv_freq", inv_freq.float().to(self.device))
 
-    def forward(self, ids, positions, attend):
+    def forward(
+        self, ids: Tensor, positions: Tensor, attend: attention.Packed | attention.Paged
+    ) -> Tensor:
         """Tokens ids (n,) int64, each at its position (n,) int64 in its text → hidden (n, D) in
-        self.dtype, after the final norm. attend: which tokens each of them sees, an
-        attention.Packed or attention.Paged.
+        self.dtype, after the final norm. attend: which tokens each of them sees.
         """
         # The residual stream is fp32 on a GPU too, because bf16 would round each of its sums, and
         # not always to the same number in the sampler's and the trainer's batches.
-        x = elementwise.embed(ids, self.embed_tokens)  # (n, D)
-        y = None  # a sublayer's output; the next norm adds it to x
-        angle = positions[:, None] * self.inv_freq  # (n, Dh/2) f32
+        residual = elementwise.embed(ids, self.embed_tokens)  # (n, D) f32
+        branch = None  # until the first layer that is not recomputed
+        cos, sin = self.rotary(positions)
+        attend = partial(attend, cos=cos, sin=sin)  # the same angles in every layer
+        for i, layer in enumerate(self.layers):
+            if i < self.recomputed_layers and torch.is_grad_enabled():
+                residual = layer.checkpointed(residual, attend)
+            else:
+                residual, branch = layer(residual, branch, attend)
+        _, hidden = self.norm(residual, branch)
+        return hidden
+
+    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions (n,) → cosines and sines of RoPE's angles, both (n, Dh/2) f32."""
+        angle = positions[:, None] * self.inv_freq
         cos, sin = angle.cos(), angle.sin()
         if self.rope_scale != 1:
             cos, sin = cos * self.rope_scale, sin * self.rope_scale
-        for i, layer in enumerate(self.layers):
-            where = Where(attend, cos, sin, i)
-            if i < self.recomputed_layers and torch.is_grad_enabled():
-                # Use reentrant checkpointing, for two reasons. Non-reentrant checkpointing calls a
-                # hook for every tensor that autograd saves, and on a small model these hooks take
-                # longer than the kernels. It also runs the first forward with gradients enabled:
-                # `summed` would take that call for the recomputation and skip the last GEMM.
-                # Reentrant checkpointing computes gradients only if an input requires one.
-                x = recompute(
-                    layer.summed,
-                    x.requires_grad_(),
-                    where,
-                    use_reentrant=True,
-                    preserve_rng_state=False,
-                )
-            else:
-                x, y = layer(x, y, where)
-        return self.norm(x, y)[1]
+        return cos, sin
 
-    def logits(self, hidden):
+    def logits(self, hidden: Tensor) -> Tensor:
         """(n, D) → (n, V) f32."""
         return logprobs.logits(hidden, self.lm_head)
 
-    def logprobs(self, tokens, prompt_lengths, lengths, temperature):
+    def logprobs(
+        self, tokens: Tensor, prompt_lengths: Tensor, lengths: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
         """(B, T) tokens → (B, T) f32 log-probability of each answer token, and entropy of its
         distribution. Rows with the same prompt share it: the model reads it once.
 
@@ -298,75 +301,130 @@ class Decoder(nn.Module):
         flat = flat_row(tokens, prompt_lengths, lengths)
         ids = tokens.flatten()
         attend = attention.Packed(flat.groups, tokens.device)
-        hidden = self(ids[flat.source], attend.positions, attend)
-        # (a, D), a: all answer tokens. Gather: all answers read their prompt's last state, and it
-        # sums the gradients in fp32.
-        states = attention.Gather.apply(hidden, flat.before)
-        targets = ids[flat.answers]
+        hidden = self(ids[flat.inputs], attend.positions, attend)
+        # All answers to a prompt read its last state: Gather sums their gradients in fp32.
+        states = attention.Gather.apply(hidden, flat.predictors)  # (a, D)
+        targets = ids[flat.targets]  # (a,)
         found = logprobs.TokenLogprobs.apply(states, targets, self.lm_head, temperature or 1.0)
         zeros = torch.zeros(ids.shape, device=ids.device)
-        return tuple(zeros.index_copy(0, flat.answers, x).view(tokens.shape) for x in found)
+        logprob, entropy = (
+            zeros.index_copy(0, flat.targets, values).view(tokens.shape) for values in found
+        )
+        return logprob, entropy
+
+
+def load(
+    source,
+    quant: str = "nvfp4",
+    rank: int = 32,
+    alpha: float = 32,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+) -> Decoder:
+    """→ Decoder with quantised weights and a fresh adapter. `seed` seeds the draw of lora_A.
+
+    source: an opened checkpoint, tools.weights.open(name). The model uses its config, tensor(),
+    projection(), embeddings(), lm_head() and finish(). quant: "nvfp4" (scale sweep), "rtn" (the
+    paper's rounding) or "bf16" (not quantised; fp32 on a CPU). rank, alpha: the adapter's r, and
+    the numerator of its scale alpha / r. ValueError: an unknown quant, a rank below 1, an
+    unsupported architecture or config, a tensor that is missing, damaged, misshapen or left over.
+    """
+    model = Decoder(Builder(source, quant, rank, alpha, torch.device(device), seed))
+    source.finish()
+    return model
+
+
+# --- rows of tokens as one flat row
 
 
 class FlatRow(NamedTuple):
     """Rows of padded tokens (B, T) as one flat row of n tokens, which contains each prompt once.
 
-    An answer's last token is left out, because no token follows it.
+    The prompt P Q, for example, with two answers:
+
+        tokens         P Q a b c .     flat row    P Q a b d    without an answer's last token,
+                       P Q d e . .     inputs      0 1 2 3 8    which no token follows
+        answer tokens  a b c d e
+        targets        2 3 4 8 9
+        predictors     1 2 3 1 4       c is predicted by b, which is token 3 of the flat row
     """
 
-    source: torch.Tensor  # (n,) int64: where each flat token lies in tokens.flatten()
-    groups: list  # what attention.Packed takes
-    before: torch.Tensor  # (a,) int64: the flat token in front of each answer token
-    answers: torch.Tensor  # (a,) int64: where each answer token lies in tokens.flatten()
+    inputs: Tensor  # (n,) int64: where each token of the flat row lies in tokens.flatten()
+    groups: list[tuple[int, list[int]]]  # what attention.Packed takes
+    targets: Tensor  # (a,) int64: where each answer token lies in tokens.flatten()
+    predictors: Tensor  # (a,) int64: where the token before each lies in the flat row
 
 
-def flat_row(tokens, prompt_lengths, lengths):
-    """→ FlatRow of tokens (B, T). Row b is prompt_lengths[b] tokens of a prompt, lengths[b] ≥ 1 of
-    its answer, padding.
+def flat_row(tokens: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> FlatRow:
+    """tokens (B, T): row b is prompt_lengths[b] tokens of a prompt, lengths[b] ≥ 1 of its answer,
+    padding.
     """
-    T, device = tokens.shape[1], tokens.device
+    T = tokens.shape[1]
     lengths = lengths.tolist()
-    source, groups, before, answers = [], [], [], []
+    inputs, groups, targets, predictors = [], [], [], []
     end = 0  # of the flat row so far
     for prompt, rows in rows_by_prompt(tokens, prompt_lengths).items():
-        start = rows[0] * T
-        source.append(torch.arange(start, start + len(prompt)))
-        end += len(prompt)
-        last_of_prompt = torch.tensor([end - 1])
+        P, first = len(prompt), rows[0] * T
+        inputs += range(first, first + P)
+        end += P
+        last_of_prompt = end - 1
         for row in rows:
-            start, read = row * T + len(prompt), lengths[row] - 1
-            source.append(torch.arange(start, start + read))
-            before += [last_of_prompt, torch.arange(end, end + read)]
-            answers.append(torch.arange(start, start + read + 1))
-            end += read
-        groups.append((len(prompt), [lengths[row] - 1 for row in rows]))
-    source, before, answers = (torch.cat(part).to(device) for part in (source, before, answers))
-    return FlatRow(source, groups, before, answers)
+            start = row * T + P
+            answer = range(start, start + lengths[row])
+            inputs += answer[:-1]
+            targets += answer
+            predictors += [last_of_prompt, *range(end, end + lengths[row] - 1)]
+            end += lengths[row] - 1
+        groups.append((P, [lengths[row] - 1 for row in rows]))
+    as_index = partial(torch.tensor, device=tokens.device)
+    return FlatRow(as_index(inputs), groups, as_index(targets), as_index(predictors))
 
 
-def rows_by_prompt(tokens, prompt_lengths):
-    """→ {a prompt, a tuple of token ids: numbers of its rows} of tokens (B, T)."""
+def rows_by_prompt(tokens: Tensor, prompt_lengths: Tensor) -> dict[tuple[int, ...], list[int]]:
+    """→ {a prompt's token ids: numbers of its rows} of tokens (B, T)."""
     rows = {}
-    for row, (ids, length) in enumerate(zip(tokens.tolist(), prompt_lengths.tolist(), strict=True)):
-        rows.setdefault(tuple(ids[:length]), []).append(row)
+    lengths = prompt_lengths.tolist()
+    for row, ids in enumerate(tokens.tolist()):
+        prompt = tuple(ids[: lengths[row]])
+        rows.setdefault(prompt, []).append(row)
     return rows
 
 
-def family(config):
-    """→ (qkv bias, o bias, head norm). ValueError: the model computes what this decoder does
-    not.
-    """
-    name = (config.architectures or ["a model without a named architecture"])[0]
+# --- which models
+
+
+class Family(NamedTuple):
+    """What tells the families apart: which parts a layer has."""
+
+    qkv_bias: bool  # of q_proj, k_proj and v_proj
+    o_bias: bool = False
+    head_norm: bool = False  # an RMSNorm on each head's q and k
+
+
+FAMILIES = {
+    "LlamaForCausalLM": lambda config: Family(
+        qkv_bias=config.attention_bias, o_bias=config.attention_bias
+    ),
+    "Qwen2ForCausalLM": lambda config: Family(qkv_bias=True),
+    "Qwen3ForCausalLM": lambda config: Family(
+        qkv_bias=config.attention_bias, o_bias=config.attention_bias, head_norm=True
+    ),
+}
+
+
+def family(config: PreTrainedConfig) -> Family:
+    """ValueError: the model computes what this decoder does not."""
+    name, *_ = config.architectures or ["a model without a named architecture"]
     if name not in FAMILIES:
         raise ValueError(f"{name} is not supported: this decoder is {', '.join(FAMILIES)}")
-    rope_type = config.rope_parameters.get("rope_type", "default")
+    rope = config.rope_parameters
+    known = {"default", *ROPE_INIT_FUNCTIONS} - {"dynamic", "longrope"}
+    unknown_rope = rope.get("rope_type", "default") not in known
     refused = {
-        "hidden_act": getattr(config, "hidden_act", "silu") != "silu",
+        "hidden_act": config.hidden_act != "silu",
         "mlp_bias": getattr(config, "mlp_bias", False),
         "use_sliding_window": getattr(config, "use_sliding_window", False),
-        "rope_parameters": rope_type
-        not in {"default", *ROPE_INIT_FUNCTIONS} - {"dynamic", "longrope"}
-        or config.rope_parameters.get("partial_rotary_factor", 1) != 1,
+        "rope_parameters": unknown_rope or rope.get("partial_rotary_factor", 1) != 1,
     }
     for key, bad in refused.items():
         if bad:
@@ -376,17 +434,18 @@ def family(config):
     return FAMILIES[name](config)
 
 
-def head_dim(config):
+def head_dim(config: PreTrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def rope_frequencies(config):
+def rope_frequencies(config: PreTrainedConfig) -> tuple[Tensor, float]:
     """→ (Dh/2,) radians per position, and the factor on cos and sin. transformers has the formulas
     of the scaled kinds; the plain one is written out, because transformers keeps it in models, slow
     to import.
     """
-    kind = config.rope_parameters.get("rope_type", "default")
+    rope = config.rope_parameters
+    kind = rope.get("rope_type", "default")
     if kind != "default":
         return ROPE_INIT_FUNCTIONS[kind](config, "cpu")
     Dh = head_dim(config)
-    return 1 / config.rope_parameters["rope_theta"] ** (torch.arange(0, Dh, 2) / Dh), 1.0
+    return 1 / rope["rope_theta"] ** (torch.arange(0, Dh, 2) / Dh), 1.0

@@ -57,8 +57,10 @@ class NVFP4Tensor(NamedTuple):
 
 
 @torch.no_grad()
-def quantize(w, method="sweep", global_scale=None):
-    """Quantize w (N, K), of any floating-point dtype → NVFP4Tensor on the same device.
+def quantize(
+    w: torch.Tensor, method: str = "sweep", global_scale: float | torch.Tensor | None = None
+) -> NVFP4Tensor:
+    """Quantize w (N, K), of any floating-point dtype, on its device.
 
     method: "sweep" or "rtn". global_scale: a number to use in place of the tensor's own. vLLM and
     TensorRT-LLM require one global scale for all parts of a fused matrix product (q, k, v or gate,
@@ -100,11 +102,11 @@ def quantize(w, method="sweep", global_scale=None):
     return NVFP4Tensor(packed, block_scale, torch.tensor(float(global_scale), device=w.device))
 
 
-def shared_global_scale(*weights):
-    """→ float: the smallest power of two that is at least amax / (6 · 448) and at least 2⁻¹²⁶.
+def shared_global_scale(*weights: torch.Tensor) -> float:
+    """→ the smallest power of two that is at least amax / (6 · 448) and at least 2⁻¹²⁶.
 
     amax: the largest magnitude in all of weights. With this scale no block scale exceeds 448.
-    weights: tensors of any shape and floating-point dtype. If all are 0, the result is 1.0.
+    weights: of any shape and floating-point dtype. If all are 0, the result is 1.0.
     ValueError: a weight is NaN or infinite.
     """
     # torch's max returns NaN if there is one, so the check below sees it.
@@ -163,8 +165,8 @@ def _nearest_e2m1(x):
     return x.div(step).round_().mul_(step).clamp_(max=FP4_MAX)
 
 
-def dequantize(q, dtype=torch.bfloat16):
-    """NVFP4Tensor → (N, K) in dtype: value · block_scale · global_scale.
+def dequantize(q: NVFP4Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """→ (N, K) in dtype: value · block_scale · global_scale.
 
     Exact in bf16 and fp32 if global_scale is a power of two, as quantize's own is.
     """

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROPE, tiny_checkpoint
+from conftest import ROPE, logits_of, tiny_checkpoint
 from test_weights import foreign
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 import lora
 import model
 import nvfp4
-from ops import attention, logprobs
-from rollout import Rollout, Sampler
+from ops import logprobs
+from rollout import Sampler, SamplingParams
 from tools import weights
 
 END = 2  # the tiny models' end token, and their padding
@@ -25,7 +25,7 @@ END = 2  # the tiny models' end token, and their padding
 
 def load(folder, quant="bf16", device="cpu", learned=True):
     """A Decoder; `learned` moves lora_B away from 0, so that the adapter changes the result."""
-    m = model.load(str(folder), quant, rank=4, alpha=8, device=device)
+    m = model.load(weights.open(folder), quant, rank=4, alpha=8, device=device)
     if learned:
         for layer in lora.lora_layers(m).values():
             layer.lora_B.data.copy_(torch.randn(layer.lora_B.shape) * 0.05)
@@ -33,26 +33,19 @@ def load(folder, quant="bf16", device="cpu", learned=True):
     return m
 
 
-def hidden(m, ids):
-    """→ (n, D) of one text alone."""
-    attend = attention.Packed([(len(ids), [])], ids.device)
-    return m(ids, attend.positions, attend)
-
-
 @torch.no_grad()
 def check_against(oracle, m, ids, new):
-    """Logits and `new` greedy tokens; returns these. fp32 sums differ by their order: measured
-    against transformers in fp64, our rounding error is at most twice that of transformers in fp32.
-    A wrong RoPE pair is off by 0.1.
+    """Logits and `new` greedy tokens; returns these. fp32 sums differ by their order: transformers
+    in fp32 is off by up to 1.8e-6 of transformers in fp64. A wrong RoPE pair is off by 0.1.
     """
-    ours = torch.stack([m.logits(hidden(m, row)) for row in ids])
-    theirs = oracle(ids).logits
+    ours = logits_of(m, ids)
     exact = torch.nn.Module.double(copy.deepcopy(oracle))(ids).logits
-    assert (ours - exact).norm() <= 2 * (theirs - exact).norm() < 2e-5 * exact.norm()
+    assert (ours - exact).norm() < 4e-6 * exact.norm()
     oracle.generation_config.eos_token_id = None
     mask = torch.ones_like(ids)
     theirs = oracle.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False)
-    ours = Sampler(m).generate(ids.tolist(), 1, new, 0.0, [], 0, 0).tokens
+    params = SamplingParams(new, stop_ids=[], temperature=0.0)
+    ours = Sampler(m).generate(ids.tolist(), 1, params, step=0).tokens
     assert ours.tolist() == theirs.tolist()
     return theirs[:, ids.shape[1] :]
 
@@ -76,10 +69,10 @@ def alone(m, tokens, prompts, lengths, temperature):
     result = torch.zeros(2, *tokens.shape, dtype=torch.float64)
     for b, (p, n) in enumerate(zip(prompts.tolist(), lengths.tolist(), strict=True)):
         ids = tokens[b, : p + n]
-        log_p = (m.logits(hidden(m, ids)).double() / temperature).log_softmax(-1)
-        for t in range(p, p + n):
-            result[0, b, t] = log_p[t - 1, ids[t]]
-            result[1, b, t] = -(log_p[t - 1].exp() * log_p[t - 1]).sum()
+        logits = logits_of(m, ids[None])[0, p - 1 : -1]
+        log_p = (logits.double() / temperature).log_softmax(-1)
+        result[0, b, p : p + n] = log_p[range(n), ids[p:]]
+        result[1, b, p : p + n] = -(log_p.exp() * log_p).sum(-1)
     return result
 
 
@@ -88,8 +81,8 @@ def test_a_terminal_sees_which_layer_is_loaded(tiny, monkeypatch, capsys, termin
     """On stderr, erased afterwards; a file or a pipe gets nothing."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     load(tiny)
-    out, err = capsys.readouterr()
-    assert not out and ("0/3" in err and err.endswith(" \r") if terminal else not err)
+    err = capsys.readouterr().err
+    assert ("0/3" in err and err.endswith(" \r")) if terminal else not err
 
 
 @pytest.mark.parametrize(
@@ -99,7 +92,6 @@ def test_a_terminal_sees_which_layer_is_loaded(tiny, monkeypatch, capsys, termin
         ("llama", "default", {"attention_bias": True}),
         ("qwen2", "yarn", {}),
         ("qwen2", "linear", {"tie_word_embeddings": True}),
-        ("qwen3", "default", {"head_dim": 24}),
         ("qwen3", "yarn", {"head_dim": 24, "attention_bias": True}),
     ],
 )
@@ -121,24 +113,9 @@ def test_smollm2_equals_transformers(smollm2):
     oracle = AutoModelForCausalLM.from_pretrained(
         source.path.parent, gguf_file=source.path.name, dtype=torch.float32
     )
-    texts = "What is 7 * 8?", "Name a colour, in a word!"
-    prompts = [weights.encode(tokenizer, text) for text in texts]
-    n = min(map(len, prompts))
-    m = model.load(source, quant="bf16", rank=2)
-    drawn = check_against(oracle, m, torch.tensor([p[-n:] for p in prompts]), new=16)
+    ids = torch.tensor([weights.encode(tokenizer, "Name a colour, in a word!")])
+    drawn = check_against(oracle, model.load(source, quant="bf16", rank=2), ids, new=16)
     assert torch.isin(drawn[:, :-1], torch.tensor(source.stop_ids())).any()
-
-
-@pytest.mark.parametrize("shard, dtype", [("30KB", torch.bfloat16), ("5GB", torch.float16)])
-def test_sharded_and_half_precision_checkpoints_load(tmp_path, shard, dtype):
-    """One file or many, in any floating dtype; the model computes in fp32 from the stored
-    values.
-    """
-    whole = tiny_checkpoint(tmp_path / "whole", "qwen3", head_dim=24)
-    whole.to(dtype).save_pretrained(tmp_path, max_shard_size=shard)
-    assert (len(list(tmp_path.glob("*.safetensors"))) > 5) == (shard == "30KB")
-    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    check_against(oracle, load(tmp_path, learned=False), torch.randint(97, (1, 21)), new=4)
 
 
 @pytest.mark.parametrize("quant", ["nvfp4", "rtn"])
@@ -147,17 +124,16 @@ def test_a_quantised_model_is_the_model_with_rounded_weights(tmp_path, quant):
     up.
     """
     oracle = tiny_checkpoint(tmp_path, "qwen2", tie_word_embeddings=True)
-    for layer in oracle.model.layers:  # the largest is in a later part
-        layer.self_attn.v_proj.weight.data *= 4
-        layer.mlp.up_proj.weight.data *= 4
+    for layer in oracle.model.layers:
+        layer.mlp.up_proj.weight.data *= 4  # the largest is in a later part
     oracle.save_pretrained(tmp_path)
     for layer in oracle.model.layers:
         a, f = layer.self_attn, layer.mlp
-        fused = (a.q_proj, a.k_proj, a.v_proj), (f.gate_proj, f.up_proj)
-        for group in (*fused, (a.o_proj,), (f.down_proj,)):
+        fused = [a.q_proj, a.k_proj, a.v_proj], [f.gate_proj, f.up_proj], [a.o_proj], [f.down_proj]
+        for group in fused:
             shared = nvfp4.shared_global_scale(*(linear.weight for linear in group))
             for linear in group:
-                q = nvfp4.quantize(linear.weight.data, model.QUANT[quant], shared)
+                q = nvfp4.quantize(linear.weight, weights.QUANT[quant], shared)
                 linear.weight.data = nvfp4.dequantize(q, torch.float32)
     m = load(tmp_path, quant, learned=False)
     assert m.lm_head.data_ptr() == m.embed_tokens.data_ptr()
@@ -166,44 +142,27 @@ def test_a_quantised_model_is_the_model_with_rounded_weights(tmp_path, quant):
 
 def test_logprobs_and_entropy_are_those_of_each_row_alone(tiny, monkeypatch):
     """log_softmax(logits / T) at the answer's tokens and end token, 0 elsewhere, in chunks of any
-    size. Other padding changes no bit.
-    """
-    m = load(tiny)
-    tokens, prompts, lengths = answers(m)
-    mask = Rollout(tokens, None, lengths, None, prompts).answer_mask()
-    assert mask.sum(1).tolist() == lengths.tolist() and mask[1, 1] and mask[2, 14]
-    padding = torch.arange(19) >= (prompts + lengths)[:, None]
-    junk = torch.where(padding, torch.randint(97, (7, 19)), tokens)
-    with torch.no_grad():
-        ref = alone(m, tokens, prompts, lengths, 0.7)
-        for at_once in (logprobs.LOGITS_AT_ONCE, 5 * 97):
-            monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", at_once)
-            result = torch.stack(m.logprobs(tokens, prompts, lengths, 0.7))
-            # A row alone sums a logit's 64 products in another order, which depends on the CPU.
-            # Each of both sums is off by about √64 · 2⁻²⁴ · Σ|h·w| / T, and Σ|h·w| / T < 18:
-            # together 1.7e-5
-            assert (result - ref).abs().max() < 1.7e-5
-            assert (result[:, ~mask] == 0).all() and (result[0, mask] < 0).all()
-        other = torch.stack(m.logprobs(junk, prompts, lengths, 0.7))
-    assert torch.equal(other, result) and not torch.equal(junk, tokens)
-
-
-def test_a_prompt_is_read_once_for_all_of_its_rows(tiny, monkeypatch):
-    """In one flat row, without padding and without an answer's last token, also where a group is
-    cut: its log-probabilities are those of the whole group.
+    size. Other padding changes no bit. A prompt is read once for all of its rows, without padding
+    and without an answer's last token, also where a group is cut.
     """
     m, read = load(tiny), []
-    rows = answers(m)
-    forward = m.forward
-    monkeypatch.setattr(
-        m, "forward", lambda ids, *more: read.append(len(ids)) or forward(ids, *more)
-    )
+    rows = tokens, prompts, lengths = answers(m)
+    position = torch.arange(19)
+    padding = position >= (prompts + lengths)[:, None]
+    junk = torch.where(padding, torch.randint(97, (7, 19)), tokens)
     with torch.no_grad():
-        whole = torch.stack(m.logprobs(*rows, 0.7))
+        ref = alone(m, *rows, 0.7)
+        m.register_forward_pre_hook(lambda m, inputs: read.append(len(inputs[0])))
+        # A row alone sums a logit's 64 products in another order, which depends on the CPU. Each of
+        # both sums is off by about √64 · 2⁻²⁴ · Σ|h·w| / T, and Σ|h·w| / T < 18: together 1.7e-5
         for part in ([1], [6, 5, 0], [3]):
             found = torch.stack(m.logprobs(*(x[part] for x in rows), 0.7))
-            assert (found - whole[:, part]).abs().max() < 1.7e-5  # as above
-    assert read == [19 + 34, 1, 5 + 9 + 26, 5]
+            assert (found - ref[:, part]).abs().max() < 1.7e-5
+        monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", 5 * 97)
+        whole = torch.stack(m.logprobs(*rows, 0.7))
+        assert (whole - ref).abs().max() < 1.7e-5 and torch.equal(whole == 0, ref == 0)
+        assert torch.equal(torch.stack(m.logprobs(junk, prompts, lengths, 0.7)), whole)
+    assert read == [1, 5 + 9 + 26, 5, 19 + 34, 19 + 34]
 
 
 @pytest.mark.parametrize(
@@ -211,43 +170,25 @@ def test_a_prompt_is_read_once_for_all_of_its_rows(tiny, monkeypatch):
 )
 def test_gradients_equal_the_plain_computation(tiny, monkeypatch, quant, recomputed):
     """The chunked backward equals autograd over whole logits, whether no layer, some or all of the
-    three are recomputed.
+    three are recomputed: the first ones, of which autograd keeps the input alone.
     """
     m = load(tiny, quant)
-    tokens, prompts, lengths = answers(m)
-    weight = torch.randn(tokens.shape)
-    parameters = [p for p in m.parameters() if p.requires_grad]
+    rows, parameters, computed, saved = answers(m), [*m.parameters()], [], []
     assert len(parameters) == 2 * 4 * 3
-    plain = alone(m, tokens, prompts, lengths, 0.7)[0]
+    plain, _ = alone(m, *rows, 0.7)
+    weight = torch.randn(plain.shape)
     ref = torch.autograd.grad((plain * weight).sum(), parameters)
     monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", 5 * 97)
+    for i, layer in enumerate(m.layers):
+        layer.mlp.register_forward_pre_hook(lambda *_, i=i: computed.append(i))
     m.recomputed_layers = recomputed
-    saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        result = m.logprobs(tokens, prompts, lengths, 0.7)[0]
-    if recomputed == 3:  # of each layer its input, else all activations
-        assert len(saved) < 40
-    elif recomputed == 0:
-        assert len(saved) >= 40
+        result, _ = m.logprobs(*rows, 0.7)
+    assert (len(saved) < 40) == (recomputed == 3)
     (result * weight).sum().backward()
+    assert computed == [0, 1, 2, *reversed(range(recomputed))]
     for p, b in zip(parameters, ref, strict=True):
         assert (p.grad - b).norm() / b.norm() < 1e-5  # fp32 sums of 41 terms
-
-
-@pytest.mark.parametrize("recomputed", range(4))
-def test_backward_recomputes_the_first_layers_and_no_other(tiny, monkeypatch, recomputed):
-    computed, summed = [], model.Block.summed
-
-    def noted(block, y, where):
-        computed.append(where.layer)
-        return summed(block, y, where)
-
-    monkeypatch.setattr(model.Block, "summed", noted)
-    m = load(tiny)
-    m.recomputed_layers = recomputed
-    m.logprobs(*answers(m), 0.7)[0].sum().backward()
-    first = [*range(recomputed)]
-    assert computed == first + first[::-1]  # once forward, once in backward
 
 
 def test_logits_of_all_tokens_never_exist(tmp_path, monkeypatch):
@@ -269,27 +210,6 @@ def test_logits_of_all_tokens_never_exist(tmp_path, monkeypatch):
         tokens, ones = torch.randint(1024, (4, 65)), torch.ones(4, dtype=torch.long)
         m.logprobs(tokens, ones, 64 * ones, 1.0)[0].sum().backward()
     assert max(largest) <= m.lm_head.numel() == 4 * 64 * 1024 / 4
-
-
-def test_a_three_word_language_gives_its_own_table(tmp_path):
-    """With attention and MLP at 0, j follows i with probability table[i, j]; a shifted index would
-    not.
-    """
-    table = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7], [0.6, 0.3, 0.1]])
-    tiny_checkpoint(tmp_path, vocab_size=3, num_hidden_layers=1)
-    m = load(tmp_path, learned=False)
-    m.layers[0].self_attn.o_proj.base.W.weight.zero_()
-    m.layers[0].mlp.down_proj.base.W.weight.zero_()
-    m.embed_tokens.zero_()[:, :3] = torch.eye(3)
-    m.norm.weight.fill_(1)  # it scales one-hot 1 to √D = 8
-    m.lm_head.zero_()[:, :3] = table.log().T / 8
-    tokens = torch.tensor([[0, 1, 2, 0, 1]])
-    found, _ = m.logprobs(tokens, torch.tensor([2]), torch.tensor([3]), 1.0)
-    # the norm's eps of 1e-6 beside a mean square of 1/64 changes the logits, 0.2 to 2.3, by 3e-5 of
-    # them
-    torch.testing.assert_close(
-        found.exp(), torch.tensor([[1, 1, 0.7, 0.6, 0.25]]), atol=1e-4, rtol=0
-    )
 
 
 def gradients(folder, quant, device, copies, checkpointing):

@@ -4,20 +4,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import nvfp4
 
 # every block scale that is not negative, ascending: 0 … 448
 E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
-each_method = pytest.mark.parametrize("method", ["rtn", "sweep"])
-
-
-def block_errors(w, q):
-    """→ (blocks,) squared error of each block, computed in float64."""
-    error = nvfp4.dequantize(q, torch.float64) - w.double()
-    return error.square().view(-1, nvfp4.BLOCK).sum(1)
 
 
 def brute_force(w, global_scale):
@@ -26,12 +17,12 @@ def brute_force(w, global_scale):
     """
     values = E4M3[:, None, None] * torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # (127, 1, 8)
     blocks = (w.double() / global_scale).abs().view(-1, 1, nvfp4.BLOCK, 1)  # (n, 1, 16, 1)
-    return (blocks - values).abs().amin(-1).square().sum(-1) * global_scale.double() ** 2
+    return (blocks - values).abs().amin(-1).square().sum(-1) * global_scale**2
 
 
 def test_a_block_worked_out_by_hand():
     """The largest weight, 6, gives scale 1. Ties round to the even code. The low nibble is the even
-    k.
+    k. A second pass changes nothing.
     """
     w = torch.tensor(
         [[6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -6, -0.25, -0.75, 0.5, 3, -3, 1.5, 2.2]]
@@ -41,6 +32,8 @@ def test_a_block_worked_out_by_hand():
     assert q.packed.tolist() == [[0x07, 0x22, 0x44, 0x66, 0x8F, 0x1A, 0xD5, 0x43]]
     rounded = [6, 0, 1, 1, 2, 2, 4, 4, -6, 0, -1, 0.5, 3, -3, 1.5, 2]
     assert nvfp4.dequantize(q).tolist() == [rounded]
+    again = nvfp4.quantize(nvfp4.dequantize(q), global_scale=1.0)
+    assert nvfp4.dequantize(again).tolist() == [rounded]
 
 
 def test_a_weight_one_ulp_from_a_tie_rounds_to_its_own_side():
@@ -48,8 +41,7 @@ def test_a_weight_one_ulp_from_a_tie_rounds_to_its_own_side():
     lower.
     """
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])
-    above = torch.nextafter(ties, ties + 1)
-    below = torch.nextafter(ties, ties - 1)
+    above, below = ties.nextafter(ties + 1), ties.nextafter(ties - 1)
     w = torch.cat([torch.tensor([6.0]), above, -below, torch.zeros(1)])
     q = nvfp4.quantize(w[None], "rtn", 1.0)
     codes = torch.stack([q.packed & 15, q.packed >> 4], -1)
@@ -69,52 +61,32 @@ def test_zero_blocks_and_subnormal_scales():
     # 2.7 · 2⁻⁹ lies between the products code · scale of .5 · 5 and 3 · 1, in units of 2⁻⁹: 2.5 is
     # nearer
     assert nvfp4.dequantize(sweep, torch.float32)[0, -1] == 2.5 * least
-    for method in ("rtn", "sweep"):
-        assert nvfp4.quantize(torch.zeros(3, 32), method).packed.max() == 0
-
-
-@each_method
-def test_an_outlier_of_60_sigma_costs_its_own_block_only(method):
-    """An outlier moves global_scale by a power of two. The other blocks' scales move by the
-    inverse, so their weights stay the same.
-
-    The clamp at 2.9 keeps scales at 2.9 / 6 / global_scale = 247 or less: sweep's window ends below
-    448.
-    """
-    w = torch.randn(16, 256).clamp(-2.9, 2.9)
-    outlier = w.clone()
-    outlier[3, 37] = 60.0
-    clean, hit = nvfp4.quantize(w, method), nvfp4.quantize(outlier, method)
-    assert (clean.global_scale, hit.global_scale) == (2.0**-9, 2.0**-5)
-    changed = nvfp4.dequantize(clean) != nvfp4.dequantize(hit)
-    assert changed.sum() == changed[3, 32:48].sum()
+    assert nvfp4.quantize(torch.zeros(3, 32)).packed.max() == 0
 
 
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
-@each_method
+@pytest.mark.parametrize("method", ["rtn", "sweep"])
 def test_dequantize_is_exact_in_bf16(method, size):
     """global_scale is a power of two, so bf16 and fp32 hold the same weights, however small or
     large.
     """
     w = torch.randn(32, 96) * size
     q = nvfp4.quantize(w, method)
-    assert torch.equal(nvfp4.dequantize(q).float(), nvfp4.dequantize(q, torch.float32))
-    # known relative squared errors on Gaussian weights; over 192 blocks they scatter by a tenth
-    lost = block_errors(w, q).sum() / w.double().square().sum()
-    assert abs(lost / {"rtn": 0.0090, "sweep": 0.0065}[method] - 1) < 0.3
+    exact = nvfp4.dequantize(q, torch.float32)
+    assert torch.equal(nvfp4.dequantize(q).float(), exact)
+    assert (exact - w).abs().sum() / w.abs().sum() < 0.1  # of Gaussian weights
 
 
 @pytest.mark.parametrize("given_scale", [None, 1.0])
 def test_what_cannot_be_quantised_is_refused_by_name(given_scale):
-    """Wrong K, a vector, NaN, infinity, an unknown method: each ValueError names the value."""
+    """Wrong K, a vector, infinity, an unknown method: each ValueError names the value."""
     w = torch.randn(4, 32)
-    nan, infinite = w.clone(), w.clone()
-    nan[1, 2], infinite[0, :2] = math.nan, math.inf
+    infinite = w.clone()
+    infinite[0, :2] = math.inf
     for bad, method, words in (
         (w[:, :24], "sweep", r"\(4, 24\).*16"),
         (w[0], "rtn", r"\(32,\)"),
-        (nan, "sweep", "1 weights"),
-        (infinite, "rtn", "2 weig"),
+        (infinite, "rtn", "2 weights"),
         (w, "awq", "awq"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -122,37 +94,11 @@ def test_what_cannot_be_quantised_is_refused_by_name(given_scale):
 
 
 def test_a_parameter_is_quantised_into_tensors_without_a_gradient():
-    """No result requires a gradient, even if w does; a transposed view gives the same bytes."""
+    """A transposed view too."""
     w = torch.nn.Parameter(torch.randn(48, 32))
-    turned = nvfp4.quantize(w.detach().T.contiguous().T)
-    for ours, same in zip(nvfp4.quantize(w), turned, strict=True):
-        assert not ours.requires_grad and torch.equal(ours.float(), same.float())
-
-
-@each_method
-def test_quantising_twice_gives_the_same_weights(method):
-    """With the same global_scale, the second pass finds a scale without error.
-
-    rtn: amax / scale is 6 · (1 ± 2⁻⁴) and rounds to 6, so amax is stored as 6 · scale, from which
-    the second pass computes the same scale (if it is a normal e4m3 number). sweep: the old scale is
-    a candidate again with error 0, or half of it where no code exceeds 3: that has the same
-    weights.
-    """
-    q = nvfp4.quantize(torch.randn(64, 256), method)
-    once = nvfp4.dequantize(q)
-    again = nvfp4.quantize(once, method, q.global_scale)
-    assert q.block_scale.float().min() > 2.0**-5 and torch.equal(nvfp4.dequantize(again), once)
-
-
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(st.integers(0, 10**6), st.sampled_from([1, 2, 3]), st.floats(-20, 20))
-def test_no_block_is_worse_by_sweep_than_by_rounding(seed, power, log2_size):
-    """rtn's scale is one of sweep's candidates. 1e-5: sweep compares rounded fp32 sums."""
-    w = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed))
-    w = w**power * 2.0**log2_size
-    sweep = block_errors(w, nvfp4.quantize(w))
-    rtn = block_errors(w, nvfp4.quantize(w, "rtn"))
-    assert (sweep <= rtn * (1 + 1e-5)).all()
+    ours, turned = nvfp4.quantize(w), nvfp4.quantize(w.T.contiguous().T)
+    assert not any(part.requires_grad for part in ours)
+    assert torch.equal(nvfp4.dequantize(ours), nvfp4.dequantize(turned))
 
 
 def test_sweep_finds_what_trying_all_127_scales_finds():
@@ -166,9 +112,9 @@ def test_sweep_finds_what_trying_all_127_scales_finds():
     w = torch.cat((torch.randn(16, 256), torch.randn(16, 256) ** 3))
     q = nvfp4.quantize(w)
     best = brute_force(w, q.global_scale).amin(1)
-    assert ((block_errors(w, q) - best).abs() <= 1e-5 * best).all()  # fp32 sums of 16
+    error = (nvfp4.dequantize(q, torch.float64) - w.double()).square().view(-1, nvfp4.BLOCK).sum(1)
+    assert ((error - best).abs() <= 1e-5 * best).all()  # fp32 sums of 16
     lone = torch.tensor([[14.16] + [12.0] * 15])
-    assert E4M3[brute_force(lone, torch.tensor(1.0)).argmin()] == 4
     assert nvfp4.quantize(lone, global_scale=1.0).block_scale.item() == 4
 
 
@@ -177,24 +123,20 @@ def test_a_shared_global_scale_fits_all_and_changes_nothing_else():
     same.
     """
     parts = [torch.randn(16, 64) * size for size in (1, 30, 0.03)]
-    shared, own = nvfp4.shared_global_scale(*parts), [nvfp4.shared_global_scale(w) for w in parts]
-    assert shared == own[1] > own[0] > own[2]
-    joined = nvfp4.quantize(torch.cat(parts))
+    shared, joined = nvfp4.shared_global_scale(*parts), nvfp4.quantize(torch.cat(parts))
     assert joined.global_scale == shared
+    for largest, scale in ((-60.0, 2.0**-5), (2.9, 2.0**-9), (1e-45, 2.0**-126), (0.0, 1.0)):
+        assert nvfp4.shared_global_scale(torch.tensor(0.0), torch.tensor(largest)) == scale
     apart = [nvfp4.dequantize(nvfp4.quantize(w, global_scale=shared)) for w in parts]
     assert torch.equal(torch.cat(apart), nvfp4.dequantize(joined))
-    for part, bad in zip(parts, (math.nan, math.inf, -math.inf), strict=True):
-        part[0, 0] = bad
-        with pytest.raises(ValueError, match="1 weights are NaN or infinite"):
-            nvfp4.shared_global_scale(*parts)
-        part[0, 0] = 0
+    for bad in (math.nan, -math.inf):
+        with pytest.raises(ValueError, match="1 weights"):
+            nvfp4.shared_global_scale(*parts, torch.tensor(bad))
 
 
-@each_method
-def test_compressed_tensors_reads_and_writes_the_same_bytes(method):
-    """compressed-tensors decompresses our tensor to what dequantize gives, computes our rtn scales
-    and packs our bytes. It stores 1 / global_scale. No block here is all zero: it replaces scale 0
-    by 0.125.
+def test_compressed_tensors_computes_and_packs_the_same_bytes():
+    """compressed-tensors computes our rtn scales and packs our bytes. It stores 1 / global_scale.
+    No block here is all zero: it replaces scale 0 by 0.125.
     """
     from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
     from compressed_tensors.quantization import preset_name_to_scheme
@@ -202,18 +144,12 @@ def test_compressed_tensors_reads_and_writes_the_same_bytes(method):
 
     scheme = preset_name_to_scheme("NVFP4A16", ["Linear"])
     w = torch.randn(48, 160) * torch.logspace(-2, 1, 48)[:, None]  # block scales from 2⁻³ to 448
-    q = nvfp4.quantize(w, method)
+    q = nvfp4.quantize(w, "rtn")
     inverse = 1 / q.global_scale.view(1)
     written = NVFP4PackedCompressor.compress(
         {"weight": w, "weight_scale": q.block_scale.float(), "weight_global_scale": inverse}, scheme
     )
     assert torch.equal(written["weight_packed"], q.packed)
-    theirs = NVFP4PackedCompressor.decompress(
-        {"weight_packed": q.packed, "weight_scale": q.block_scale, "weight_global_scale": inverse},
-        scheme,
-    )
-    assert torch.equal(theirs["weight"], nvfp4.dequantize(q))
-    if method == "rtn":
-        blocks = w.view(48, -1, nvfp4.BLOCK)
-        scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), scheme.weights, inverse)
-        assert torch.equal(scale.float(), q.block_scale.float())
+    blocks = w.view(48, -1, nvfp4.BLOCK)
+    scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), scheme.weights, inverse)
+    assert torch.equal(scale.float(), q.block_scale.float())

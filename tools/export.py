@@ -33,6 +33,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
@@ -44,7 +45,7 @@ import lora
 import model
 from ops.attention import Packed
 from tools import weights
-from tools.adapter import load_adapter
+from tools.adapter import CONFIG, FUSED, load_adapter, save_adapter
 
 # The formats, and how far the logits of what was written may deviate, as a share of their norm.
 # bf16 rounds each weight, by at most 2⁻⁸ of itself. The 4-bit formats keep every bit, with one
@@ -65,12 +66,18 @@ TOKENIZER_FILES = "(tokenizer|vocab|merges|special_t|added_t|chat_template|gener
 
 
 @torch.no_grad()
-def export(source, destination, format, adapter="", quant=""):
-    """Write the folder `destination`, load it again → how far its logits deviate, a float.
+def export(
+    source: str | Path,
+    destination: str | Path,
+    format: str,
+    adapter: str | Path = "",
+    quant: str = "",
+) -> float:
+    """Write the folder `destination`, load it again → how far its logits deviate.
 
     source: a run's folder, or a model as weights.open takes it. format: a key of TOLERANCE.
-    adapter: the folder of PEFT's files; "": the run's, or none. quant: a key of model.QUANT, which
-    says how to load weights that are not in 4 bits yet; "": the run's, or "nvfp4".
+    adapter: the folder of PEFT's files; "": the run's, or none. quant: a key of weights.QUANT, by
+    which weights that are not in 4 bits yet are loaded; "": the run's, or "nvfp4".
 
     The deviation is |new − old| / |old|, over the logits of `probe`. After an error `destination`
     is as it was before the call.
@@ -102,7 +109,7 @@ def export(source, destination, format, adapter="", quant=""):
                 quant, adapter = "bf16", ""  # write_tensors merges the adapter
             elif adapter:
                 adapter = new / "adapter"
-                lora.save_adapter(decoder, adapter, place)  # names `place` as its base
+                save_adapter(decoder, adapter, place)  # names `place` as its base
             write_config(base, new, format)
             write_tensors(decoder, base, new, format)
         del decoder  # hold one model in memory at a time
@@ -123,7 +130,9 @@ def export(source, destination, format, adapter="", quant=""):
 # --- what is exported
 
 
-def resolve(source, format, adapter, quant):
+def resolve(
+    source: str | Path, format: str, adapter: str | Path, quant: str
+) -> tuple[str | Path, str, str | Path]:
     """The arguments of `export` → name of the base model, its quant, folder of its adapter or "".
 
     If source is a run's folder, the base is the run's, and so are quant and adapter if they are "".
@@ -147,14 +156,14 @@ def resolve(source, format, adapter, quant):
     return source, quant, adapter
 
 
-def load(name, quant, adapter):
-    """Load a base model, and an adapter unless it is "" → Decoder on the CPU, weights.Source.
+def load(name: str | Path, quant: str, adapter: str | Path) -> tuple[model.Decoder, weights.Source]:
+    """Load a base model on the CPU, and an adapter unless it is "".
 
     name: as weights.open takes it. ValueError: the base or the adapter is refused.
     """
     # The decoder must be built with the adapter's rank and alpha. A value of a wrong type becomes
     # 1, and load_adapter then refuses the adapter with a sentence that names the value.
-    settings = read_json(Path(adapter) / lora.CONFIG) if adapter else {}
+    settings = read_json(Path(adapter) / CONFIG) if adapter else {}
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
     rank = rank if type(rank) is int else 1
     alpha = alpha if type(alpha) in (int, float) else 1
@@ -166,13 +175,13 @@ def load(name, quant, adapter):
     return decoder, source
 
 
-def read_json(path):
+def read_json(path: Path) -> dict:
     """→ the object in a JSON file. ValueError: there is none."""
     with weights.readable(path):
         return {**json.loads(path.read_text())}
 
 
-def probe(decoder):
+def probe(decoder: model.Decoder) -> torch.Tensor:
     """→ logits (32, V) f32 of one fixed text of 32 tokens, by which two models are compared."""
     attend = Packed([(32, [])], torch.device("cpu"))
     ids = (attend.positions + 1) * 7919 % decoder.config.vocab_size  # a prime spreads them over V
@@ -182,10 +191,9 @@ def probe(decoder):
 # --- what is written
 
 
-def copy_tokenizer(source, folder):
-    """Put the tokenizer, its chat template and the generation config into `folder`.
-
-    source: a weights.Source. A GGUF has all of them inside, and transformers converts them.
+def copy_tokenizer(source: weights.Source, folder: Path) -> None:
+    """Put the tokenizer, its chat template and the generation config into `folder`. A GGUF has all
+    of them inside, and transformers converts them.
     """
     if isinstance(source, weights.GGUF):
         source.tokenizer().save_pretrained(folder)
@@ -204,7 +212,7 @@ def copy_tokenizer(source, folder):
         )
 
 
-def write_config(source, folder, format):
+def write_config(source: weights.Source, folder: Path, format: str) -> None:
     """Write config.json, and for modelopt hf_quant_config.json.
 
     source: the base. Its config is changed in place. A quantization_config of the base is removed,
@@ -239,7 +247,7 @@ def write_config(source, folder, format):
         (folder / "hf_quant_config.json").write_text(json.dumps(described))
 
 
-def quantization_config(format, ignored):
+def quantization_config(format: str, ignored: list[str]) -> dict:
     """→ config.json's quantization_config: all Linears are NVFP4 but those that `ignored` names.
 
     Only weights are quantised: there is no entry for activations, which stay in 16 bits.
@@ -255,7 +263,9 @@ def quantization_config(format, ignored):
     return LAYOUTS[format] | {"ignore": ignored, "config_groups": groups}
 
 
-def write_tensors(decoder, source, folder, format):
+def write_tensors(
+    decoder: model.Decoder, source: weights.Source, folder: Path, format: str
+) -> None:
     """Write model.safetensors, or several numbered files and their index if it is large.
 
     The projections are the decoder's, because loading may have quantised them and merging changes
@@ -270,38 +280,52 @@ def write_tensors(decoder, source, folder, format):
             tensors[name] = tensor.bfloat16() if format == "bf16" else tensor
     for name, layer in lora.lora_layers(decoder).items():
         parent, _, module = name.rpartition(".")
-        projections = lora.FUSED.get(module, (module,))  # qkv_proj → q_proj, k_proj, v_proj
-        parts = merged(layer) if format == "bf16" else packed(layer, format)
-        for projection, part in zip(projections, parts, strict=True):
+        projections = FUSED.get(module, (module,))  # qkv_proj → q_proj, k_proj, v_proj
+        names = [f"model.{parent}.{projection}" for projection in projections]
+        parts = merged(layer) if format == "bf16" else packed(layer, format, source, names)
+        for projection, part in zip(names, parts, strict=True):
             for end, tensor in part.items():
                 # clone: the parts of a fused weight may share one storage, which safetensors
                 # refuses to write
-                tensors[f"model.{parent}.{projection}.{end}"] = tensor.clone()
+                tensors[f"{projection}.{end}"] = tensor.clone()
         layer.base = None  # free the weight
     huggingface_hub.save_torch_state_dict(tensors, folder)
 
 
-def merged(layer):
-    """Yield {"weight": W + (alpha/rank) B A} of each projection of a LoRALinear, (N_i, K) bf16.
+def merged(layer: lora.LoRALinear) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield {"weight": W + (alpha/rank) B A} of each projection of a layer, (N_i, K) bf16.
 
     The sum is computed in fp32 and rounded once.
     """
-    W = fp4_gemm.dequantize(layer.base.W, torch.float32).split(layer.splits)  # (N_i, K) each
+    W = fp4_gemm.dequantize(layer.base.weight, torch.float32).split(layer.splits)  # (N_i, K) each
     A = layer.lora_A.split(layer.rank)  # (r, K) each
     B = layer.lora_B.split(layer.splits)  # (N_i, r) each
     for w, a, b in zip(W, A, B, strict=True):
         yield {"weight": (w + layer.scale * b @ a).bfloat16()}
 
 
-def packed(layer, format):
-    """Yield {end of a tensor's name: tensor} of each projection of a LoRALinear, by its layout.
+def packed(
+    layer: lora.LoRALinear, format: str, source: weights.Source, names: list[str]
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield {end of a tensor's name: tensor} of each projection of a layer, by the format's layout.
+
+    names: of these projections, as source.tensor() takes them, without their ".weight".
 
     Codes are (N_i, K/2) uint8, block scales (N_i, K/16) float8_e4m3fn. The global scale is fp32.
     Readers of ModelOpt's layout multiply by it, as we do: shape (). Those of compressed-tensors'
     divide, so the stored number is its inverse: shape (1,). A projection that the base leaves in 16
     bits is copied.
     """
-    for part in layer.base.W.parts:
+    if source.packed:
+        # Read again what is stored: the decoder dequantises codes beside a projection in 16 bits.
+        K = layer.base.in_features
+        parts = [
+            source.tensor(f"{name}.weight", (N, K))
+            for name, N in zip(names, layer.splits, strict=True)
+        ]
+    else:
+        parts = layer.base.weight.parts
+    for part in parts:
         if torch.is_tensor(part):
             yield {"weight": part}
             continue

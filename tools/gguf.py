@@ -27,14 +27,16 @@ imported in functions, because safetensors load without it.
 """
 
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
 from tokenizers import AddedToken, Regex
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import nvfp4
@@ -79,9 +81,9 @@ class GGUFFile:
     reads; what remains has no place in the model.
     """
 
-    def __init__(self, path):
-        """path: a pathlib.Path. ValueError: the file is damaged, of an architecture that
-        transformers does not read, one part of several, or scales what the decoder does not.
+    def __init__(self, path: Path):
+        """ValueError: the file is damaged, of an architecture that transformers does not read, one
+        part of several, or scales what the decoder does not.
         """
         from gguf import MODEL_ARCH, get_tensor_name_map
 
@@ -181,7 +183,7 @@ class GGUFFile:
         if len(divisors) != len(scaled) or not torch.allclose(plain / scaled, divisors, rtol=1e-3):
             raise ValueError("it scales RoPE by factors that are not Llama 3's")
 
-    def read_tokenizer(self):
+    def read_tokenizer(self) -> tuple[PreTrainedTokenizerFast, dict[int, str]]:
         """→ transformers' tokenizer, and `marked`. ValueError: llama.cpp would read a text by rules
         that are not known here.
 
@@ -218,7 +220,7 @@ class GGUFFile:
             raise ValueError("it has no space prefix: take this model's safetensors")
         return tokenizer, self.marked
 
-    def read(self, name):
+    def read(self, name: str) -> torch.Tensor:
         """→ the tensor in fp32, with transformers' shape and order of rows.
 
         name: a key of names. ValueError: the library cannot dequantise the type.
@@ -252,7 +254,7 @@ class GGUFFile:
         return tensor
 
 
-def parse(path):
+def parse(path: Path):
     """→ the library's reader of a file. It raises errors of many types if the file is damaged."""
     from gguf import GGUFReader
 
@@ -277,7 +279,7 @@ def parse(path):
 
 
 @contextmanager
-def readable(path, what="cannot be read"):
+def readable(path: str | Path, what: str = "cannot be read") -> Iterator[None]:
     """Inside the block any error becomes a ValueError of one sentence: "PATH WHAT: reason".
 
     path: the file, or any subject of the sentence. The reason is the error's first line. If that
@@ -290,11 +292,11 @@ def readable(path, what="cannot be read"):
         raise ValueError(f"{path} {what}: {reason.splitlines()[0]}") from error
 
 
-def tensor_names(config):
+def tensor_names(config: PreTrainedConfig) -> Iterator[str]:
     """Yield transformers' name of every tensor that a dense Llama or Qwen of this depth can have,
     but no biases of the MLP: model.py refuses a model with these.
 
-    config: transformers', of which num_hidden_layers is read. A model has some of them only: a
+    config: its num_hidden_layers is read. A model has some of them only: a
     tied one has no lm_head, a Llama no q_norm, a Qwen2 no bias of o_proj.
     """
     yield from ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")

