@@ -27,8 +27,8 @@ WARM_UP = r"\sqrt{3} - x^2", r"(\frac12, 3]", r"\{1, 2\}", r"x = 5\text{ m}", r"
 
 
 @lru_cache(4096)  # the answers of a group often agree
-def equal(gold, answer):
-    """→ bool: whether math-verify finds two texts in LaTeX equal and close() confirms it. False if
+def equal(gold: str, answer: str) -> bool:
+    """→ whether math-verify finds two texts in LaTeX equal and close() confirms it. False if
     the comparison fails or takes more than CPU_SECONDS or MEMORY. ValueError: math-verify does not
     run.
     """
@@ -44,7 +44,7 @@ def equal(gold, answer):
 
 
 @cache
-def _child():
+def _child() -> subprocess.Popen:
     """→ this file as a child process. In a session of its own, Ctrl-C does not reach it."""
     return subprocess.Popen(
         [sys.executable, __file__],
@@ -56,7 +56,7 @@ def _child():
     )
 
 
-def close(one, other):
+def close(one: object, other: object) -> bool:
     """→ whether two values of sympy, which math-verify finds equal, are also close as numbers.
 
     math-verify rounds numbers to 6 digits behind the point, and so takes 1e-9 for 2e-9. Sets,
@@ -69,7 +69,7 @@ def close(one, other):
     return len(parts) != len(others) or all(map(close, parts, others))
 
 
-def serve():
+def serve() -> None:
     """Run as the child: answer each line of the input, until the parent closes it."""
     import resource
 

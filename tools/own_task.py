@@ -12,32 +12,31 @@ Arguments are passed by these names, in any order, and those that a function doe
 out: reward(text) is a reward, too. **kwargs gets problem and text. Any other parameter needs a
 default. The text of an answer includes special tokens, except the end token. The file may import
 from its own folder. Every error in it becomes one sentence with the file, the reason and, if the
-error passed through the user's code, the line. A call that takes over 20 s is named, and goes on.
+error passed through the user's code, the line. If a call takes over 20 s, its traceback is printed
+to stderr, and the call goes on.
 
-Left out: async functions. Needs: tasks.py, tools/watch.py.
+Left out: async functions. Needs: tasks.py.
 """
 
+import faulthandler
 import inspect
 import os
-import reprlib
 import runpy
-import subprocess
 import sys
 import traceback
-from functools import cache
+from collections.abc import Callable
 
 import tasks
-from tools import watch
 
 SIGNALS = 129, 143  # exit codes that launch.py's handlers of SIGHUP and SIGTERM raise
-SLOW = 20  # seconds after which a call that has not returned is named
+SLOW = 20  # seconds after which the traceback of a call that has not returned is printed
 
 
 class Reward(float):
     """A reward, and what it is the sum of. parts: {"reward/NAME": float}, empty for one number."""
 
 
-def load_task_file(path, held_out=32):
+def load_task_file(path: str, held_out: int = 32) -> tasks.Task:
     """→ the Task of a Python file, of which held_out problems, at most a quarter, are held out.
 
     ValueError: file, reason and, if the error passed through the user's code, the line. The rewards
@@ -67,7 +66,7 @@ def load_task_file(path, held_out=32):
     return tasks.hold_out(tasks.Task(problems, [], prompt, reward), held_out, path)
 
 
-def _takes(path, name, function, *names):
+def _takes(path: str, name: str, function: Callable, *names: str) -> list[str]:
     """→ those of the names that a user's function takes as arguments. ValueError: it takes none, or
     needs others.
     """
@@ -87,7 +86,7 @@ def _takes(path, name, function, *names):
     return takes
 
 
-def _reward(path, function):
+def _reward(path: str, function: Callable) -> Callable[[dict, str, bool], float]:
     """→ the reward of a Task: a function of problem, text and finished that returns a Reward, or 0
     for an answer that is not judged.
     """
@@ -115,7 +114,7 @@ def _reward(path, function):
     return reward
 
 
-def _prompt(path, function):
+def _prompt(path: str, function: Callable) -> Callable[[dict], str | list]:
     """→ the prompt of a Task: a function of a problem that returns text or a chat."""
     _takes(path, "prompt", function, "problem")
 
@@ -136,26 +135,16 @@ def _prompt(path, function):
     return prompt
 
 
-@cache
-def _watch():
-    """→ the input of a child process, tools/watch.py. Its own session keeps Ctrl-C from it."""
-    return subprocess.Popen(
-        [sys.executable, watch.__file__, str(SLOW)],
-        stdin=subprocess.PIPE,
-        errors="replace",
-        start_new_session=True,
-    ).stdin
-
-
-def _call(path, name, function, **given):
+def _call(path: str, name: str, function: Callable, **given: object) -> object:
     """→ function(**given), a function of the user's file.
 
     ValueError: any error in it, with the last line of the user's own folder that it passed. A
     signal is no error of the function in which it arrives, and passes.
     """
     values = tuple(given.values())
-    short = " ".join(reprlib.repr(values).split())
-    print(f"{path}: after {SLOW} s, this still runs: {name}{short}", file=_watch(), flush=True)
+    # From C, so that a regular expression that keeps Python's lock is named, too. To descriptor 2,
+    # because sys.stderr may have none.
+    faulthandler.dump_traceback_later(SLOW, file=2)
     try:
         return function(**given)
     except (Exception, SystemExit) as error:
@@ -168,4 +157,4 @@ def _call(path, name, function, **given):
         what = " ".join(f"{type(error).__name__}: {error} in {name}{values!r:.2000}".split())
         raise ValueError(f"{place}: {what}") from error
     finally:
-        print(file=_watch(), flush=True)
+        faulthandler.cancel_dump_traceback_later()
