@@ -1,4 +1,4 @@
-"""Rotary positions and attention: among the tokens of a flat row, and of one token with its pages.
+"""Rotary positions and attention: among packed tokens, and of one new token with its row's pages.
 
     RoPE       rotate the pair (i, i + Dh/2) of each head by the angle position · θ_i
     attention  softmax(q @ k.T / √Dh) @ v, where a token sees itself and earlier tokens of its text
@@ -7,34 +7,20 @@
 RoPE (rotary position embedding) is arXiv 2104.09864, GQA (grouped-query attention) 2305.13245. On a
 CPU plain torch lines compute each result, and they are its definition.
 
-A forward pass has its tokens in one flat row, without padding. Two objects say which tokens a token
-sees; a layer calls them with its qkv:
+A forward pass takes its tokens packed, one after the other without padding. Two objects say which
+tokens a token sees; a layer calls them with its qkv:
 
-    Packed     training and prefill. A prompt stands once, its answers follow it:
+    Packed     training and prefill. Each prompt is there once, and its answers follow it:
                    | prompt 0 | answer | answer | prompt 1 | answer | …
                An answer sees its prompt and itself. Prompts and other answers are independent.
     Paged      a decode step: one new token for each running row. It sees the row's earlier tokens,
                whose keys and values lie in pages of the KV cache. A block table lists a row's pages
                (vLLM's PagedAttention, arXiv 2309.06180), so rows may share the pages of a prompt.
 
-How a GPU computes Paged. A decode step has one query per row, so it takes as long as the cached
-keys and values take to load. A few rows with long caches must still occupy all SMs. So a row's
-cached positions are split into pieces of 256 (split-KV, "flash decoding"), which are two pages:
-
-    a CTA (program, in Triton's words) computes one piece of one row, for one key head and all
-    query heads that share this key head, so that the CTA loads keys and values once for all;
-    of the CTAs of one row and one key head, the last to finish merges the pieces in their order,
-    so that a result does not depend on timing.
-
-The kernel reads each row's length from GPU memory, so one CUDA graph serves all lengths up to the
-pieces that it was captured for. A piece's size is fixed, so only the number of rows, which chooses
-the tile, can change a row's bits. The kernel computes scores.T = K @ q.T: a tensor core's tile has
-at least 16 rows, which keys fill, but only 8 columns, which suit few queries. Pages that several
-rows share are loaded from memory once, because L2 serves the other rows.
-
-PDL (programmatic dependent launch, from Hopper on): the GPU starts a kernel while its predecessor
-still runs. The kernel of Paged loads what no recent kernel writes (positions, block table, cos,
-sin, older keys and values), waits for its predecessor, and then allows its successor to start.
+On a GPU, PyTorch's varlen_attn computes Packed, and a Triton kernel computes Paged. This file has
+that kernel twice. plain_attention is its standard form; tests/test_ops.py runs it on a CPU, in
+Triton's interpreter. You may stop reading there. _attention_kernel, which runs in a decode step, is
+the fast form: a comment lists each change to the plain one and the reason for it.
 
 Left out: sliding windows, attention biases. Needs: torch; on a GPU also triton.
 """
@@ -44,6 +30,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 try:
@@ -51,7 +38,7 @@ try:
     import triton.language as tl
     from triton import jit
     from triton.language import constexpr
-except ImportError:  # a CPU needs no Triton: these two only let Python define the kernels below
+except ImportError:  # macOS has no Triton: these two only let Python define the kernels below
     constexpr = int
 
     def jit(kernel=None, **options):
@@ -59,16 +46,21 @@ except ImportError:  # a CPU needs no Triton: these two only let Python define t
 
 
 PAGE = 128  # positions of one page of the KV cache on a GPU
-SPLIT = 2 * PAGE  # cached positions of one piece: what one CTA of the attention reads
+SPLIT = 2 * PAGE  # positions of one split: what a CTA (program, in Triton's words) reads
 CAUSAL = {"window_size": (-1, 0)}  # of varlen_attn, aligned at the end: queries are the last keys
 if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 needs no flag
     CAUSAL["enable_gqa"] = True
 
 
-def launch_options(x):
+# --- launching kernels early
+
+
+def launch_options(x: Tensor) -> dict[str, bool]:
     """→ a kernel's launch options: PDL on Hopper and newer GPUs, no PDL in Triton's interpreter.
 
-    PDL tells the kernel to wait, launch_pdl tells CUDA to start the kernel early.
+    PDL (programmatic dependent launch): the GPU starts a kernel while its predecessor still runs,
+    so that the gap between the two costs no time. The option PDL tells the kernel to wait for its
+    predecessor, launch_pdl tells CUDA to start the kernel early.
     """
     pdl = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
     return {"PDL": pdl, "launch_pdl": pdl}
@@ -90,7 +82,7 @@ def wait_for_predecessor(PDL: constexpr):
 # --- rotary positions
 
 
-def rope(x, cos, sin):
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding: rotate the pair (i, i + Dh/2) of each head by its position's i-th
     angle, in fp32 → x's shape and dtype.
 
@@ -141,24 +133,26 @@ def _rope(x, cos, sin, sign):
 
 
 @jit
-def _rotated(x, at, mask, weight, d, in_d, cos, sin, eps, DH: constexpr):
+def _rotated(x, at, mask, weight, d, cos, sin, eps, DH: constexpr):
     """→ the first and the second halves of some heads, (heads, HALF) each, rotated in fp32. If
     weight is not None, the heads are normalized first, also in fp32.
 
     Results are rounded to x's dtype where torch rounds: after the norm and after the rotation.
-    at, mask: offsets of the first halves in x, and which to load. d, in_d: columns of a half, and
-    which lie within Dh/2. cos, sin: (1, HALF).
+    at, mask: offsets of the first halves in x, and which to load. d (HALF,): columns of a half.
+    cos, sin: (1, HALF).
     """
+    dtype = x.dtype.element_ty
     x1 = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     x2 = tl.load(x + at + DH // 2, mask=mask, other=0.0).to(tl.float32)
     if weight is not None:
+        in_d = d < DH // 2
         rstd = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / DH + eps)[:, None]
-        x1 = x1 * rstd * tl.load(weight + d, mask=in_d, other=0.0)[None, :]
-        x2 = x2 * rstd * tl.load(weight + DH // 2 + d, mask=in_d, other=0.0)[None, :]
-        x1 = x1.to(x.dtype.element_ty).to(tl.float32)
-        x2 = x2.to(x.dtype.element_ty).to(tl.float32)
-    first = (x1 * cos - x2 * sin).to(x.dtype.element_ty)
-    second = (x2 * cos + x1 * sin).to(x.dtype.element_ty)
+        x1 = x1 * rstd * tl.load(weight + d, mask=in_d, other=0.0)
+        x2 = x2 * rstd * tl.load(weight + DH // 2 + d, mask=in_d, other=0.0)
+        x1 = x1.to(dtype).to(tl.float32)
+        x2 = x2.to(dtype).to(tl.float32)
+    first = (x1 * cos - x2 * sin).to(dtype)
+    second = (x2 * cos + x1 * sin).to(dtype)
     return first, second
 
 
@@ -186,7 +180,7 @@ def _rope_kernel(
     the second half of each head. ROWS and HALF are H and Dh/2 rounded up to a power of two; the
     masks exclude what lies past H and Dh/2.
     """
-    # The kernels before write x: the qkv product or, with Qwen3's norms, torch.cat. In backward x
+    # The kernels before write x: the qkv product or, with Qwen3's norms, torch.cat. In backward, x
     # is the gradient of rope's result.
     wait_for_predecessor(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -196,13 +190,13 @@ def _rope_kernel(
     s = tl.load(sin + token * (DH // 2) + d, mask=d < DH // 2, other=0.0) * sign
     x += token * token_stride
     mask = (h < H) & (d < DH // 2)
-    first, second = _rotated(x, h * head_stride + d, mask, None, d, None, c, s, 0.0, DH)
+    first, second = _rotated(x, h * head_stride + d, mask, None, d, c, s, 0.0, DH)
     out += token * H * DH + h * DH + d
     tl.store(out, first, mask=mask)
     tl.store(out + DH // 2, second, mask=mask)
 
 
-# --- attention of a flat row
+# --- attention of packed tokens
 
 
 class Heads(NamedTuple):
@@ -210,7 +204,7 @@ class Heads(NamedTuple):
 
     query: int  # H
     key: int  # Hkv
-    norms: tuple  # Qwen3: (q's weight (Dh,) f32, k's, eps), shared by the heads; else None
+    norms: tuple | None  # Qwen3: (q's weight (Dh,) f32, k's, eps), shared by the heads
 
 
 class KVCache(NamedTuple):
@@ -218,19 +212,19 @@ class KVCache(NamedTuple):
     takes pages of any size: there, PAGE in the shapes of this file means k.shape[3].
     """
 
-    k: torch.Tensor  # (layers, pages, Hkv, PAGE, Dh)
-    v: torch.Tensor
-    counters: torch.Tensor  # (≥ B·Hkv,) int32, zeros: the kernel counts a row's finished pieces
+    k: Tensor  # (layers, pages, Hkv, PAGE, Dh)
+    v: Tensor
+    counters: Tensor  # (≥ B·Hkv,) int32, zeros: the fast kernel counts a row's finished splits
 
 
-class Places(NamedTuple):
-    """Where a prefill stores keys and values: those of flat token token[i] go to offset[i] of page
-    page[i]. All are (m,) int64.
+class SlotMapping(NamedTuple):
+    """Where a prefill stores keys and values: those of packed token token[i] go to offset[i] of
+    page page[i]. All are (m,) int64.
     """
 
-    token: torch.Tensor
-    page: torch.Tensor
-    offset: torch.Tensor
+    token: Tensor
+    page: Tensor
+    offset: Tensor
 
 
 class Gather(torch.autograd.Function):
@@ -255,31 +249,40 @@ class Gather(torch.autograd.Function):
 
 
 class Packed:
-    """Attention among the tokens of a flat row: prompts, each followed by its answers.
-
-    positions (n,) int64: of each token, from 0 at the start of its prompt. A call returns the
+    """Attention among packed tokens: prompts, each followed by its answers. A call returns the
     attention of one layer.
+
+    A *text* is a prompt or an answer. Its queries are its own tokens. Its keys are, for a prompt,
+    the same tokens; for an answer, the tokens of its prompt, then its own.
+
+    positions (n,) int64: of each token, from 0 at the start of its prompt.
     """
 
-    def __init__(self, groups, device, cache=None, places=None):
+    def __init__(
+        self,
+        groups: list[tuple[int, list[int]]],
+        device: torch.device,
+        cache: KVCache | None = None,
+        slots: SlotMapping | None = None,
+    ):
         """groups: a pair for each prompt, (its length ≥ 1, the lengths of its answers), in the
-        order of the flat row. cache, places: a KVCache, and the Places where a prefill stores its
-        keys and values there.
+        order of the packed tokens. cache, slots: where a prefill stores its keys and values.
         """
-        self.cache, self.places = cache, places
-        self.spans = []  # (first token, last + 1, which token sees which) of each group, for a CPU
-        positions, keys, query_lengths, key_lengths = [], [], [], []
-        end = 0  # of the flat row so far
+        self.cache, self.slots = cache, slots
+        # For a CPU, which computes a group at a time: its first token, last + 1, and its mask.
+        self.spans = []
+        # For a GPU, which computes all texts at once: the tokens that each text's queries see.
+        keys = []
+        positions = []  # of each text's tokens
+        end = 0  # of the texts so far
         for prompt_length, answer_lengths in groups:
             start = end
             prompt = torch.arange(start, start + prompt_length)
             lengths = [prompt_length, *answer_lengths]
             for length in lengths:
-                seen = 0 if end == start else prompt_length  # tokens of the prompt before this text
-                positions.append(torch.arange(seen, seen + length))
-                keys += [prompt[:seen], torch.arange(end, end + length)]
-                query_lengths.append(length)
-                key_lengths.append(seen + length)
+                before = 0 if end == start else prompt_length  # tokens of the prompt before a text
+                positions.append(torch.arange(before, before + length))
+                keys.append(torch.cat([prompt[:before], torch.arange(end, end + length)]))
                 end += length
             visible = None
             if answer_lengths and device.type == "cpu":
@@ -287,23 +290,24 @@ class Packed:
                 visible = ((text[:, None] == text) | (text == 0)).tril()  # 0: the prompt
             self.spans.append((start, end, visible))
         self.positions = torch.cat(positions).to(device)
-        self.keys = None  # (m,) int64: the tokens that each text sees, one text after the other
+        self.keys = None  # (m,) int64: each text's key tokens; None: the keys are the tokens
         if any(answer_lengths for _, answer_lengths in groups):
             self.keys = torch.cat(keys).to(device)
-        self.longest = max(query_lengths), max(key_lengths)
-        # where each text begins among the queries, and among the keys, (texts + 1,) int32 each
-        self.begins = [
-            F.pad(torch.tensor(lengths), (1, 0)).cumsum(0).int().to(device)
-            for lengths in (query_lengths, key_lengths)
+        # What varlen_attn takes, for queries and for keys: where each text begins, (texts + 1,)
+        # int32, and the length of the longest text.
+        lengths = [[len(text) for text in texts] for texts in (positions, keys)]
+        self.cu_seqlens = [
+            F.pad(torch.tensor(x), (1, 0)).cumsum(0).int().to(device) for x in lengths
         ]
+        self.max_seqlens = [max(x) for x in lengths]
 
-    def __call__(self, qkv, heads, cos, sin, layer):
-        """qkv (n, (H + 2·Hkv)·Dh): all heads of q, then of k, then of v. heads: Heads. cos, sin (n,
-        Dh/2) f32: of the tokens' angles. layer: int, for the cache → (n, H·Dh) in qkv's dtype.
+    def __call__(self, qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor, layer: int) -> Tensor:
+        """qkv (n, (H + 2·Hkv)·Dh): all heads of q, then of k, then of v. cos, sin (n, Dh/2) f32: of
+        the tokens' angles. layer: for the cache → (n, H·Dh) in qkv's dtype.
         """
         q, k, v = rotated_heads(qkv, heads, cos, sin)
         if self.cache is not None:
-            token, page, offset = self.places
+            token, page, offset = self.slots
             self.cache.k[layer][page, :, offset] = k[token]
             self.cache.v[layer][page, :, offset] = v[token]
         if not qkv.is_cuda:
@@ -311,7 +315,7 @@ class Packed:
         if self.keys is not None:
             k = Gather.apply(k, self.keys)
             v = Gather.apply(v, self.keys)
-        return varlen_attn(q, k, v, *self.begins, *self.longest, **CAUSAL).flatten(1)
+        return varlen_attn(q, k, v, *self.cu_seqlens, *self.max_seqlens, **CAUSAL).flatten(1)
 
     def attend_to_group(self, q, k, v, start, end, visible):
         """Attention within one group, for a CPU → (end − start, H·Dh). visible: (end − start, end −
@@ -324,26 +328,22 @@ class Packed:
         return out[0].transpose(0, 1).flatten(1)
 
 
-def rotated_heads(qkv, heads, cos, sin):
+def rotated_heads(
+    qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """→ q (n, H, Dh), k, v (n, Hkv, Dh) of the projection's output, ready for attention: q and k
     normalized if the model does so, and rotated.
     """
     H, Hkv, norms = heads
     qk, v = qkv.unflatten(-1, (H + 2 * Hkv, -1)).split((H + Hkv, Hkv), 1)
     if norms:
-        q_weight, k_weight, eps = norms
-        q, k = qk.split((H, Hkv), 1)
-        qk = torch.cat([_rms_norm(q, q_weight, eps), _rms_norm(k, k_weight, eps)], 1)
+        *weights, eps = norms
+        parts = zip(qk.split((H, Hkv), 1), weights, strict=True)  # q and k, each with its weight
+        qk = torch.cat(
+            [torch.rms_norm(x.float(), x.shape[-1:], w, eps).to(x.dtype) for x, w in parts], 1
+        )
     q, k = rope(qk, cos, sin).split((H, Hkv), 1)
     return q, k, v
-
-
-def _rms_norm(x, weight, eps):
-    """x (…, D) / rms(x) · weight (D,) f32, computed in fp32 → (…, D) in x's dtype.
-
-    A copy of elementwise.rms_norm, because this file stands alone.
-    """
-    return torch.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)
 
 
 # --- attention of a decode step
@@ -356,18 +356,18 @@ class Paged(NamedTuple):
 
     cache: KVCache
     # (B, blocks) int64: the page of a row's positions 0 … PAGE − 1, then of the next PAGE, …
-    block_table: torch.Tensor
+    block_table: Tensor
     # (B,) int64: of the new tokens; −1: the row has ended, its result is undefined, and nothing is
     # written for it
-    positions: torch.Tensor
-    pieces: int  # of SPLIT positions, at least as many as the longest row has: for the kernel
+    positions: Tensor
+    splits: int  # of SPLIT positions, at least as many as the longest row has: for the kernel
 
-    def __call__(self, qkv, heads, cos, sin, layer):
+    def __call__(self, qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor, layer: int) -> Tensor:
         """qkv (B, (H + 2·Hkv)·Dh), heads, cos, sin (B, Dh/2), layer: as for Packed → (B, H·Dh).
 
         The kernel loads positions, block table, cos, sin and older keys and values before its PDL
         wait. So neither this layer's norm nor a kernel between the norm and this one may write
-        them. AssertionError, on a GPU: the block table has fewer than 2 · pieces columns, or the
+        them. AssertionError, on a GPU: the block table has fewer than 2 · splits columns, or the
         cache has fewer than B·Hkv counters.
         """
         if qkv.is_cuda:
@@ -375,9 +375,10 @@ class Paged(NamedTuple):
         q, k, v = rotated_heads(qkv, heads, cos, sin)
         k_cache, v_cache = self.cache.k[layer], self.cache.v[layer]
         page_size = k_cache.shape[2]
-        running = (self.positions >= 0).nonzero()[:, 0]  # numbers of the rows that have not ended
-        block = self.positions[running] // page_size
-        page, offset = self.block_table[running, block], self.positions[running] % page_size
+        running = (self.positions >= 0).nonzero()[:, 0]  # the rows that have not ended
+        position = self.positions[running]
+        page = self.block_table[running, position // page_size]
+        offset = position % page_size
         k_cache[page, :, offset] = k[running]
         v_cache[page, :, offset] = v[running]
         longest = int(self.positions.max()) + 1
@@ -392,29 +393,160 @@ class Paged(NamedTuple):
         return out.flatten(1)
 
 
+# --- the kernel of a decode step, plain
+
+
+def plain_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, positions: Tensor
+) -> Tensor:
+    """A decode step's attention as FlashDecoding computes it, over PagedAttention's pages.
+
+    q (B, H, Dh): rotated; Dh is a power of two. k_cache, v_cache (pages, Hkv, PAGE, Dh): of one
+    layer; they hold the new tokens' keys and values already. block_table, positions: as in Paged →
+    (B, H, Dh) f32.
+
+    A decode step has one query per row and head, so it takes as long as the cached keys and values
+    take to load. A few rows with long caches must still occupy all SMs. So a row's cached positions
+    are split: a CTA computes the attention of one query head to one split, as if there were no
+    other. It returns the largest score m_i, the sum l_i of exp(score − m_i), and acc, the sum of
+    exp(score − m_i) · v. The last two lines merge the splits of each head.
+    """
+    B, H, Dh = q.shape
+    splits = block_table.shape[1] * PAGE // SPLIT
+    acc = torch.empty(B, H, splits, Dh, device=q.device)
+    m_i, l_i = acc.new_empty(2, B, H, splits, 1)
+    _plain_kernel[H, splits, B](
+        q.float() * Dh**-0.5,
+        k_cache,
+        v_cache,
+        block_table,
+        block_table.shape[1],
+        positions + 1,
+        m_i,
+        l_i,
+        acc,
+        H=H,
+        REP=H // k_cache.shape[1],
+        DH=Dh,
+        PAGE=PAGE,
+        SPLIT=SPLIT,
+    )
+    alpha = (m_i - m_i.amax(2, keepdim=True)).exp()  # 0 for a split past the row's position
+    return (alpha * acc).sum(2) / (alpha * l_i).sum(2)
+
+
+@jit
+def _plain_kernel(
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    blocks,
+    lengths,
+    m_out,
+    l_out,
+    acc_out,
+    H: constexpr,
+    REP: constexpr,
+    DH: constexpr,
+    PAGE: constexpr,
+    SPLIT: constexpr,
+):
+    """Grid (H, splits, B): a CTA computes one split of one row, for one query head. Query head h
+    reads key head h // REP.
+
+    The loop is an online softmax: m_i, l_i and acc are those of the positions read so far. When a
+    page has a score above m_i, alpha rescales both sums to the new maximum.
+    """
+    h = tl.program_id(0)
+    split = tl.program_id(1)
+    b = tl.program_id(2)
+    head = b * H + h  # of q and of the results
+    d = tl.arange(0, DH)
+    t = tl.arange(0, PAGE)[:, None]
+    q = tl.load(q + head * DH + d)  # (DH,)
+    begin = split * SPLIT
+    end = tl.minimum(begin + SPLIT, tl.load(lengths + b))
+    m_i = -1e30  # finite, because −inf − −inf would be NaN
+    l_i = 0.0
+    acc = tl.zeros((DH,), tl.float32)
+    for start in range(begin, end, PAGE):
+        page = tl.load(block_table + b * blocks + start // PAGE)
+        # k[page, key head, t, d]: as H = Hkv · REP, page · Hkv + h // REP is (page · H + h) // REP
+        at = ((page * H + h) // REP * PAGE + t) * DH + d  # (PAGE, DH)
+        k = tl.load(k_cache + at)
+        v = tl.load(v_cache + at)
+        qk = tl.sum(q * k, 1, keep_dims=True)  # (PAGE, 1)
+        qk = tl.where(start + t < end, qk, -1e30)  # the last page has positions past the row's end
+        m_new = tl.maximum(m_i, tl.max(qk))
+        alpha = tl.exp(m_i - m_new)
+        p = tl.exp(qk - m_new)
+        l_i = l_i * alpha + tl.sum(p)
+        acc = acc * alpha + tl.sum(p * v, 0)
+        m_i = m_new
+    out = head * tl.num_programs(1) + split
+    tl.store(m_out + out, m_i)
+    tl.store(l_out + out, l_i)
+    tl.store(acc_out + out * DH + d, acc)
+
+
+# --- the kernel of a decode step, fast
+
+# It computes what rotated_heads and plain_attention compute, and stores the new tokens' keys and
+# values. These are the changes to _plain_kernel, and why. The kernel's comments refer to the
+# numbers.
+#
+# One launch, because a decode step launches hundreds of kernels that take a few microseconds each:
+#  1 It rotates. It takes qkv as the projection returns it, normalizes and rotates q and k, and
+#    stores the new token's k and v in the cache. The new token's score starts the online softmax,
+#    so the loop reads only older positions, which are in the cache already.
+#  2 The last CTA merges. Each CTA of a row and key head stores its split and increments a counter.
+#    The CTA that finishes last merges the splits in their order, so that the result does not depend
+#    on timing. A row of one split needs no merge and no scratch memory.
+#
+# Less work:
+#  3 A CTA computes all query heads that share a key head, so that it loads keys and values once for
+#    all of them. Their scores are a matrix product, for tensor cores.
+#  4 That product is transposed, qk.T = K @ q.T, and so is acc. A tensor core's tile has at least 16
+#    rows, which keys fill, but only 8 columns, which suit few query heads.
+#  5 q and k are loaded as two halves, because RoPE pairs the halves. qk is the sum of the halves'
+#    products.
+#  6 exp2 replaces exp, which a GPU computes by exp2. The factor log2(e) is part of `scale`.
+#  7 l_i holds one sum for each line of the tile, and the lines are added up after the loop. So the
+#    loop adds no numbers across threads.
+#
+# Earlier loads:
+#  8 A split is two pages, and both are looked up before the loop.
+#  9 A tile is not a page. Few rows: large tiles, so that a CTA loads its split at once. Many rows:
+#    small tiles and few warps, so that several CTAs share an SM.
+# 10 PDL: the CTA starts while the qkv product still runs. It loads what no recent kernel writes
+#    (position, pages, cos, sin, the first tile of older keys and values) and only then waits for
+#    qkv. So the wait is in the loop's first iteration, between the loads of a tile and their use.
+#
+# A row's length is data in both kernels, so one CUDA graph serves all lengths up to the splits that
+# it was captured for. A split's size is fixed, so only the number of rows, which chooses the tile,
+# can change a row's bits. Pages that several rows share are loaded from memory once, because L2
+# serves the other rows.
+
+
 def _paged_attention(qkv, heads, cos, sin, layer, paged):
-    """Launch the kernel."""
-    cache, pieces = paged.cache, paged.pieces
-    B, _ = qkv.shape
-    _, Hkv, _, Dh = cache.k[layer].shape
-    H = heads.query
-    q_weight, k_weight, eps = heads.norms or (None, None, 0.0)
+    """Launch the kernel. Arguments and result: as Paged's call."""
+    cache, splits = paged.cache, paged.splits
+    H, Hkv, norms = heads
+    q_weight, k_weight, eps = norms or (None, None, 0.0)
+    Dh = cache.k.shape[-1]
+    B = len(qkv)
     out = qkv.new_empty(B, H * Dh)
-    # Scratch memory for rows of several pieces. With p = 2^(score − the piece's largest score):
-    # each piece's Σ p·v; its largest score in line 0 and Σ p in line 1.
-    sums = qkv.new_empty(B, Hkv, pieces, H // Hkv, Dh, dtype=torch.float32)
-    maxima = qkv.new_empty(B, Hkv, pieces, 2, H // Hkv, dtype=torch.float32)
-    assert cache.counters.numel() >= B * Hkv and 2 * pieces <= paged.block_table.shape[1]
-    # Few rows: large tiles, so that a CTA loads its piece at once. Many rows: small tiles, so that
-    # several CTAs share an SM.
-    few = 4 * B * Hkv <= 132  # at 4 pieces a row, no more CTAs than an H100 has SMs
-    if qkv.is_cuda:
-        few &= (
-            torch.cuda.get_device_properties(qkv.device).shared_memory_per_block_optin > 200 * 2**10
-        )
+    # Scratch memory for rows of several splits (2): each split's acc; its m_i and its l_i.
+    acc_splits = qkv.new_empty(B, Hkv, splits, H // Hkv, Dh, dtype=torch.float32)
+    ml_splits = qkv.new_empty(B, Hkv, splits, 2, H // Hkv, dtype=torch.float32)
+    assert cache.counters.numel() >= B * Hkv and 2 * splits <= paged.block_table.shape[1]
+    few = 4 * B * Hkv <= 132  # (9) at 4 splits a row, no more CTAs than an H100 has SMs
+    if qkv.is_cuda:  # large tiles need almost 200 KiB of shared memory
+        properties = torch.cuda.get_device_properties(qkv.device)
+        few &= properties.shared_memory_per_block_optin > 200 * 2**10
     half = max(16, triton.next_power_of_2(Dh) // 2)
-    scale = Dh**-0.5 * 1.4426950408889634  # times log2(e), because the kernel uses exp2
-    _attention_kernel[Hkv, pieces, B](
+    _attention_kernel[Hkv, splits, B](
         # the new tokens
         qkv,
         q_weight,
@@ -430,11 +562,11 @@ def _paged_attention(qkv, heads, cos, sin, layer, paged):
         paged.positions,
         # results and scratch
         out,
-        sums,
-        maxima,
+        acc_splits,
+        ml_splits,
         cache.counters,
         # sizes
-        scale,
+        Dh**-0.5 * 1.4426950408889634,  # (6) log2(e)
         H,
         # meta
         DH=Dh,
@@ -448,6 +580,56 @@ def _paged_attention(qkv, heads, cos, sin, layer, paged):
         **launch_options(qkv),
     )
     return out
+
+
+@jit
+def _after_wait(pointer, PDL: constexpr):
+    """Wait as wait_for_predecessor does → the same pointer, for loads of what the predecessor
+    writes (10).
+
+    The compiler may hoist loads above a wait that they do not depend on. So the wait returns a 0,
+    which is added to the pointer: a fake dependency. Triton's own wait returns nothing, hence the
+    inline PTX. multiple_of tells the compiler that the pointer is as aligned as before.
+    """
+    if PDL:
+        zero = tl.inline_asm_elementwise(
+            "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;",
+            "=r",
+            [],
+            tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+        pointer += tl.multiple_of(zero, 16)
+    return pointer
+
+
+@jit
+def _merge_splits(ml_ptr, acc_ptr, last_split, head, in_out, REP: constexpr, DH: constexpr):
+    """→ l_i (ROWS,) and acc (2·HALF, ROWS) of splits 0 … last_split, for one row and key head (2).
+
+    ml_ptr (ROWS,), acc_ptr (2·HALF, ROWS): pointers to m_i and acc of split 0. An online softmax,
+    as in the loop over tiles: alpha rescales the splits so far, beta the next one. ".cg" skips L1,
+    which may hold stale lines of the scratch memory.
+    """
+    m_i = tl.full(head.shape, float("-inf"), tl.float32)
+    l_i = tl.zeros(head.shape, tl.float32)
+    acc = tl.zeros(in_out.shape, tl.float32)
+    # Unrolled, so that the loads of four splits are in flight.
+    for first in range(0, last_split + 1, 4):
+        for j in tl.static_range(4):
+            split = first + j
+            here = head < tl.where(split <= last_split, REP, 0)
+            m_j = tl.load(ml_ptr + 2 * split * REP, here, -1e30, cache_modifier=".cg")
+            l_j = tl.load(ml_ptr + 2 * split * REP + REP, here, 1.0, cache_modifier=".cg")
+            acc_j = tl.load(acc_ptr + split * REP * DH, in_out & here, 0.0, cache_modifier=".cg")
+            m_new = tl.maximum(m_i, m_j)
+            alpha = tl.exp2(m_i - m_new)
+            beta = tl.exp2(m_j - m_new)
+            l_i = l_i * alpha + l_j * beta
+            acc = acc * alpha + acc_j * beta
+            m_i = m_new
+    return l_i, acc
 
 
 @jit(do_not_specialize=["blocks"])
@@ -467,8 +649,8 @@ def _attention_kernel(
     positions,
     # results and scratch
     out,
-    sums,
-    maxima,
+    acc_splits,
+    ml_splits,
     counters,
     # sizes
     scale,
@@ -482,155 +664,113 @@ def _attention_kernel(
     HALF: constexpr,
     PDL: constexpr,
 ):
-    """Grid (Hkv, pieces, B): a CTA computes one piece of one row, for a key head and the REP query
-    heads that share this key head.
+    """Grid (Hkv, splits, B): a CTA computes one split of one row, for a key head and the REP query
+    heads that share this key head (3).
 
     ROWS: REP rounded up to a power of two, at least 8, the columns of a tensor core's tile. HALF:
     Dh/2 rounded up to a power of two, at least 16. The masks exclude what lies past REP, past Dh
-    and past the row's position. The kernel loads q and k as two halves (…, HALF), because RoPE
-    pairs the halves, but v whole.
+    and past the row's position. v is loaded whole, (2·HALF, TILE).
     """
     h = tl.program_id(0)
-    piece = tl.program_id(1)
+    split = tl.program_id(1)
     b = tl.program_id(2)
-    # Before the wait, load only what was written before this layer's norm ran (older keys and
+    # (10) Before the wait, load only what was written before this layer's norm ran (older keys and
     # values, but not qkv). The kernels in between, norm and qkv, have waited for all of that.
     position = tl.load(positions + b).to(tl.int32)
     Hkv = tl.num_programs(0)
-    last = position // (2 * PAGE)  # the piece of the new token
-    begin = piece * 2 * PAGE
+    last_split = position // (2 * PAGE)  # that of the new token
+    begin = split * 2 * PAGE
     head = tl.arange(0, ROWS)
     d = tl.arange(0, HALF)
     dim = tl.arange(0, 2 * HALF)
     in_d = d < DH // 2
-    in_q = (head < REP)[:, None] & (d < DH // 2)[None, :]
+    in_q = (head < REP)[:, None] & in_d
     c = tl.load(cos + b * (DH // 2) + d, mask=in_d, other=0.0)[None, :]
     s = tl.load(sin + b * (DH // 2) + d, mask=in_d, other=0.0)[None, :]
-    # A piece lies in two pages. Offsets of this head's keys in both, from the piece's first key on.
-    page1 = tl.load(block_table + b * blocks + piece * 2)
-    page2 = tl.load(block_table + b * blocks + piece * 2 + 1)
+    # (8) The split's position i is at in_page1 + i · DH in the cache if it is in the first page,
+    # and at in_page2 + i · DH if it is in the second, whose first position is i = PAGE.
+    page1 = tl.load(block_table + b * blocks + split * 2)
+    page2 = tl.load(block_table + b * blocks + split * 2 + 1)
     in_page1 = (page1 * Hkv + h) * PAGE * DH
     in_page2 = (page2 * Hkv + h) * PAGE * DH - PAGE * DH
     if begin > position:
-        # This piece is empty. Piece 0 of a finished row waits all the same: if no CTA waited, this
-        # kernel could end before its predecessor, and the next kernel would read too early.
-        if piece == 0:
+        # This split is empty. Split 0 of a finished row waits all the same (10): if no CTA waited,
+        # this kernel could end before its predecessor, and the next one would read too early.
+        if split == 0:
             wait_for_predecessor(PDL)
         return
     qkv += b.to(tl.int64) * (H + 2 * Hkv) * DH
     q1 = tl.zeros((HALF, ROWS), qkv.dtype.element_ty)
     q2 = tl.zeros((HALF, ROWS), qkv.dtype.element_ty)
-    # Online softmax: m is the running maximum of the scores, total the sum of 2^(score − m), acc
-    # that of 2^(score − m) · v. When m grows to `new`, total and acc shrink by 2^(m − new). total
-    # keeps a sum for each line of the tile, which are added up after the loop.
-    m = tl.full((ROWS,), -1e30, tl.float32)
-    total = tl.zeros((TILE, ROWS), tl.float32)
+    m_i = tl.full((ROWS,), -1e30, tl.float32)
+    l_i = tl.zeros((TILE, ROWS), tl.float32)
     acc = tl.zeros((2 * HALF, ROWS), tl.float32)
-    # At least one tile, masked if need be, because the loop also handles the new token.
+    # Older positions (1). At least one tile, masked if need be, because the first iteration also
+    # handles the new token.
     for start in range(begin, tl.maximum(begin + 1, tl.minimum(begin + 2 * PAGE, position)), TILE):
         t = tl.arange(0, TILE)
-        live = (start + t < position)[:, None]
-        there = tl.where(start - begin < PAGE, in_page1, in_page2) + (start - begin) * DH
-        k_ptr = k_cache + there + t[:, None] * DH + d[None, :]
-        k1 = tl.load(k_ptr, mask=live & in_d[None, :], other=0.0)  # (TILE, HALF)
-        k2 = tl.load(k_ptr + DH // 2, mask=live & in_d[None, :], other=0.0)
+        seen = (start + t < position)[:, None]
+        kv_at = tl.where(start - begin < PAGE, in_page1, in_page2) + (start - begin) * DH
+        k_ptr = k_cache + kv_at + t[:, None] * DH + d
+        k1 = tl.load(k_ptr, mask=seen & in_d, other=0.0)  # (TILE, HALF)
+        k2 = tl.load(k_ptr + DH // 2, mask=seen & in_d, other=0.0)
         v = tl.load(
-            v_cache + there + t[None, :] * DH + dim[:, None],
+            v_cache + kv_at + t * DH + dim[:, None],
             other=0.0,
-            mask=(start + t < position)[None, :] & (dim < DH)[:, None],
+            mask=(start + t < position) & (dim < DH)[:, None],
         )  # (2·HALF, TILE)
-        if start == begin:  # only now wait: the loads above overlap with the qkv kernel
-            # The wait returns 0, which is added to the pointer: a fake dependency, which stops the
-            # compiler from hoisting loads of qkv above the wait.
-            if PDL:
-                qkv += tl.multiple_of(
-                    tl.inline_asm_elementwise(
-                        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;",
-                        "=r",
-                        [],
-                        tl.int32,
-                        is_pure=False,
-                        pack=1,
-                    ),
-                    16,
-                )
-            q_at = (h * REP + head)[:, None] * DH + d[None, :]
-            q1_rows, q2_rows = _rotated(qkv, q_at, in_q, q_weight, d, in_d, c, s, eps, DH)
+        if start == begin:
+            qkv = _after_wait(qkv, PDL)  # (10)
+            q_at = (h * REP + head)[:, None] * DH + d
+            q1_rows, q2_rows = _rotated(qkv, q_at, in_q, q_weight, d, c, s, eps, DH)
             q1 = tl.trans(q1_rows)  # (HALF, ROWS)
             q2 = tl.trans(q2_rows)
-            if piece == last:  # use the new token's k, v directly, and cache them
+            if split == last_split:  # (1) store the new token's k and v, and start from its score
                 new_at = (H + h) * DH + d[None, :]
-                new1, new2 = _rotated(qkv, new_at, in_d[None, :], k_weight, d, in_d, c, s, eps, DH)
+                new1, new2 = _rotated(qkv, new_at, in_d[None, :], k_weight, d, c, s, eps, DH)
                 new_v = tl.load(qkv + (H + Hkv + h) * DH + dim, mask=dim < DH, other=0.0)
-                place = tl.where(position - begin < PAGE, in_page1, in_page2)
-                place += (position - begin) * DH
-                tl.store(k_cache + place + d[None, :], new1, mask=in_d[None, :])
-                tl.store(k_cache + place + DH // 2 + d[None, :], new2, mask=in_d[None, :])
-                tl.store(v_cache + place + dim, new_v, mask=dim < DH)
-                m = (
-                    tl.sum(
-                        q1_rows.to(tl.float32) * new1.to(tl.float32)
-                        + q2_rows.to(tl.float32) * new2.to(tl.float32),
-                        1,
-                    )
-                    * scale
-                )
-                total += (tl.arange(0, TILE) == 0)[:, None].to(tl.float32)
+                slot = tl.where(position - begin < PAGE, in_page1, in_page2)
+                slot += (position - begin) * DH
+                tl.store(k_cache + slot + d[None, :], new1, mask=in_d[None, :])
+                tl.store(k_cache + slot + DH // 2 + d[None, :], new2, mask=in_d[None, :])
+                tl.store(v_cache + slot + dim, new_v, mask=dim < DH)
+                products = q1_rows.to(tl.float32) * new1 + q2_rows.to(tl.float32) * new2
+                m_i = tl.sum(products, 1) * scale
+                l_i += (t == 0)[:, None]
                 acc += new_v.to(tl.float32)[:, None]
-        scores = tl.dot(k2, q2, tl.dot(k1, q1, input_precision="ieee"), input_precision="ieee")
-        scores = tl.where(live, scores * scale, float("-inf"))  # (TILE, ROWS)
-        new = tl.maximum(m, tl.max(scores, 0))
-        p = tl.exp2(scores - new[None, :])
-        shrink = tl.exp2(m - new)
-        total = total * shrink[None, :] + p
-        acc = tl.dot(v, p.to(v.dtype), acc * shrink[None, :], input_precision="ieee")
-        m = new
-    total = tl.sum(total, 0)
-    in_out = (head < REP)[None, :] & (dim < DH)[:, None]
-    done = last == 0
-    if last > 0:  # several pieces: store this one; the CTA that finishes last merges all
-        tile = b * Hkv + h
-        at = (tile * tl.num_programs(1)).to(tl.int64) * REP
-        acc_ptr = sums + at * DH + head[None, :] * DH + dim[:, None]
-        max_ptr = maxima + at * 2 + head
-        tl.store(acc_ptr + piece * REP * DH, acc, mask=in_out)
-        tl.store(max_ptr + piece * 2 * REP, m, mask=head < REP)
-        tl.store(max_ptr + piece * 2 * REP + REP, total, mask=head < REP)
-        tl.debug_barrier()  # all warps of this CTA have stored their piece
-        done = tl.atomic_add(counters + tile, 1, sem="acq_rel") == last
+        # (4, 5)
+        qk = tl.dot(k2, q2, tl.dot(k1, q1, input_precision="ieee"), input_precision="ieee")
+        qk = tl.where(seen, qk * scale, float("-inf"))  # (TILE, ROWS)
+        m_new = tl.maximum(m_i, tl.max(qk, 0))
+        p = tl.exp2(qk - m_new)
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + p
+        acc = tl.dot(v, p.to(v.dtype), acc * alpha, input_precision="ieee")
+        m_i = m_new
+    l_i = tl.sum(l_i, 0)  # (7)
+    in_out = (head < REP) & (dim < DH)[:, None]
+    done = last_split == 0
+    if last_split > 0:  # (2) store this split, and merge all if it is the last to finish
+        pair = b * Hkv + h
+        at = (pair * tl.num_programs(1)).to(tl.int64) * REP
+        acc_ptr = acc_splits + at * DH + head * DH + dim[:, None]
+        ml_ptr = ml_splits + at * 2 + head
+        tl.store(acc_ptr + split * REP * DH, acc, mask=in_out)
+        tl.store(ml_ptr + split * 2 * REP, m_i, mask=head < REP)
+        tl.store(ml_ptr + split * 2 * REP + REP, l_i, mask=head < REP)
+        tl.debug_barrier()  # all warps of this CTA have stored their split
+        done = tl.atomic_add(counters + pair, 1, sem="acq_rel") == last_split
         if done:
-            tl.store(counters + tile, 0)
-            m = tl.full((ROWS,), float("-inf"), tl.float32)
-            total = tl.zeros((ROWS,), tl.float32)
-            acc = tl.zeros((2 * HALF, ROWS), tl.float32)
-            # Unrolled, so that the loads of four pieces are in flight. ".cg" skips L1, which may
-            # hold stale lines of the scratch memory.
-            for first in range(0, last + 1, 4):
-                for j in tl.static_range(4):
-                    i = first + j
-                    here = head < tl.where(i <= last, REP, 0)
-                    m_i = tl.load(max_ptr + 2 * i * REP, here, -1e30, cache_modifier=".cg")
-                    total_i = tl.load(max_ptr + 2 * i * REP + REP, here, 1.0, cache_modifier=".cg")
-                    acc_i = tl.load(
-                        acc_ptr + i * REP * DH, in_out & here[None, :], 0.0, cache_modifier=".cg"
-                    )
-                    new = tl.maximum(m, m_i)
-                    shrink = tl.exp2(m - new)
-                    grow = tl.exp2(m_i - new)
-                    total = total * shrink + total_i * grow
-                    acc = acc * shrink[None, :] + acc_i * grow[None, :]
-                    m = new
+            tl.store(counters + pair, 0)
+            l_i, acc = _merge_splits(ml_ptr, acc_ptr, last_split, head, in_out, REP, DH)
     if done:
-        out_ptr = out + (b * H + h * REP + head)[None, :] * DH + dim[:, None]
-        tl.store(out_ptr, (acc / total[None, :]).to(out.dtype.element_ty), mask=in_out)
+        out_ptr = out + (b * H + h * REP + head) * DH + dim[:, None]
+        tl.store(out_ptr, acc / l_i, mask=in_out)
 
 
 if __name__ == "__main__":
-    angles = torch.arange(3)[:, None] * torch.pi / 2  # of positions 0, 1, 2; Dh = 2 has one angle
-    heads = torch.tensor([1.0, 0.0]).expand(3, 1, 2)
-    print("the head [1, 0] at positions 0, 1, 2:", rope(heads, angles.cos(), angles.sin()))
     v = torch.tensor([1.0, 3.0, 8.0, 20.0])  # of a prompt of two tokens and two answers of one
-    qkv = torch.stack([v * 0, v * 0, v * 0, v * 0, v, v], 1)  # one head of q, k and v, Dh = 2
-    packed = Packed([(2, [1, 1])], qkv.device)
+    qkv = F.pad(v[:, None].expand(4, 2), (4, 0))  # one head, Dh = 2; q and k are 0
     zero = torch.zeros(4, 1)
+    packed = Packed([(2, [1, 1])], qkv.device)
     print("each token's mean of the values it sees:", packed(qkv, Heads(1, 1, None), zero, zero, 0))

@@ -18,32 +18,34 @@ GPU; add_norm's CPU code uses it.
 A decode step launches a few hundred kernels of a few microseconds each, so the gaps between kernels
 cost time. PDL (programmatic dependent launch, from Hopper on) closes the gaps: the GPU starts a
 kernel's CTAs (programs, in Triton's words) while the kernel's predecessor still runs. So a kernel
-must wait for its predecessor before it reads what that kernel writes. Every kernel must wait, even
-one that needs no such data. A kernel that did not wait could end first, and then the next kernel,
-which waits for its direct predecessor only, would read too early.
+must wait for its predecessor before it reads what that kernel writes. A kernel that is launched
+with PDL must wait even if it needs no such data. Else it could end before its predecessor, and the
+next kernel, which waits for its direct predecessor only, would read too early. Other kernels, such
+as PyTorch's, start when their predecessor has ended.
 
 Left out: LayerNorm, other activations, gradients of weights.
 Needs: torch; on a GPU also triton.
 """
 
 import torch
+from torch import Tensor
 
 try:
     import triton
     import triton.language as tl
     from triton import jit
     from triton.language import constexpr
-except ImportError:  # a CPU needs no Triton: these two only let Python define the kernels below
+except ImportError:  # macOS has no Triton: these two only let Python define the kernels below
     constexpr = int
 
     def jit(kernel=None, **options):
         return kernel or jit
 
 
-def launch_options(x):
+def launch_options(x: Tensor) -> dict[str, bool]:
     """→ a kernel's launch options: PDL on Hopper and newer GPUs, no PDL in Triton's interpreter.
 
-    PDL tells the kernel to wait, launch_pdl tells CUDA to start the kernel early.
+    PDL tells the kernel to wait for its predecessor, launch_pdl tells CUDA to start it early.
     """
     pdl = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
     return {"PDL": pdl, "launch_pdl": pdl}
@@ -62,14 +64,14 @@ def wait_for_predecessor(PDL: constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
-def one_cta_per_row(x):
+def one_cta_per_row(x: Tensor) -> tuple[int]:
     """→ the grid for x (…, D): a CTA for each row, on the grid's first axis, because CUDA limits
     the other two to 65,535.
     """
     return (x.numel() // x.shape[-1],)
 
 
-def whole_row_options(x):
+def whole_row_options(x: Tensor) -> dict[str, int | bool]:
     """→ launch options of a kernel in which a CTA holds a whole row of x (…, D) in registers.
 
     TILE: a Triton tile's size is a power of two, so a tile has TILE ≥ D columns, and the kernel
@@ -88,7 +90,7 @@ def whole_row_options(x):
 # --- embeddings
 
 
-def embed(ids, table):
+def embed(ids: Tensor, table: Tensor) -> Tensor:
     """Rows ids (…) int64 of table (V, D), of any floating-point dtype → (…, D) f32.
 
     For ids on a GPU the table may be in pinned host memory: the kernel loads the rows over the bus,
@@ -103,23 +105,25 @@ def embed(ids, table):
 
 @jit
 def _embed_kernel(ids, table, out, D: constexpr, TILE: constexpr, PDL: constexpr):
-    """A CTA copies one row (D,) of the table, as fp32. ids (rows,), out (rows, D)."""
+    """A CTA copies one row (D,) of the table. ids (rows,), out (rows, D) f32: a store casts."""
     wait_for_predecessor(PDL)  # in a decode step, rollout.py's _append_kernel writes ids
     row = tl.program_id(0).to(tl.int64)  # int64: row · D may exceed 2³¹
     cols = tl.arange(0, TILE)
     x = tl.load(table + tl.load(ids + row) * D + cols, mask=cols < D, other=0.0)  # (TILE,)
-    tl.store(out + row * D + cols, x.to(tl.float32), mask=cols < D)
+    tl.store(out + row * D + cols, x, mask=cols < D)
 
 
 # --- the residual stream and its norm
 
 
-def rms_norm(x, weight, eps, dtype=None):
-    """x (…, D) / rms(x) · weight (D,) f32, computed in fp32 → (…, D) in `dtype`, by default x's."""
-    return torch.rms_norm(x.float(), x.shape[-1:], weight, eps).to(dtype or x.dtype)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """x (…, D) / rms(x) · weight (D,) f32, computed in fp32 → (…, D) in `dtype`."""
+    return torch.rms_norm(x.float(), x.shape[-1:], weight, eps).to(dtype)
 
 
-def add_norm(x, y, weight, eps, dtype):
+def add_norm(
+    x: Tensor, y: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Add a branch's output to the residual stream and normalize → (x + y, RMS norm of x + y).
 
     x (…, D) f32: the residual stream. y (…, D) in `dtype`: a branch's output, or None if x already
@@ -171,20 +175,21 @@ def _add_norm_kernel(x, y, weight, total, out, eps, D: constexpr, TILE: constexp
     """A CTA adds and normalizes one row (D,). All tensors but weight (D,) are (rows, D).
 
     y None: the sum is x, and total is not written. Columns past D load 0, which adds nothing to the
-    sum of squares.
+    sum of squares. A store rounds the fp32 numbers to the tensor's dtype, here and below.
     """
     cols = tl.arange(0, TILE)
+    in_row = cols < D
     # Load the weight before the wait, so that the load overlaps with the predecessor. No kernel of
     # a forward or backward pass writes weights: aqn.py changes them between passes.
-    w = tl.load(weight + cols, mask=cols < D, other=0.0)  # (TILE,) f32
+    w = tl.load(weight + cols, mask=in_row, other=0.0)  # (TILE,) f32
     wait_for_predecessor(PDL)  # the kernels before write x and y
     at = tl.program_id(0).to(tl.int64) * D + cols
-    s = tl.load(x + at, mask=cols < D, other=0.0)  # (TILE,) f32
+    s = tl.load(x + at, mask=in_row, other=0.0)  # (TILE,) f32
     if y is not None:
-        s += tl.load(y + at, mask=cols < D, other=0.0).to(tl.float32)
-        tl.store(total + at, s, mask=cols < D)
+        s += tl.load(y + at, mask=in_row, other=0.0).to(tl.float32)
+        tl.store(total + at, s, mask=in_row)
     normed = s * (tl.rsqrt(tl.sum(s * s, 0) / D + eps) * w)
-    tl.store(out + at, normed.to(out.dtype.element_ty), mask=cols < D)
+    tl.store(out + at, normed, mask=in_row)
 
 
 @jit
@@ -193,24 +198,25 @@ def _add_norm_backward_kernel(
 ):
     """AddNorm's formula, a CTA for each row (D,). dy None: y was None or needs no gradient."""
     cols = tl.arange(0, TILE)
-    w = tl.load(weight + cols, mask=cols < D, other=0.0)  # before the wait, as in forward
+    in_row = cols < D
+    w = tl.load(weight + cols, mask=in_row, other=0.0)  # before the wait, as in forward
     wait_for_predecessor(PDL)  # the kernels before write d_total and d_out
     at = tl.program_id(0).to(tl.int64) * D + cols
     # Masked columns load 0 and add nothing to the two sums.
-    s = tl.load(total + at, mask=cols < D, other=0.0)  # (TILE,) f32
-    g = tl.load(d_out + at, mask=cols < D, other=0.0).to(tl.float32) * w
+    s = tl.load(total + at, mask=in_row, other=0.0)  # (TILE,) f32
+    g = tl.load(d_out + at, mask=in_row, other=0.0).to(tl.float32) * w
     r = tl.rsqrt(tl.sum(s * s, 0) / D + eps)
     through_norm = r * g - s * (r * r * r * tl.sum(s * g, 0) / D)
-    d = through_norm + tl.load(d_total + at, mask=cols < D, other=0.0)
-    tl.store(dx + at, d, mask=cols < D)
+    d = through_norm + tl.load(d_total + at, mask=in_row, other=0.0)
+    tl.store(dx + at, d, mask=in_row)
     if dy is not None:
-        tl.store(dy + at, d.to(dy.dtype.element_ty), mask=cols < D)
+        tl.store(dy + at, d, mask=in_row)
 
 
 # --- the MLP's activation
 
 
-def swiglu(gate_up):
+def swiglu(gate_up: Tensor) -> Tensor:
     """gate_up (…, 2F), gate in the first half → silu(gate) · up (…, F), in gate_up's dtype."""
     if gate_up.is_cuda:
         return SwiGLU.apply(gate_up)
@@ -261,17 +267,18 @@ def _swiglu_kernel(gate_up, out, d_out, F, TILE: constexpr, PDL: constexpr):
     wait_for_predecessor(PDL)  # the kernels before write gate_up and, in backward, d_out
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    gate = tl.load(gate_up + row * 2 * F + cols, mask=cols < F, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * F + F + cols, mask=cols < F, other=0.0).to(tl.float32)
+    in_row = cols < F
+    gate = tl.load(gate_up + row * 2 * F + cols, mask=in_row, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * F + F + cols, mask=in_row, other=0.0).to(tl.float32)
     sigmoid = 1 / (1 + tl.exp(-gate))
     silu = (gate * sigmoid).to(out.dtype.element_ty).to(tl.float32)
     if d_out is None:
-        tl.store(out + row * F + cols, (silu * up).to(out.dtype.element_ty), mask=cols < F)
+        tl.store(out + row * F + cols, silu * up, mask=in_row)
     else:
-        d = tl.load(d_out + row * F + cols, mask=cols < F, other=0.0).to(tl.float32)
+        d = tl.load(d_out + row * F + cols, mask=in_row, other=0.0).to(tl.float32)
         d_gate = d * up * sigmoid * (1 + gate * (1 - sigmoid))
-        tl.store(out + row * 2 * F + cols, d_gate.to(out.dtype.element_ty), mask=cols < F)
-        tl.store(out + row * 2 * F + F + cols, (d * silu).to(out.dtype.element_ty), mask=cols < F)
+        tl.store(out + row * 2 * F + cols, d_gate, mask=in_row)
+        tl.store(out + row * 2 * F + F + cols, d * silu, mask=in_row)
 
 
 if __name__ == "__main__":

@@ -25,12 +25,13 @@ Left out: gradients of W and of the entropy. Needs: torch; on a GPU also triton.
 """
 
 import torch
+from torch import Tensor
 
 try:
     import triton.language as tl
     from triton import jit
     from triton.language import constexpr
-except ImportError:  # a CPU needs no Triton: these two only let Python define the kernel below
+except ImportError:  # macOS has no Triton: these two only let Python define the kernel below
     constexpr = int
 
     def jit(kernel=None, **options):
@@ -40,7 +41,7 @@ except ImportError:  # a CPU needs no Triton: these two only let Python define t
 LOGITS_AT_ONCE = 1 << 26  # of a chunk: 268 MB of fp32 for any vocabulary
 
 
-def logits(hidden, W):
+def logits(hidden: Tensor, W: Tensor) -> Tensor:
     """hidden (n, D), W (V, D) → (n, V) f32: the one way from hidden states to logits, in sampler
     and trainer. A GPU multiplies bf16 and returns the fp32 sums, because bf16's 8 significant bits
     are too few for log-probabilities.
@@ -84,7 +85,14 @@ class TokenLogprobs(torch.autograd.Function):
         return (d_hidden * d_logprob[:, None]).to(d_hidden.dtype), None, None, None
 
 
-def softmax(z, targets, temperature, logprob, entropy, dz):
+def softmax(
+    z: Tensor,
+    targets: Tensor,
+    temperature: float,
+    logprob: Tensor,
+    entropy: Tensor,
+    dz: Tensor | None,
+) -> None:
     """Write a chunk's logprob, entropy (n,) f32 and dz (n, V), d logprob / d logits, in its dtype.
 
     z (n, V) f32: logits before the division by temperature; a CPU overwrites them. targets (n,)
@@ -140,7 +148,7 @@ def _softmax_kernel(z, targets, scale, logprob, entropy, dz, V, TILE: constexpr)
             onehot = tl.where(start + cols == target, 1.0, 0.0)
             d = (onehot - tl.exp(x - log_sum)) * scale
             place = dz + row * V + start + cols
-            tl.store(place, d.to(dz.dtype.element_ty), mask=start + cols < V)
+            tl.store(place, d, mask=start + cols < V)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ of probability 3e-8 about half as often as it should, and one below 1e-9 never. 
 change the noise of every token.
 
 The counter and the key alone fix a token's noise. So the noise depends neither on the other rows
-of the batch nor on the order in which answers end. The sampler may move an answer to another row,
-or put it back into the queue and resume it later: the answer's next tokens get the same noise.
+of the batch nor on the order in which answers end. The sampler may move an answer to another slot,
+or preempt it and resume it later: the answer's next tokens get the same noise.
 
 On a CPU plain torch lines compute each result, and they are its definition. On a GPU, if gradients
 are disabled, `sample` launches Triton kernels with the same result. They use PDL (programmatic
@@ -28,13 +28,14 @@ Left out: top-k, penalties, speculative sampling. Needs: torch; on a GPU also tr
 """
 
 import torch
+from torch import Tensor
 
 try:
     import triton
     import triton.language as tl
     from triton import jit
     from triton.language import constexpr
-except ImportError:  # a CPU needs no Triton: these two only let Python define the kernels below
+except ImportError:  # macOS has no Triton: these two only let Python define the kernels below
     constexpr = int
 
     def jit(kernel=None, **options):
@@ -47,18 +48,18 @@ VOCAB_TILE = 2048  # logits that one CTA (program, in Triton's words) of _tile_k
 NUCLEUS = 4096
 
 
-def uses_kernels(x):
-    """→ bool: launch Triton kernels for x? Only if x is on a GPU and gradients are disabled,
+def uses_kernels(x: Tensor) -> bool:
+    """Launch Triton kernels for x? Only if x is on a GPU and gradients are disabled,
     because these kernels have no backward. In all other cases the caller runs plain torch code,
     which autograd can differentiate and which runs on every device.
     """
     return x.is_cuda and not torch.is_grad_enabled()
 
 
-def launch_options(x):
+def launch_options(x: Tensor) -> dict[str, bool]:
     """→ a kernel's launch options: PDL on Hopper and newer GPUs, no PDL in Triton's interpreter.
 
-    PDL tells the kernel to wait, launch_pdl tells CUDA to start the kernel early.
+    PDL tells the kernel to wait for its predecessor, launch_pdl tells CUDA to start it early.
     """
     pdl = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
     return {"PDL": pdl, "launch_pdl": pdl}
@@ -77,12 +78,14 @@ def wait_for_predecessor(PDL: constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
-def sample(logits, temperature, seed, step, sequence, position):
+def sample(
+    logits: Tensor, temperature: float, seed: int, step: int, sequence: Tensor, position: Tensor
+) -> tuple[Tensor, Tensor]:
     """Draw from softmax(logits / temperature) → token (B,) int64, its log-probability (B,) f32.
 
-    logits (B, V) f32. temperature: a float ≥ 0; 0 takes the largest logit, with its log-probability
-    at temperature 1. seed, step: ints. sequence, position (B,) int64: of each row, as explained at
-    the top of this file. A row of NaN gets an arbitrary token of the vocabulary.
+    logits (B, V) f32. temperature ≥ 0: 0 takes the largest logit, with its log-probability at
+    temperature 1. seed, step, and sequence, position (B,) int64 of each row: as explained at the
+    top of this file. A row of NaN gets an arbitrary token of the vocabulary.
     """
     if uses_kernels(logits):
         return _sample(logits, temperature, seed, step, sequence, position)
@@ -94,7 +97,7 @@ def sample(logits, temperature, seed, step, sequence, position):
     return token, scaled.gather(1, token[:, None])[:, 0] - scaled.logsumexp(-1)
 
 
-def nucleus(logits, temperature, top_p):
+def nucleus(logits: Tensor, temperature: float, top_p: float) -> Tensor:
     """Top-p (Holtzman et al. 2020): logits (B, V) f32 → the same with −inf outside the nucleus.
 
     The nucleus is the fewest most probable tokens whose probabilities sum to top_p or more, with
@@ -240,7 +243,7 @@ def _merge_kernel(found, winner, token, logprob, tiles, TILES: constexpr, PDL: c
     tl.store(token + b, tl.load(winner + b * tiles + best))
 
 
-def noise(V, seed, step, sequence, position):
+def noise(V: int, seed: int, step: int, sequence: Tensor, position: Tensor) -> Tensor:
     """→ (B, V) f32 standard Gumbel noise, −ln(−ln(uniform)), for sequence and position (B,) int64.
 
     Token 4i + j of the vocabulary gets word j of counter (i, position, sequence, step), under the
@@ -255,7 +258,7 @@ def noise(V, seed, step, sequence, position):
     return uniform.log_().neg_().log_().neg_()
 
 
-def philox(seed, c0, c1, c2, c3):
+def philox(seed: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor | int) -> tuple[Tensor, ...]:
     """Philox-4x32-10: a counter of four 32-bit words (int64 tensors or ints) → four random 32-bit
     words, int64 tensors of one shape. seed: 64 bits, the key.
 
