@@ -17,6 +17,7 @@ import fp4_gemm
 import lora
 import model
 from bench import step
+from rollout import Rollout
 from tools import memory, weights
 
 # SmolLM2-135M and Qwen2.5 on the hub
@@ -53,7 +54,7 @@ def test_weights_and_adapters_are_counted_as_they_are_stored(tmp_path, family, c
     bf16; 12 bytes a trained parameter, and its copy: to the byte. The plan leaves out norms,
     biases, the scale per row, the kernel's counters, and embeddings that are not on the GPU."""
     tiny_checkpoint(tmp_path, family, **changes)
-    m = model.load(str(tmp_path), quant, rank=4)
+    m = model.load(weights.open(tmp_path), quant, rank=4)
     plan = memory.plan(m.config, quant, rank=4)
     assert plan.weights + plan.adapter == bytes_of(m)
 
@@ -63,7 +64,7 @@ def bytes_of(m):
     stored = 2 * m.lm_head.numel() + 12 * sum(p.numel() for p in m.parameters())
     for layer in lora.lora_layers(m).values():
         stored += 2 * (layer.copy_A.numel() + layer.copy_B.numel())
-        weight = layer.base.W
+        weight = layer.base.weight
         if isinstance(weight, fp4_gemm.Dense):
             stored += 2 * weight.weight_and_B.numel()
         else:
@@ -75,20 +76,14 @@ def bytes_of(m):
 def test_layers_that_a_4_bit_checkpoint_leaves_in_16_bits_are_counted_so(
     tmp_path, capsys, layout, left, ignore
 ):
-    """By the config alone; the command's table too, which a GPTQ model's config does not reach."""
+    """By the config alone; the command's table too."""
     foreign(tmp_path, layout, "qwen2", left, ignore)
-    m = model.load(str(tmp_path), "nvfp4", rank=4)
+    m = model.load(weights.open(tmp_path), "nvfp4", rank=4)
     (tmp_path / "model.safetensors").unlink()
-    for quant, dense in (("nvfp4", m), ("bf16", None)):
-        plan = memory.plan(weights.config_of(tmp_path), quant, rank=4)
-        assert dense is None or plan.weights + plan.adapter == bytes_of(dense)
-    flags = "--model", tmp_path, "--prompt-length", 20, "--max-new-tokens", 30, "--memory-gb", 4
-    printed(capsys, *flags)
-    file = tmp_path / "config.json"
-    said = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
-    file.write_text(json.dumps(json.loads(file.read_text()) | said))
-    with pytest.raises(ValueError, match="quant_method=gptq: .* only NVFP4"):
-        printed(capsys, *flags)
+    plan = memory.plan(weights.config_of(tmp_path), rank=4)
+    assert plan.weights + plan.adapter == bytes_of(m)
+    flags = "--prompt-length", 20, "--max-new-tokens", 30, "--memory-gb", 4, "--rank", 4
+    assert printed(capsys, "--model", tmp_path, *flags)
 
 
 def test_a_weight_in_4_bits_is_decoded_for_cublas_and_one_in_16_is_not(tmp_path):
@@ -101,34 +96,43 @@ def test_a_weight_in_4_bits_is_decoded_for_cublas_and_one_in_16_is_not(tmp_path)
     assert rollouts[0] == rollouts[1] == rollouts[2] == rollouts[3] + gate_up - qkv
 
 
-def test_what_grows_with_what():
-    """KV cache: with slots and length. Update: with tokens, less so with gradient checkpointing."""
-    c = memory.config("7b")
-    one, two = memory.plan(c, slots=64), memory.plan(c, slots=128)
-    # Qwen2.5-7B caches 4 · layers · Hkv · Dh bytes = 56 KiB a token, in pages of 128. A row has its
-    # logits in fp32, and partial sums of attention: of 8 pieces and 28 heads, 128 numbers and 2.
-    row = 9 * 128 * 56 * 1024 + 4 * 152064 + 4 * 8 * 28 * 130
-    assert two.rollout - one.rollout == 64 * row
-    assert two.update == one.update
-    whole = memory.plan(c, recomputed=0)
-    assert whole.update > 4 * one.update
-    # A layer more that is recomputed keeps its input, 4 D bytes of 4096 tokens, and nothing else.
-    less = memory.plan(c, recomputed=9).update - memory.plan(c, recomputed=10).update
-    saved = memory.saved_bytes(c, 32) + 4 * 512
-    assert less == 4096 * (saved - 4 * 3584)
-    D, F, kv = 3584, 18944, 512
-    per_rank = 28 * ((3 * D + D + 2 * kv) + (D + D) + (2 * D + 2 * F) + (F + D))  # lora_A, lora_B
-    # the gradient, 4 bytes a parameter; x @ lora_A.T of the one layer that saves all
-    assert memory.plan(c, rank=256).update - one.update == 224 * (4 * per_rank + 4096 * 14)
-    shared = memory.plan(c, recomputed=0, shared_keys=1000)
-    assert shared.update - whole.update == 28 * 1000 * 4 * kv
-    saved = 8 * D + 4 * D + 2 * (D + kv) + 2 * D + 6 * F + 14 * 32 + 4 * kv
-    token = 28 * saved + 12 * D + 8 * D + 4 * F
-    larger, smaller = (memory.plan(c, recomputed=0, micro_tokens=n) for n in (16384, 8192))
-    assert larger.update - smaller.update == 8192 * token
-    c.architectures, c.attention_bias = ["Qwen3ForCausalLM"], True
-    # Qwen3's head norms save q and k of 4096 tokens in fp32: (28 + 4) · 128 · 4 bytes a layer
-    assert memory.plan(c, recomputed=0).update - whole.update == 4096 * 28 * 32 * 128 * 4
+PLANS = [  # what is asked, and the bytes of weights, adapter, rollout and update
+    (dict(shape="7b"), [4760469504, 1130364928, 5896388608, 3285975040]),
+    (
+        dict(
+            shape="7b",
+            qwen3=True,
+            rank=16,
+            slots=128,
+            length=2000,
+            micro_tokens=16384,
+            recomputed=9,
+            prefill=5000,
+            shared_keys=1000,
+        ),
+        [4760469504, 565182464, 16247201792, 64090652672],
+    ),
+    (
+        dict(shape="1.5b", quant="bf16", micro_tokens=300, recomputed=2, pages=700),
+        [3087138816, 597753856, 3269607424, 1186083328],
+    ),
+    (
+        dict(shape="0.5b", micro_tokens=3000, recomputed=20),
+        [473546752, 246349824, 1358454784, 1257166848],
+    ),
+]
+
+
+@pytest.mark.parametrize("asked, planned", PLANS)
+def test_a_plan_is_what_it_was_when_it_was_measured(asked, planned):
+    """To the byte; the next test compares such plans with measured peaks. Each shape here has
+    another maximum: the logits, a layer whose input is kept, or one that keeps all.
+    """
+    asked = dict(asked)
+    c = memory.config(asked.pop("shape"))
+    if asked.pop("qwen3", False):
+        c.architectures, c.attention_bias = ["Qwen3ForCausalLM"], True
+    assert [*memory.plan(c, **asked)] == planned
 
 
 def test_the_plan_is_within_a_twentieth_of_the_measured_peaks():
@@ -147,25 +151,20 @@ def test_the_plan_is_within_a_twentieth_of_the_measured_peaks():
 def printed(capsys, *arguments):
     """`python -m tools.memory arguments` → {(model, GB): what it prints of the two}."""
     memory.main(list(map(str, arguments)))
-    title, *rows = map(str.split, capsys.readouterr().out.splitlines())
-    return {(row[-1], int(row[0])): dict(zip(title, row, strict=True)) for row in rows}
+    title, *lines = map(str.split, capsys.readouterr().out.splitlines())
+    return {(line[-1], int(line[0])): dict(zip(title, line, strict=True)) for line in lines}
 
 
 def test_the_command_reads_a_config_alone_and_refuses_what_makes_no_sense(tiny, tmp_path, capsys):
     """A refusal names the value."""
     shutil.copy(tiny / "config.json", tmp_path)  # and no weights
     flags = "--model", tmp_path, "--prompt-length", 20, "--max-new-tokens", 30, "--memory-gb", 4
-    (row,) = printed(capsys, *flags).values()
+    (line,) = printed(capsys, *flags).values()
     # the context; 16 × 8 answers in one micro-batch
-    assert row["longest"] == "128" and row["at-once"] == str(16 * (20 + 8 * 29))
-    for flag, value in (
-        ("--max-new-tokens", "0"),
-        ("--rank", "0"),
-        ("--memory-gb", "nan"),
-        ("--max-new-tokens", "109"),
-    ):
-        with pytest.raises(ValueError, match=f"{flag} {value}.*: give 1 or more, .* of 128 tokens"):
-            printed(capsys, *flags, flag, value)
+    assert line["longest"] == "128" and line["at-once"] == str(16 * (20 + 8 * 29))
+    for wrong in ("--max-new-tokens 0", "--rank 0", "--memory-gb nan", "--max-new-tokens 109"):
+        with pytest.raises(ValueError, match=wrong):
+            printed(capsys, *flags, *wrong.split())
     (tmp_path / "config.json").write_text(
         '{"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}'
     )
@@ -173,28 +172,68 @@ def test_the_command_reads_a_config_alone_and_refuses_what_makes_no_sense(tiny, 
         printed(capsys, *flags)
 
 
-def test_the_table_says_what_the_plan_of_each_card_says(capsys):
-    """At the numbers it prints the peak fits beside the reserve; one answer, or one token, more
-    does not."""
-    table = printed(capsys, "--rank", 16)
+@pytest.mark.parametrize("name, gb, answers", [("32b", 24, 1), ("7b", 12, 1), ("1.5b", 80, 256)])
+def test_what_a_card_holds_is_what_the_plan_says(name, gb, answers):
+    """At these numbers the peak fits beside the reserve; one answer, or one token, more does not,
+    unless the number is the most that there are.
+    """
+    c, room = memory.config(name), gb * 2**30 - memory.BESIDE
+    line = memory.line_of(c, "nvfp4", 16, 256, 1024, gb)
+
+    def plan(slots, length):
+        prefill, kept = min(8192, slots * 256), c.num_hidden_layers - 1
+        return memory.plan(c, "nvfp4", 16, slots, length, length, kept, prefill, None, 256)
+
+    assert line.answers >= answers and plan(line.answers, 1280).peak <= room
+    assert line.answers == 256 or room < plan(line.answers + 1, 1280).peak
+    assert plan(8, line.longest).peak <= room
+    assert line.longest == 32768 or room < plan(8, line.longest + 1).peak
+    assert line.plan == plan(1, 1280) and line.needs * 2**30 == line.plan.peak + memory.BESIDE
+
+
+def test_the_table_has_a_line_for_each_model_and_card(capsys):
+    table = printed(capsys)
     assert len(table) == len(memory.MODELS) * len(memory.CARDS)
-    assert table["1.5b", 80]["answers"] == "256" and table["1.5b", 80]["longest"] == "32768"
     assert table["72b", 24]["answers"] == table["72b", 24]["longest"] == "0"
-    for name, gb in (("32b", 24), ("7b", 12), ("72b", 80)):
-        row, c, room = table[name, gb], memory.config(name), gb * 2**30 - memory.BESIDE
+    row, line = table["7b", 24], memory.line_of(memory.config("7b"), "nvfp4", 32, 256, 1024, 24)
+    numbers = [line.answers, line.longest, line.size.tokens, line.size.recomputed]
+    assert [int(row[name]) for name in ("answers", "longest", "at-once", "recomputed")] == numbers
+    assert float(row["needs"]) == pytest.approx(line.needs, abs=0.06)
+    for part, value in line.plan._asdict().items():
+        assert float(row[part]) == pytest.approx(value / 1e9, abs=0.006)
 
-        def plan(slots, length, c=c):
-            more = dict(prefill=min(8192, slots * 256), shared_keys=256)
-            more["recomputed"] = c.num_hidden_layers - 1
-            return memory.plan(c, "nvfp4", 16, slots, length, length, **more)
 
-        slots, longest = int(row["answers"]), int(row["longest"])
-        one = plan(1, 1280)
-        assert plan(slots, 1280).peak <= room < plan(slots + 1, 1280).peak
-        assert plan(8, longest).peak <= room < plan(8, longest + 1).peak
-        assert float(row["needs"]) == pytest.approx((one.peak + memory.BESIDE) / 2**30, abs=0.06)
-        for part, value in one._asdict().items():
-            assert float(row[part]) == pytest.approx(value / 1e9, abs=0.006)
+def test_micro_batches_hold_each_row_once_and_cut_no_group_that_fits():
+    """Each stays within the budget, or is one row. Its flat tokens count a prompt once, and no last
+    token, also if a prompt's rows are apart.
+    """
+    prompts = torch.arange(32) // 4  # of row b, whose prompt has as many tokens, and one more
+    sampled = Rollout(
+        tokens=prompts[:, None].expand(32, 40),
+        logprobs=None,
+        lengths=torch.randint(1, 20, (32,)),
+        finished=None,
+        prompt_lengths=prompts + 1,
+    )
+    rows = torch.randperm(32)[:25]
+    groups = memory.prompt_groups(sampled, rows)
+    assert len(groups) == 8
+
+    def flat_tokens(rows):
+        prompts = {row // 4 + 1 for row in rows}
+        return sum(prompts) + sum(int(sampled.lengths[row]) - 1 for row in rows)
+
+    for budget in (1, 25, *(group.tokens for group in groups), 120, 10**6):
+        batches = memory.micro_batches(groups, budget)
+        assert sorted(sum((batch.rows for batch in batches), [])) == sorted(rows.tolist())
+        for batch in batches:
+            assert batch.tokens == flat_tokens(batch.rows)
+            assert batch.tokens <= budget or len(batch.rows) == 1
+            assert batch.shared_keys == sum(row // 4 + 1 for row in batch.rows)
+        for group in groups:
+            cut = sum(not group.answers.keys().isdisjoint(batch.rows) for batch in batches) > 1
+            assert not cut or group.tokens > budget
+    assert len(batches) == 1 and not memory.micro_batches([], 9)
 
 
 @pytest.mark.gpu

@@ -54,20 +54,22 @@ import argparse
 import bisect
 import math
 import sys
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 import transformers
+from transformers import PretrainedConfig
 
 from fp4_gemm import COLS, ROWS
-from model import QUANT, family, head_dim
+from model import family, head_dim, rows_by_prompt
 from ops.attention import PAGE
 from ops.logprobs import LOGITS_AT_ONCE
 from rollout import (
     PREFILL_TOKENS,
     SLOTS,
-    PromptRows,
+    Rollout,
     cached_bytes,
-    micro_batches,
     prefill_bytes,
     scratch_bytes,
 )
@@ -102,7 +104,7 @@ MODELS = {  # the SIZES of released models
 }
 
 
-def config(shape):
+def config(shape: str) -> PretrainedConfig:
     """→ transformers' config of a name in MODELS."""
     name, context = ("Llama", 8192) if shape == "135m" else ("Qwen2", 32768)
     return getattr(transformers, f"{name}Config")(
@@ -121,28 +123,28 @@ class Plan(NamedTuple):
     update: float
 
     @property
-    def peak(self):
+    def peak(self) -> float:
         return self.weights + self.adapter + max(self.rollout, self.update)
 
 
 class Linear(NamedTuple):
     """A GEMM of a layer: a weight (N, K) that joins parts with the same input, as q, k and v."""
 
-    parts: tuple  # N of each part
+    parts: tuple[int, ...]  # N of each part
     K: int
 
     @property
-    def N(self):
+    def N(self) -> int:
         return sum(self.parts)
 
     @property
-    def stored(self):
+    def stored(self) -> int:
         """→ N · K with the padding to whole tiles, in which fp4_gemm stores NVFP4."""
         return math.ceil(self.N / ROWS) * ROWS * math.ceil(self.K / COLS) * COLS
 
 
-def linears(c):
-    """→ {name: Linear} of the four GEMMs of a layer. c: a transformers config."""
+def linears(c: PretrainedConfig) -> dict[str, Linear]:
+    """→ the four GEMMs of a layer, by name."""
     D, F, Dh = c.hidden_size, c.intermediate_size, head_dim(c)
     q, kv = c.num_attention_heads * Dh, c.num_key_value_heads * Dh
     return {
@@ -154,20 +156,20 @@ def linears(c):
 
 
 def plan(
-    c,
-    quant="nvfp4",
-    rank=32,
-    slots=64,
-    length=1152,
-    micro_tokens=4096,
-    recomputed=None,
-    prefill=PREFILL_TOKENS,
-    pages=None,
-    shared_keys=0,
-):
-    """The formulas above → Plan, in bytes. ValueError: this decoder does not support the model.
+    c: PretrainedConfig,
+    quant: str = "nvfp4",
+    rank: int = 32,
+    slots: int = 64,
+    length: int = 1152,
+    micro_tokens: int = 4096,
+    recomputed: int | None = None,
+    prefill: int = PREFILL_TOKENS,
+    pages: int | None = None,
+    shared_keys: int = 0,
+) -> Plan:
+    """The formulas above. ValueError: this decoder does not support the model.
 
-    c: a transformers config. quant: a key of model.QUANT. slots: answers sampled at once. length:
+    quant: a key of weights.QUANT. slots: answers sampled at once. length:
     tokens of a prompt plus its answer. micro_tokens: tokens of a micro-batch of the update, each
     prompt once. recomputed: how many layers, the first ones, keep their input alone, so that
     backward computes the rest again; None: all. prefill: tokens in one forward pass. pages: of keys
@@ -209,7 +211,14 @@ def plan(
     return Plan(weights, adapter, rollout, update)
 
 
-def update_bytes(c, rank, micro_tokens, recomputed, shared_keys, decoded):
+def update_bytes(
+    c: PretrainedConfig,
+    rank: int,
+    micro_tokens: int,
+    recomputed: int,
+    shared_keys: int,
+    decoded: float,
+) -> float:
     """→ bytes of an update beside the gradient: activations, and the logits or a layer's backward.
 
     decoded: bytes of the largest weight in bf16, or 0. All else as for plan.
@@ -237,13 +246,13 @@ def update_bytes(c, rank, micro_tokens, recomputed, shared_keys, decoded):
     return max(at_logits, at_a_layer)
 
 
-def saved_bytes(c, rank):
+def saved_bytes(c: PretrainedConfig, rank: int) -> int:
     """→ how many bytes autograd saves per token in one layer when a GPU runs the layer, without the
-    keys and values of attention. c: a transformers config.
+    keys and values of attention.
     """
     D, F = c.hidden_size, c.intermediate_size
     q, kv, _ = linears(c)["qkv"].parts
-    *_, head_norm = family(c)
+    head_norm = family(c).head_norm
     return (
         8 * D  # the residual stream after each of its two sums, fp32
         + 4 * D  # the norms of both, bf16: what qkv and gate_up multiply
@@ -253,6 +262,56 @@ def saved_bytes(c, rank):
         + 14 * rank  # x @ lora_A.T of the seven projections, bf16
         + (4 * (q + kv) if head_norm else 0)  # Qwen3's norm of each head: q and k, fp32
     )
+
+
+class PromptRows(NamedTuple):
+    """Rows of a Rollout that have the same prompt."""
+
+    prompt: int  # tokens of the prompt
+    answers: dict[int, int]  # row number → tokens of its answer that the trainer computes
+
+    @property
+    def tokens(self) -> int:
+        """→ flat tokens of the prompt and all its answers."""
+        return self.prompt + sum(self.answers.values())
+
+
+def prompt_groups(rollout: Rollout, rows: torch.Tensor) -> list[PromptRows]:
+    """→ the rows with these numbers, (n,) int64, by prompt. The tokens are copied to the host."""
+    answer_tokens = (rollout.lengths - 1).tolist()  # nothing is predicted from the last one
+    by_prompt = rows_by_prompt(rollout.tokens[rows], rollout.prompt_lengths[rows])
+    rows = rows.tolist()
+    return [
+        PromptRows(len(prompt), {rows[i]: answer_tokens[rows[i]] for i in members})
+        for prompt, members in by_prompt.items()
+    ]
+
+
+@dataclass
+class MicroBatch:
+    """Rows that the trainer computes at once, each prompt once."""
+
+    rows: list[int] = field(default_factory=list)  # their numbers
+    tokens: int = 0  # of prompts and answers: flat tokens
+    shared_keys: int = 0  # that answers read of prompts: a prompt's length for each answer
+
+
+def micro_batches(groups: list[PromptRows], budget: int) -> list[MicroBatch]:
+    """Cut the rows into micro-batches of at most `budget` flat tokens, or of one row. A group that
+    fits into one micro-batch is not cut, so that its prompt is computed once.
+    """
+    batches = []
+    for group in groups:
+        if not batches or batches[-1].tokens + group.tokens > budget:
+            batches.append(MicroBatch())
+        batches[-1].tokens += group.prompt
+        for row, tokens in group.answers.items():
+            if batches[-1].rows and batches[-1].tokens + tokens > budget:
+                batches.append(MicroBatch(tokens=group.prompt))
+            batches[-1].rows.append(row)
+            batches[-1].tokens += tokens
+            batches[-1].shared_keys += group.prompt
+    return batches
 
 
 class Size(NamedTuple):
@@ -265,7 +324,15 @@ class Size(NamedTuple):
     peak: float  # bytes, weights included
 
 
-def choose(c, quant, rank, room, groups, budgets, recomputed):
+def choose(
+    c: PretrainedConfig,
+    quant: str,
+    rank: int,
+    room: float,
+    groups: list[PromptRows],
+    budgets: list[int],
+    recomputed: range | list[int],
+) -> Size:
     """→ of the Sizes whose peak is within `room` bytes the fastest. If there is none, the one with
     the smallest micro-batches and the most layers recomputed.
 
@@ -276,8 +343,8 @@ def choose(c, quant, rank, room, groups, budgets, recomputed):
     every layer, callers exclude the last layer by `recomputed`: backward reads its activations
     first, and its input would be kept beside them.
 
-    c: a transformers config. groups: rollout.PromptRows of all rows. budgets: micro_tokens to
-    choose from, falling. recomputed: numbers of layers to choose from, rising.
+    groups: of all rows. budgets: micro_tokens to choose from, falling. recomputed: numbers of
+    layers to choose from, rising.
     """
     sizes = []
     for budget in budgets:
@@ -300,7 +367,7 @@ def choose(c, quant, rank, room, groups, budgets, recomputed):
     return min(fitting, key=lambda size: size.time) if fitting else sizes[-1]
 
 
-class Row(NamedTuple):
+class Line(NamedTuple):
     """A line of the table: what fits on a card.
 
     answers is 0 if the card cannot hold one answer. longest is 0 if it cannot hold a text of one
@@ -314,10 +381,10 @@ class Row(NamedTuple):
     plan: Plan  # of one answer at a time
 
 
-def row_of(c, quant, rank, prompt, new, gb):
-    """What fits on a card of `gb` · 2³⁰ bytes → Row.
+def line_of(c: PretrainedConfig, quant: str, rank: int, prompt: int, new: int, gb: float) -> Line:
+    """What fits on a card of `gb` · 2³⁰ bytes.
 
-    c: a transformers config. prompt, new: tokens of a prompt, and at most of an answer. ValueError:
+    prompt, new: tokens of a prompt, and at most of an answer. ValueError:
     this decoder does not support the model.
     """
     room, length = gb * 2**30 - BESIDE, prompt + new
@@ -347,7 +414,7 @@ def row_of(c, quant, rank, prompt, new, gb):
 
     one = planned(1, length)
     groups = [PromptRows(prompt, dict.fromkeys(range(8), new - 1))] * 16
-    return Row(
+    return Line(
         needs=(one.peak + BESIDE) / 2**30,
         answers=most(SLOTS, lambda n: planned(n, length)),
         size=choose(c, quant, rank, room, groups, BUDGETS, layers),
@@ -356,13 +423,13 @@ def row_of(c, quant, rank, prompt, new, gb):
     )
 
 
-def main(arguments):
+def main(arguments: list[str]):
     """Print the table. ValueError: an unsupported model, or a number that makes no sense."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--model", nargs="+", default=MODELS, help="as for train.py; default: each of MODELS"
     )
-    parser.add_argument("--quant", default="nvfp4", choices=QUANT)
+    parser.add_argument("--quant", default="nvfp4", choices=weights.QUANT)
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--prompt-length", type=int, default=256)
     parser.add_argument("--max-new-tokens", type=int, default=1024)
@@ -385,15 +452,15 @@ def main(arguments):
                 f"{min(cards)}: give 1 or more, within the context of {context} tokens"
             )
         for gb in cards:
-            row = row_of(c, args.quant, rank, prompt, new, gb)
+            line = line_of(c, args.quant, rank, prompt, new, gb)
             tokens = recomputed = 0
-            if row.answers:
-                tokens, recomputed = row.size.tokens, row.size.recomputed
+            if line.answers:
+                tokens, recomputed = line.size.tokens, line.size.recomputed
             print(
-                f"{gb:6g}{row.needs:7.1f}{row.answers:9}{row.longest:9}"
+                f"{gb:6g}{line.needs:7.1f}{line.answers:9}{line.longest:9}"
                 f"{tokens:9}{recomputed:12}"
-                f"{row.plan.weights / 1e9:9.2f}{row.plan.adapter / 1e9:9.2f}"
-                f"{row.plan.rollout / 1e9:9.2f}{row.plan.update / 1e9:8.2f}  {name}"
+                f"{line.plan.weights / 1e9:9.2f}{line.plan.adapter / 1e9:9.2f}"
+                f"{line.plan.rollout / 1e9:9.2f}{line.plan.update / 1e9:8.2f}  {name}"
             )
 
 
