@@ -31,6 +31,7 @@ Needs: torch.
 """
 
 import math
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -46,14 +47,26 @@ SCHEDULES = {
 }
 
 
-def sigma(step, total_steps, start=1e-2, end=1e-4, stages=10, schedule="exponential"):
-    """→ float, the standard deviation σ of the noise at a step, counted from 0.
+def sigma(
+    step: int,
+    total_steps: int,
+    start: float = 1e-2,
+    end: float = 1e-4,
+    stages: int = 10,
+    schedule: str = "exponential",
+    adapted: float = 0.0,
+) -> float:
+    """→ the standard deviation σ of the noise at a step, counted from 0.
 
-    start, end: σ in stage 1 and in the last stage, which is stage stages − 1. Stage 0 has σ = 0.
+    schedule: a key of SCHEDULES. start, end: σ in stage 1 and in the last stage, which is stage
+    stages − 1. Stage 0 has σ = 0. Or "adaptive": σ is `adapted`, what adapted() returned after the
+    step before, and `start` as long as that is 0.
 
     ValueError: an unknown schedule, fewer than 3 stages, start or end not positive, a step that is
     negative or not below total_steps.
     """
+    if schedule == "adaptive":
+        return adapted or start
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r} must be one of {', '.join(SCHEDULES)}")
     if stages < 3 or start <= 0 or end <= 0:
@@ -69,8 +82,8 @@ def sigma(step, total_steps, start=1e-2, end=1e-4, stages=10, schedule="exponent
     return SCHEDULES[schedule](start, end, (stage - 1) / (stages - 2))
 
 
-def adapted(sigma, kl, target):
-    """→ float, σ of the next step: FACTOR times larger if the policy with noise of this sigma was
+def adapted(sigma: float, kl: float, target: float) -> float:
+    """→ σ of the next step: FACTOR times larger if the policy with noise of this sigma was
     less than `target` nats a token away from the clean one, else FACTOR times smaller. kl: that
     distance as measured, in nats a token; NaN makes σ smaller, too. It never settles: near the
     target σ goes up and down by FACTOR. A σ of 0 stays 0.
@@ -78,8 +91,8 @@ def adapted(sigma, kl, target):
     return sigma * FACTOR if kl < target else sigma / FACTOR
 
 
-def norms(model):
-    """→ list of the modules that take noise, in the model's order: those with a name of NORMS.
+def norms(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """→ the modules that take noise, in the model's order: those with a name of NORMS.
 
     ValueError: the model has none.
     """
@@ -89,19 +102,19 @@ def norms(model):
     return found
 
 
-def is_noisy(model):
-    """→ bool: do the norms carry noise now? Then the model is not the policy that learns, so do not
+def is_noisy(model: torch.nn.Module) -> bool:
+    """Do the norms carry noise now? Then the model is not the policy that learns, so do not
     evaluate or save it. ValueError: the model has no such norms.
     """
     return any(hasattr(m, "clean_weight") for m in norms(model))
 
 
 @contextmanager
-def noisy_norms(model, sigma, seed, step):
+def noisy_norms(model: torch.nn.Module, sigma: float, seed: int, step: int) -> Iterator[int]:
     """In this context the weight of each norm is w + N(0, sigma²); on exit it is w, bit for bit.
 
     The weights change in place: sampler and trainer read the same tensors. Yields the number of
-    norms that were changed; sigma 0 changes none. seed, step: ints.
+    norms that were changed; sigma 0 changes none.
 
     RuntimeError: the norms are noisy already. ValueError: the model has no such norms.
     """

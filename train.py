@@ -3,24 +3,30 @@
     python train.py --help
 
     for each step:
-        σ        ← noise_level(step)                            aqn.sigma: it falls in stages
+        σ        ← how much noise this step samples with        aqn.sigma: it falls in stages
         answers  ← sample G for each of P prompts, with N(0, σ²) added to the RMSNorm weights
         rewards  ← task.reward(answer)                          verifiable: right or wrong
         A        ← (reward − mean of its group) / std           grpo.advantages
         LoRA     ← AdamW step on policy_loss(…, A)              the NVFP4 base never changes
 
-At the defaults a step makes one update, so the policy that is trained is still the one that the
-ratio ρ = π_now / π_old starts from: ρ is 1, and the clip does nothing. It acts from the second
-update of a step on (--updates-per-step), and with --correction bypass.
+Two engines work on one model. The Sampler (rollout.py) makes a Rollout of answers. Once these are
+judged, they are an Experience, from which the Trainer, below, learns. Both read the same tensors,
+so no weights travel between them. main(), at the end of this file, puts the parts together.
 
-Needs: aqn.py, grpo.py, lora.py, model.py, rollout.py; tools/launch.py to start the run and
-tools/run.py to log, save and resume it; tools/{budget,diagnostics,optimizer,ranks}.py.
+At the defaults a step makes one update, so the policy that is trained is still the one that the
+ratio ρ = π_now / π_old starts from: ρ is 1, and the clip does nothing. The clip acts from the
+second update of a step on (--updates-per-step), and with --correction bypass.
+
+Needs: aqn.py, grpo.py, lora.py, model.py, rollout.py. Of tools/: environment.py asks and judges,
+run.py logs, saves and resumes, and the other files that are imported below.
 """
 
+import dataclasses
 import math
-import random
+import os
+import sys
 import time
-from collections import Counter
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -28,362 +34,218 @@ import torch
 import aqn
 import grpo
 import lora
-from rollout import Rollout
-from tools import launch
-from tools.budget import within_memory
-from tools.diagnostics import means_of, mismatch
-from tools.optimizer import adamw, learning_rate, noise_level
+from model import load
+from rollout import Rollout, Sampler
+from tools import weights
+from tools.adapter import load_adapter
+from tools.budget import Budget, grow_segments, limit_memory
+from tools.diagnostics import (
+    PREFLIGHT_PROMPTS,
+    means_of,
+    mismatch,
+    preflight_report,
+    rollout_stats,
+)
+from tools.environment import (
+    Answer,
+    Environment,
+    draw_problems,
+    hash_of,
+    load_environment,
+    load_task,
+    notes,
+)
+from tools.flags import Config, parse
+from tools.memory import MicroBatch, prompt_groups
 from tools.ranks import (
+    alike,
     all_sum,
     gather,
+    join_ranks,
+    leave_ranks,
     rank_and_count,
     sum_gradients,
     sum_over_ranks,
-    union_over_ranks,
 )
+from tools.run import Run, exit_on_signals, one_sentence
+
+
+@dataclass
+class State:
+    """What a step hands on to the next one, beside the adapter and AdamW's moments. A checkpoint
+    stores all of it, so that a resumed run repeats every random choice.
+    """
+
+    step: int = 0  # steps that are done
+    drawn: int = (
+        0  # problems that have been drawn, over all ranks: the next ones follow in the data
+    )
+    sigma: float = 0.0  # of the next step, if the noise is adaptive; 0 before the first step
 
 
 class Group(NamedTuple):
-    """The answers to one prompt, which are compared with each other."""
+    """G answers to one prompt, which are compared with each other."""
 
     rollout: Rollout  # G rows
-    rewards: list  # of G floats
-    texts: list  # of G pairs (prompt, answer)
-    parts: list  # of G dicts, the named parts of each reward
+    answers: list[Answer]  # one a row
 
     @property
-    def has_signal(self):
+    def has_signal(self) -> bool:
         """Equal rewards give advantages of 0, which teach nothing."""
-        return len(set(self.rewards)) > 1
+        return len({answer.reward for answer in self.answers}) > 1
 
 
 class Batch(NamedTuple):
-    """What a step trains on: B = P·G rows of this rank, row p·G + g for sample g of prompt p."""
+    """What this rank samples in a step: B = P·G rows, row p·G + g for sample g of prompt p."""
 
     rollout: Rollout  # B rows
-    rewards: torch.Tensor  # (B,) f64
-    texts: list  # of B pairs (prompt, answer)
+    answers: list[Answer]  # one a row
     stats: dict  # measurements over all ranks
-    drawn: int  # problems that the run has drawn, over all ranks, this step's included
+    drawn: int  # problems that have been drawn, this step's included
 
 
-def train(config, model, environment, sampler, run):
-    """The algorithm at the top of this file, from the run's checkpoint or from step 0 on.
+class Experience(NamedTuple):
+    """What the trainer learns from: answers, and how good each of them is."""
 
-    The seed and the step fix the random bits of the noise and of every sampled token. The seed and
-    run.drawn fix the problems, and run.sigma scales adaptive noise. A checkpoint stores run.drawn
-    and run.sigma, so a resume repeats every random choice.
+    rollout: Rollout  # B rows
+    advantages: torch.Tensor  # (B,) f32
+    # (B, T) f32: log-probabilities of the policy that the ratio ρ divides by. None: of the model
+    # itself, as it is before the first update
+    old: torch.Tensor | None
 
-    config: tools.flags.Config. model: model.Decoder. environment: tools.launch.Environment.
-    sampler: rollout.Sampler. run: tools.run.Run.
-    """
-    optimizer = adamw(config, model)
-    held_out = environment.task.held_out
+    def rows(self, index: torch.Tensor) -> "Experience":
+        """→ the Experience of the rows in index, (n,) int64, cut to the longest of them."""
+        rollout = self.rollout.rows(index)
+        old = self.old
+        if old is not None:
+            old = old[index, : rollout.tokens.shape[1]]
+        return Experience(rollout, self.advantages[index], old)
+
+
+# --- the algorithm
+
+
+def train(
+    config: Config, environment: Environment, sampler: Sampler, trainer: "Trainer", run: Run
+) -> None:
+    """The loop at the top of this file, from the run's checkpoint or from step 0 on."""
+    state = State()
     # guarded() loads a checkpoint, and saves one if the loop is stopped
-    with run.guarded(model, optimizer) as first_step:
-        for step in range(first_step, config.steps):
+    with run.guarded(trainer.model, trainer.optimizer, state):
+        for step in range(state.step, config.steps):
             evaluating = step % config.eval_every == 0
-            if evaluating and held_out:
-                run.log("eval", step, evaluate(config, sampler, environment, run.say))
+            if evaluating and environment.task.held_out:
+                run.log("eval", step, evaluate(config, environment, sampler, run))
 
-            sigma = noise_level(config, step, run.sigma)
-            with aqn.noisy_norms(model, sigma, config.seed, step):
-                batch = collect(config, sampler, environment, step, run.drawn)
+            sigma = 0.0
+            if config.aqn:
+                sigma = aqn.sigma(
+                    step,
+                    config.steps,
+                    config.sigma_start,
+                    config.sigma_end,
+                    config.sigma_stages,
+                    config.sigma_schedule,
+                    adapted=state.sigma,
+                )
+            with aqn.noisy_norms(trainer.model, sigma, config.seed, step):
+                batch = collect(config, environment, sampler, step, state.drawn)
                 if step % 10 == 0:  # rarely: measuring the mismatch costs a few forward passes
-                    batch.stats["mismatch"] = mismatch(config, model, batch.rollout)
-            advantages = advantages_of(config, batch.rewards)  # (B,)
-            lr = learning_rate(config, step)
-            optimizer.param_groups[0]["lr"] = lr
+                    batch.stats["mismatch"] = trainer.mismatch(batch.rollout)
+            experience = trainer.experience(batch.rollout, batch.answers)
+            lr = learning_rate(step, config.steps, config.lr, config.warmup, config.schedule)
 
             with run.signals_deferred():  # until the step is made, logged and saved
-                stats = update(config, model, optimizer, batch.rollout, advantages.to(model.device))
-                run.drawn = batch.drawn
-                # Adaptive noise reads run.sigma in the next step; other schedules ignore it.
+                stats = trainer.update(experience, lr)
+                state.drawn = batch.drawn
                 if stats["kl_noise"] is not None:  # else nothing was trained on
-                    run.sigma = aqn.adapted(sigma, stats["kl_noise"], config.sigma_target)
+                    state.sigma = aqn.adapted(sigma, stats["kl_noise"], config.sigma_target)
                 run.made(step, batch.stats | stats | dict(sigma=sigma, lr=lr))
                 if evaluating:
-                    run.sample(step, batch.texts, batch.rewards.tolist(), advantages.tolist())
-                if run.done % config.save_every == 0 or run.done == config.steps:
-                    run.save(model, optimizer)
-        if held_out:
-            run.log("eval", config.steps, evaluate(config, sampler, environment, run.say))
+                    run.sample(step, batch.answers, experience.advantages.tolist())
+                if state.step % config.save_every == 0 or state.step == config.steps:
+                    run.save()
+        if environment.task.held_out:
+            run.log("eval", config.steps, evaluate(config, environment, sampler, run))
 
 
 # --- answers and their rewards
 
 
-def collect(config, sampler, environment, step, drawn=0):
-    """Sample this rank's answers and reward them → Batch.
-
-    drawn: problems that the run has drawn before, over all ranks: the next ones follow in the data.
-    """
-    began = time.perf_counter()
-    _, ranks = rank_and_count()
-    P = config.prompts // ranks
-    useful, flat, drawn = draw_groups(config, sampler, environment, step, drawn)
-    groups = useful + flat
-    rollout = Rollout.join([group.rollout for group in groups[:P]])
-    rewards, texts, parts = [], [], Counter()
-    for group in groups[:P]:
-        rewards += group.rewards
-        texts += group.texts
-        for part in group.parts:
-            parts.update(part)  # adds what has the same name
-    names = union_over_ranks(parts)  # a rank without ended answers may have none
-    rewards = torch.tensor(rewards, dtype=torch.float64)
-    seconds = gather(time.perf_counter() - began)
-
-    sums = sum_over_ranks(
-        dict(
-            answers=len(rewards),
-            reward=rewards.sum(),
-            finished=rollout.finished.sum(),
-            tokens=rollout.lengths.sum(),
-            useful=min(len(useful), P),
-            resampled=len(groups) - P,
-            sampled_tokens=sum(group.rollout.lengths.sum() for group in groups),
-            **{name: parts[name] for name in names},
-        )
-    )
-    answers = sums["answers"]
-    stats = dict(
-        reward=sums["reward"] / answers,
-        signal=sums["useful"] * config.group_size / answers,
-        finished=sums["finished"] / answers,
-        length=sums["tokens"] / answers,
-        resampled=int(sums["resampled"]),
-        mismatch=None,
-        rollout_s=max(seconds),
-        rollout_tok_s=sums["sampled_tokens"] / max(seconds),
-    )
-    stats |= {name: sums[name] / answers for name in names}
-    if ranks > 1:
-        stats["rollout_idle"] = 1 - sum(seconds) / ranks / max(seconds)
-    return Batch(rollout, rewards, texts, stats, drawn)
-
-
-def draw_groups(config, sampler, environment, step, drawn):
-    """→ this rank's Groups with unequal rewards, those with equal ones, and the number of problems
-    that the run has drawn now.
+def collect(
+    config: Config, environment: Environment, sampler: Sampler, step: int, drawn: int
+) -> Batch:
+    """Sample and judge this rank's answers to the next P problems.
 
     --resample is DAPO's dynamic sampling (arXiv 2503.14476, §3.2): groups of equal rewards are
-    replaced by groups of further problems, as long as there are such groups and draws are left.
+    replaced by groups of further problems, as long as there are such groups and draws are left. A
+    rank that has its P groups stops drawing, and the others go on. In each round every rank learns
+    which ranks draw, so that they share out the next problems and leave the loop together.
+
+    drawn: problems that the run has drawn before, over all ranks.
     """
+    began = time.perf_counter()
     rank, ranks = rank_and_count()
-    P = config.prompts // ranks
-    useful, flat = [], []
+    P, G = config.prompts // ranks, config.group_size
+    useful, flat = [], []  # groups with unequal rewards, and those with equal ones
     for attempt in range(1 + config.resample):
         drawing = gather(len(useful) < P)  # of each rank: whether it draws P more problems
         if not any(drawing):
             break
         if len(useful) < P:
-            start = drawn + P * int(sum(drawing[:rank]))
-            problems = batch_of(environment.task.train, config, start, P)
-            groups = sample_groups(config, sampler, environment, problems, step, attempt)
+            start = drawn + P * sum(drawing[:rank])
+            problems = draw_problems(environment.task.train, config.seed, start, P)
+            first_sequence = (attempt * ranks + rank) * P * G
+            groups = sample_groups(config, environment, sampler, problems, step, first_sequence)
             useful += [group for group in groups if group.has_signal]
             flat += [group for group in groups if not group.has_signal]
-        drawn += P * int(sum(drawing))
-    return useful, flat, drawn
+        drawn += P * sum(drawing)
+
+    groups = useful + flat
+    rollout = Rollout.join([group.rollout for group in groups[:P]])
+    answers = [answer for group in groups[:P] for answer in group.answers]
+    counts = dict(
+        useful=min(len(useful), P) * G,
+        resampled=len(groups) - P,
+        sampled_tokens=sum(group.rollout.lengths.sum() for group in groups),
+    )
+    stats = rollout_stats(rollout, answers, counts, time.perf_counter() - began)
+    return Batch(rollout, answers, stats, drawn)
 
 
-def sample_groups(config, sampler, environment, problems, step, attempt):
-    """→ a Group for each of these problems, of which every rank that draws has equally many."""
-    rank, ranks = rank_and_count()
-    P, G = len(problems), config.group_size
-    how = dict(temperature=config.temperature, step=step, progress=f"step {step}")
-    how["first_sequence"] = (attempt * ranks + rank) * P * G
-    rollout, answers, rewards = answer(config, sampler, environment, problems, G, **how)
-    parts = [getattr(reward, "parts", {}) for reward in rewards]  # only of a user's own reward
+def sample_groups(
+    config: Config,
+    environment: Environment,
+    sampler: Sampler,
+    problems: list[dict],
+    step: int,
+    first_sequence: int,
+) -> list[Group]:
+    """→ a Group for each problem. first_sequence: of the first answer in this step, over all ranks
+    and draws: with seed and step it fixes the random bits of every sampled token.
+    """
+    G = config.group_size
+    prompts = environment.encode_prompts(problems)
+    progress = f"step {step}"
+    rollout = sampler.generate(prompts, G, environment.params, step, first_sequence, progress)
+    answers = environment.judge(problems, rollout)
+    rewards = torch.tensor([answer.reward for answer in answers], dtype=torch.float64)
     if config.overlong == "penalty":
         last = max(1, config.max_new_tokens // 4)  # tokens over which the penalty falls to −1
-        penalties = grpo.overlong_penalty(rollout.lengths, config.max_new_tokens, last).tolist()
-        rewards = [reward + penalty for reward, penalty in zip(rewards, penalties, strict=True)]
+        rewards += grpo.overlong_penalty(rollout.lengths.cpu(), config.max_new_tokens, last)
     # Round: 0.1 + 0.2 ≠ 0.3 gives a tiny advantage, and Adam rescales a tiny gradient to a full
     # step.
-    rewards = [round(reward, 9) for reward in rewards]
-    groups = []
-    for p, problem in enumerate(problems):
-        rows = slice(p * G, (p + 1) * G)
-        prompt = environment.task.prompt(problem)
-        texts = [(prompt, text) for text in answers[rows]]
-        of_group = rollout.rows(range(p * G, (p + 1) * G))
-        groups.append(Group(of_group, rewards[rows], texts, parts[rows]))
-    return groups
+    answers = [
+        answer._replace(reward=round(reward, 9))
+        for answer, reward in zip(answers, rewards.tolist(), strict=True)
+    ]
+    return [
+        Group(rollout.rows(range(row, row + G)), answers[row : row + G])
+        for row in range(0, len(answers), G)
+    ]
 
 
-def answer(config, sampler, environment, problems, samples, **how):
-    """Sample answers, `samples` rows a problem, and judge them → Rollout, texts, rewards.
-
-    how: temperature, top_p, first_sequence, step and progress, as Sampler.generate takes them. Step
-    −1, the default, is evaluation's: each evaluation draws the same random bits, and training draws
-    others.
-    """
-    rollout = sampler.generate(
-        environment.encode_prompts(problems),
-        samples,
-        max_new_tokens=config.max_new_tokens,
-        stop_ids=environment.stop_ids,
-        seed=config.seed,
-        **dict(step=-1, progress="eval") | how,
-    )
-    return rollout, *environment.judge(problems, rollout)
-
-
-def advantages_of(config, rewards):
-    """Rewards (B,) → advantages (B,) within each prompt's group. Dr. GRPO does not divide by the
-    standard deviation.
-    """
-    scale = "none" if config.loss == "dr_grpo" else "group"
-    return grpo.advantages(rewards.view(-1, config.group_size), scale).flatten()
-
-
-def batch_of(problems, config, start, count):
-    """→ `count` problems from number `start` on of a list without end: all problems, shuffled, once
-    for each epoch.
-    """
-    picked, epoch = [], None
-    for index in range(start, start + count):
-        if index // len(problems) != epoch:
-            epoch = index // len(problems)
-            shuffled = random.Random(f"{config.seed} {epoch}").sample(problems, len(problems))
-        picked.append(shuffled[index % len(problems)])
-    return picked
-
-
-# --- the update
-
-
-def update(config, model, optimizer, rollout, advantages):
-    """Make --updates-per-step optimizer steps on one rollout (TRL's num_iterations).
-
-    → measurements. grad_norm and clip_fraction are the last step's, update_s and update_tok_s cover
-    all steps, the others are the first step's. skipped is set only if the last step's loss or
-    gradient is not finite. advantages: (B,).
-    """
-    began = time.perf_counter()
-    # None: the trainer's own log-probabilities before the first update
-    old = rollout.logprobs if config.correction == "bypass" else None
-    stats, tokens = None, 0
-    for _ in range(config.updates_per_step):
-        sums, logprobs = backward(config, model, rollout, advantages, old)
-        if old is None:
-            old = logprobs
-        means = means_of(sums)
-        if stats is None:
-            stats = means
-        stats["clip_fraction"] = means["clip_fraction"]
-        tokens += sums["run_tokens"]
-        if sums["rows"] == 0:
-            break  # no gradient: AdamW would apply only its momentum and weight decay
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
-        stats["grad_norm"] = norm
-        if not math.isfinite(norm + sums["loss"]):
-            stats["skipped"] = 1  # the sums over ranks are not finite, so all ranks skip
-            break
-        optimizer.step()
-        lora.refresh(model)
-    optimizer.zero_grad()
-    seconds = time.perf_counter() - began
-    return stats | dict(update_s=seconds, update_tok_s=tokens / seconds)
-
-
-def backward(config, model, rollout, advantages, old=None):
-    """Write the gradient of the whole batch's loss, summed over ranks, into the parameters.
-
-    advantages: (B,). old: (B, T) f32, log-probabilities of the ratio's denominator; None: the
-    model's own, of this pass. → sums over ranks, {name: float}, and the model's log-probabilities
-    (B, T) f32 of this pass.
-
-    A row of advantage 0 adds nothing to the policy gradient. So backward counts the row in the
-    normalizer, but runs it only for a KL term (beta > 0). The log-probabilities of a row that does
-    not run stay 0.
-    """
-    trained = rollout.lengths  # (B,)
-    if config.overlong == "mask":
-        trained = trained * rollout.finished
-    normalizer = grpo.normalizer(config.loss, trained, config.max_new_tokens)  # of this rank
-    normalizer = all_sum(normalizer.double()).item()
-    runs = (trained > 0) & ((advantages != 0) | (config.beta > 0))
-    rows = torch.nonzero(runs)[:, 0]
-
-    def compute(micro_batches):
-        return gradient(config, model, rollout, micro_batches, advantages, old, normalizer)
-
-    sums, logprobs = within_memory(config, model, rollout, rows, compute)
-    sum_gradients(model.parameters())
-    return sum_over_ranks(sums | dict(rows=len(rows))), logprobs
-
-
-def gradient(config, model, rollout, micro_batches, advantages, old, normalizer):
-    """Write this rank's gradient into the parameters → sums, {name: number or tensor ()}, and
-    the model's log-probabilities (B, T). micro_batches: a list of MicroBatch; else as in backward.
-    """
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)  # a rank without rows adds zeros
-    logprobs = torch.zeros_like(rollout.logprobs)
-    names = "tokens entropy kl_noise clip_fraction kl_reference run_tokens loss".split()
-    sums = dict.fromkeys(names, 0.0)
-    sums["flat_tokens"] = sum(micro.tokens for micro in micro_batches)
-    for micro in micro_batches:
-        rows = torch.tensor(micro.rows, device=advantages.device)
-        part = rollout.rows(rows)
-        columns = slice(part.tokens.shape[1])
-        part_old = None if old is None else old[rows, columns]
-        loss, new, measured = loss_of(config, model, part, advantages[rows], part_old, normalizer)
-        loss.backward()
-        logprobs[rows, columns] = new.detach()
-        for name in names:
-            sums[name] += measured[name].double()
-    return sums, logprobs
-
-
-def loss_of(config, model, part, advantages, old, normalizer):
-    """→ the loss of some rows, a scalar; their log-probabilities (b, T) with a graph; and sums over
-    the rows, {name: tensor ()}. part: a Rollout of b rows; advantages: (b,); old: as in backward.
-    """
-    mask = part.answer_mask()  # (b, T)
-    logprobs, entropy = part.scored_by(model, config.temperature)  # (b, T) each, 0 outside answers
-    if old is None:
-        old = logprobs.detach()
-    weights = None
-    if config.correction == "tis":
-        weights = grpo.importance_weights(old, part.logprobs)
-    reference = logprobs.detach()  # without beta the KL is 0
-    if config.beta:
-        with lora.disabled(model), torch.no_grad():
-            reference, _ = part.scored_by(model, config.temperature)
-    loss, clipped = grpo.policy_loss(
-        logprobs,
-        old,
-        advantages,
-        mask,
-        normalizer,
-        config.loss,
-        weights=weights,
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        ref_logprobs=reference,
-        beta=config.beta,
-    )
-    with torch.no_grad():
-        drift = (logprobs - part.logprobs)[mask]  # ln(clean trainer / noisy sampler)
-        measured = dict(
-            tokens=mask.sum(),
-            entropy=entropy.sum(),
-            kl_noise=grpo.kl_k3(drift).sum(),
-            clip_fraction=clipped,
-            kl_reference=(logprobs - reference).sum(),  # k1; outside of answers both are 0
-            run_tokens=(part.prompt_lengths + part.lengths).sum(),
-            loss=loss.detach(),
-        )
-    return loss, logprobs, measured
-
-
-# --- evaluation
-
-
-def evaluate(config, sampler, environment, say=print):
+def evaluate(config: Config, environment: Environment, sampler: Sampler, run: Run) -> dict:
     """Answer the held-out problems without noise → measurements.
 
     eval_greedy: the mean reward of one greedy answer to each problem; the tasks of tasks.py give 1
@@ -397,23 +259,24 @@ def evaluate(config, sampler, environment, say=print):
     assert not aqn.is_noisy(sampler.model), "evaluation under noise measures another policy"
     held_out, samples = environment.task.held_out, config.eval_samples
     count = len(held_out)
-    say(f"evaluating {count} problems: greedy, and {samples} sampled of each")
+    run.say(f"evaluating {count} problems: greedy, and {samples} sampled of each")
     began = time.perf_counter()
     rank, ranks = rank_and_count()
     start = count * rank // ranks
-    problems = held_out[start : count * (rank + 1) // ranks]
+    problems = held_out[start : count * (rank + 1) // ranks]  # this rank's share
+    prompts = environment.encode_prompts(problems)
+    step = -1  # of the random bits: each evaluation draws the same, and training draws others
     right = dict(greedy=0.0, loose=0.0, sampled=0.0)
     if problems:
-        _, texts, rewards = answer(
-            config, sampler, environment, problems, 1, temperature=0.0, first_sequence=start
-        )
-        right["greedy"] = sum(rewards)
-        for problem, text in zip(problems, texts, strict=True):
-            right["loose"] += environment.task.reward(problem, text, True)
-        how = dict(temperature=config.temperature, top_p=config.eval_top_p)
-        how["first_sequence"] = start * samples
-        _, _, rewards = answer(config, sampler, environment, problems, samples, **how)
-        right["sampled"] = sum(rewards) / samples
+        params = environment.params._replace(temperature=0.0)
+        greedy = sampler.generate(prompts, 1, params, step, start, "eval")
+        for problem, answer in zip(problems, environment.judge(problems, greedy), strict=True):
+            right["greedy"] += answer.reward
+            right["loose"] += environment.task.reward(problem, answer.text, True)
+        params = environment.params._replace(top_p=config.eval_top_p)
+        sampled = sampler.generate(prompts, samples, params, step, start * samples, "eval")
+        answers = environment.judge(problems, sampled)
+        right["sampled"] = sum(answer.reward for answer in answers) / samples
     right = sum_over_ranks(right)
     return dict(
         eval_greedy=right["greedy"] / count,
@@ -424,14 +287,261 @@ def evaluate(config, sampler, environment, say=print):
     )
 
 
-def trial(config, model, environment, sampler):
-    """A step without noise and without its update, for --preflight → Batch, seconds of backward."""
-    batch = collect(config, sampler, environment, 0)
-    advantages = advantages_of(config, batch.rewards).to(model.device)
+# --- the update
+
+
+class Trainer:
+    """Learns from experience: forward and backward in micro-batches, then AdamW on the adapter."""
+
+    def __init__(self, config: Config, model):
+        """model: a model.Decoder, whose parameters are LoRA's, in fp32."""
+        self.config = config
+        self.model = model
+        self.budget = Budget(model, config.quant, config.rank, config.micro_tokens)
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=config.lr,
+            betas=(0.9, 0.99),
+            weight_decay=config.weight_decay,
+            fused=model.device.type == "cuda",  # one kernel for all parameters
+        )
+
+    def experience(self, rollout: Rollout, answers: list[Answer]) -> Experience:
+        """Compare each answer with its group → Experience. Dr. GRPO does not divide by the standard
+        deviation.
+        """
+        rewards = torch.tensor([answer.reward for answer in answers], dtype=torch.float64)
+        scale = "none" if self.config.loss == "dr_grpo" else "group"
+        advantages = grpo.advantages(rewards.view(-1, self.config.group_size), scale).flatten()
+        old = rollout.logprobs if self.config.correction == "bypass" else None
+        return Experience(rollout, advantages.to(self.model.device), old)
+
+    def update(self, experience: Experience, lr: float) -> dict:
+        """Make --updates-per-step optimizer steps on one experience (TRL's num_iterations).
+
+        → measurements. grad_norm and clip_fraction are the last step's, update_s and update_tok_s
+        cover all steps, the others are the first step's. skipped is set only if the last step's
+        loss or gradient is not finite.
+        """
+        began = time.perf_counter()
+        self.optimizer.param_groups[0]["lr"] = lr
+        stats, tokens = None, 0
+        for _ in range(self.config.updates_per_step):
+            sums, logprobs = self.backward(experience)
+            if experience.old is None:
+                experience = experience._replace(old=logprobs)
+            means = means_of(sums)
+            if stats is None:
+                stats = means
+            stats["clip_fraction"] = means["clip_fraction"]
+            tokens += sums["run_tokens"]
+            if sums["rows"] == 0:
+                break  # no gradient: AdamW would apply only its momentum and weight decay
+            parameters = self.model.parameters()
+            norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm).item()
+            stats["grad_norm"] = norm
+            if not math.isfinite(norm + sums["loss"]):
+                stats["skipped"] = 1  # the sums over ranks are not finite, so all ranks skip
+                break
+            self.optimizer.step()
+            lora.refresh(self.model)
+        self.optimizer.zero_grad()
+        seconds = time.perf_counter() - began
+        return stats | dict(update_s=seconds, update_tok_s=tokens / seconds)
+
+    def backward(self, experience: Experience) -> tuple[dict, torch.Tensor]:
+        """Write the gradient of the whole batch's loss, summed over ranks, into the parameters.
+
+        → sums over ranks, {name: float}, and the model's log-probabilities (B, T) f32.
+
+        A row of advantage 0 adds nothing to the policy gradient. So backward counts the row in the
+        normalizer, but runs it only for a KL term (beta > 0). The log-probabilities of a row that
+        does not run stay 0.
+        """
+        rollout, config = experience.rollout, self.config
+        trained = rollout.lengths  # (B,)
+        if config.overlong == "mask":
+            trained = trained * rollout.finished
+        normalizer = grpo.normalizer(config.loss, trained, config.max_new_tokens)  # of this rank
+        normalizer = all_sum(normalizer.double()).item()
+        runs = (trained > 0) & ((experience.advantages != 0) | (config.beta > 0))
+        rows = torch.nonzero(runs)[:, 0]
+        groups = prompt_groups(rollout, rows)
+        for attempt in self.budget.attempts(groups):  # one, unless memory runs out
+            with attempt as micro_batches:
+                sums, logprobs = self.gradient(experience, micro_batches, normalizer)
+        sum_gradients(self.model.parameters())
+        return sum_over_ranks(sums | dict(rows=len(rows))), logprobs
+
+    def gradient(
+        self, experience: Experience, micro_batches: list[MicroBatch], normalizer: float
+    ) -> tuple[dict, torch.Tensor]:
+        """Write this rank's gradient into the parameters → sums, {name: number or tensor ()}, and
+        the model's log-probabilities (B, T).
+        """
+        for p in self.model.parameters():
+            p.grad = torch.zeros_like(p)  # a rank without rows adds zeros
+        logprobs = torch.zeros_like(experience.rollout.logprobs)
+        names = "tokens entropy kl_noise clip_fraction kl_reference run_tokens loss".split()
+        sums = dict.fromkeys(names, 0.0)
+        sums["flat_tokens"] = sum(micro.tokens for micro in micro_batches)
+        for micro in micro_batches:
+            rows = torch.tensor(micro.rows, device=logprobs.device)
+            loss, new, measured = self.loss(experience.rows(rows), normalizer)
+            loss.backward()
+            logprobs[rows, : new.shape[1]] = new.detach()
+            for name in names:
+                sums[name] += measured[name].double()
+        return sums, logprobs
+
+    def loss(
+        self, experience: Experience, normalizer: float
+    ) -> tuple[torch.Tensor, torch.Tensor, dict]:
+        """→ the loss of some rows, a scalar; their log-probabilities (b, T) with a graph; and sums
+        over the rows, {name: tensor ()}.
+        """
+        rollout, config = experience.rollout, self.config
+        mask = rollout.answer_mask()  # (b, T)
+        # (b, T) each, 0 outside answers
+        logprobs, entropy = rollout.scored_by(self.model, config.temperature)
+        old = experience.old
+        if old is None:
+            old = logprobs.detach()
+        weights = None
+        if config.correction == "tis":
+            weights = grpo.importance_weights(old, rollout.logprobs)
+        reference = logprobs.detach()  # without beta the KL is 0
+        if config.beta:
+            with lora.disabled(self.model), torch.no_grad():
+                reference, _ = rollout.scored_by(self.model, config.temperature)
+        loss, clipped = grpo.policy_loss(
+            logprobs,
+            old,
+            experience.advantages,
+            mask,
+            normalizer,
+            loss_type=config.loss,
+            weights=weights,
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+            ref_logprobs=reference,
+            beta=config.beta,
+        )
+        with torch.no_grad():
+            drift = (logprobs - rollout.logprobs)[mask]  # ln(clean trainer / noisy sampler)
+            measured = dict(
+                tokens=mask.sum(),
+                entropy=entropy.sum(),
+                kl_noise=grpo.kl_k3(drift).sum(),
+                clip_fraction=clipped,
+                kl_reference=(logprobs - reference).sum(),  # k1; outside of answers both are 0
+                run_tokens=(rollout.prompt_lengths + rollout.lengths).sum(),
+                loss=loss.detach(),
+            )
+        return loss, logprobs, measured
+
+    def mismatch(self, rollout: Rollout) -> float:
+        """→ by what factor the trainer's probability of a token differs from the sampler's: 1 is
+        perfect.
+        """
+        return mismatch(self.model, self.budget, rollout, self.config.temperature)
+
+
+def learning_rate(step: int, steps: int, peak: float, warmup: int, schedule: str) -> float:
+    """→ the learning rate of a step, counted from 0: peak · a share.
+
+    Each of the first `warmup` steps has the share (step + 1) / (warmup + 1), which stays below 1.
+    Then the schedule begins, with u = (step − warmup) / (steps − warmup), which is 0 in the first
+    of these steps and stays below 1: constant 1; linear 1 − u; cosine (1 + cos πu) / 2.
+    """
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    u = (step - warmup) / (steps - warmup)
+    share = 1.0
+    if schedule == "linear":
+        share = 1 - u
+    elif schedule == "cosine":
+        share = (1 + math.cos(math.pi * u)) / 2
+    return peak * share
+
+
+# --- from a command line to a run
+
+
+def preflight(
+    config: Config, environment: Environment, sampler: Sampler, trainer: Trainer, run: Run
+) -> int:
+    """--preflight: a step of 32 prompts, without noise and without its update, and a report on it →
+    the exit code, 3 if training would be pointless.
+    """
+    _, ranks = rank_and_count()
+    prompts = (PREFLIGHT_PROMPTS + ranks - 1) // ranks * ranks  # a multiple of the ranks
+    probe = dataclasses.replace(config, prompts=prompts, resample=0)
+    batch = collect(probe, environment, sampler, step=0, drawn=0)
     began = time.perf_counter()
-    backward(config, model, batch.rollout, advantages)
-    return batch, time.perf_counter() - began
+    trainer.backward(trainer.experience(batch.rollout, batch.answers))
+    backward_s = time.perf_counter() - began
+    batch.stats["mismatch"] = trainer.mismatch(batch.rollout)
+    # In capture_s Triton compiles a decode step's kernels, and CUDA captures graphs. Compiling the
+    # kernels that the prefill launches first is not subtracted.
+    batch.stats["rollout_s"] -= sampler.stats["capture_s"]
+    report, exit_code = preflight_report(batch.stats, batch.answers, backward_s, config)
+    run.say(report)
+    return exit_code
+
+
+def main(arguments: list[str]) -> int:
+    """Put together what the flags name, then train → the exit code."""
+    config = parse(arguments)
+    grow_segments()
+    device = join_ranks(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    rank, ranks = rank_and_count()
+    on_gpu = device != "cpu"
+    if config.memory_gb and on_gpu:
+        limit_memory(config.memory_gb)
+    with alike() as facts:  # all ranks must load the same, or all of them end
+        task = load_task(config)
+        began = time.perf_counter()
+        source = weights.open(config.model)
+        environment = load_environment(config, task, source)
+        problems = hash_of(task)
+        facts.append(problems)
+        run = Run(config, quiet=rank > 0, problems=problems)
+        model = load(source, config.quant, config.rank, config.alpha, device, config.seed)
+        adapter = "" if run.checkpoints() else config.adapter  # a resumed run has its own
+        if adapter:
+            load_adapter(model, adapter)
+    for note in notes(source, config.model, config.quant, adapter):
+        run.say(note)
+    seconds = time.perf_counter() - began
+    style = (
+        ""
+        if environment.tokenizer.chat_template
+        else ", without a chat template: prompts are plain text"
+    )
+    run.say(
+        f"{config.model}: {config.quant} on {model.device}, loaded in {seconds:.0f} s{style}\n"
+        f"{config.task}: {environment.summary()}; "
+        f"{config.prompts} prompts × {config.group_size} answers a step"
+    )
+    sampler = Sampler(model)
+    trainer = Trainer(config, model)
+    if on_gpu and environment.longest_prompt:
+        prompts = [environment.longest_prompt] * (config.prompts // ranks)
+        run.say(
+            trainer.budget.announcement(sampler, prompts, config.group_size, config.max_new_tokens)
+        )
+    exit_on_signals()
+    code = 0
+    if config.preflight:
+        code = preflight(config, environment, sampler, trainer, run)
+    else:
+        train(config, environment, sampler, trainer, run)
+    leave_ranks()
+    # torchrun would report another code than 0 as a crash, with a traceback
+    return 0 if "RANK" in os.environ else code
 
 
 if __name__ == "__main__":
-    launch.main(train, trial)
+    with one_sentence("train.py"):
+        sys.exit(main(sys.argv[1:]))

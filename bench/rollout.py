@@ -22,7 +22,7 @@ import math
 import torch
 
 from bench import common
-from rollout import Sampler, cached_bytes
+from rollout import Rollout, Sampler, SamplingParams, cached_bytes
 from tools import memory
 from tools.run import peak_memory_gb
 
@@ -70,10 +70,27 @@ def decoding(model, batch, samples=16, context=1000, new=128):
     prompts = common.random_prompts(model, batch // group, context - new // 2)
 
     def turn():
-        sampler.generate(prompts, group, new, temperature=1.0, stop_ids=[], seed=0, step=0)
+        sample(sampler, prompts, group, new)
         return sampler.stats
 
     return turn
+
+
+def sample(
+    sampler: Sampler,
+    prompts: list[list[int]],
+    samples: int,
+    new: int,
+    stops: list[int] = (),
+    step: int = 0,
+    first_sequence: int = 0,
+) -> Rollout:
+    """Sample answers at temperature 1, with `samples` of at most `new` tokens to each prompt. It is
+    the only call of generate in bench/, so that turns.py can compare checkouts whose generate takes
+    other arguments.
+    """
+    params = SamplingParams(max_new_tokens=new, stop_ids=list(stops))
+    return sampler.generate(prompts, samples, params, step, first_sequence)
 
 
 def bound(c, quant, batch, context):
@@ -130,9 +147,9 @@ def sample_whole(sampler, prompts=32, samples=16, mean=600, limit=2048, prompt_l
         length = prompt_length or 50 + 300 * i // prompts
         asked += common.random_prompts(sampler.model, 1, length)
     # one token of 40 ends an answer, so slowly that kernels for all numbers of rows are loaded
-    sampler.generate(asked, samples, min(limit, 512), 1.0, range(0, V, 40), seed=0, step=0)
+    sample(sampler, asked, samples, min(limit, 512), range(0, V, 40))
     began = common.clock()
-    done = sampler.generate(asked, samples, limit, 1.0, stops, seed=0, step=1)
+    done = sample(sampler, asked, samples, limit, stops, step=1)
     seconds = common.clock() - began
     return asked, done, seconds
 

@@ -8,8 +8,7 @@ fixes the first, --recompute or --no-recompute the second. The first of --steps 
 torchrun --nproc-per-node N -m bench.step … gives each rank --prompts × --samples answers; the rates
 are those of all ranks, which with --mean count as having drawn as many tokens as the first.
 
-Needs: common.py, bench/rollout.py; rollout.py, train.py;
-tools/{budget,flags,memory,optimizer,ranks,run}.py.
+Needs: common.py, bench/rollout.py; rollout.py, train.py; tools/{budget,flags,memory,ranks,run}.py.
 """
 
 import argparse
@@ -17,14 +16,14 @@ from types import SimpleNamespace
 
 import torch
 
-import train
 from bench import common
-from bench.rollout import stop_tokens
-from rollout import PromptRows, Sampler, micro_batches
+from bench.rollout import sample, stop_tokens
+from rollout import Sampler
 from tools import budget, memory, ranks
 from tools.flags import Config
-from tools.optimizer import adamw
+from tools.memory import PromptRows, micro_batches, prompt_groups
 from tools.run import peak_memory_gb
+from train import Experience, Trainer
 
 
 def parse(arguments=None):
@@ -57,7 +56,7 @@ def measure(args, quant, records):
     rank, count = ranks.rank_and_count()
     common.forget_peak()
     model = common.random_model(args.model_shape, quant, args.rank)
-    config, update = updater(args, quant, model)
+    trainer, update = updater(args, quant, model)
     sampler = Sampler(model)
     prompts = common.random_prompts(model, args.prompts, args.prompt_length)
     rows = args.prompts * args.samples
@@ -66,13 +65,12 @@ def measure(args, quant, records):
         ranks.all_sum(torch.zeros(1))  # a barrier: all ranks start together
         common.forget_peak()
         began = common.clock()
-        how = dict(temperature=1.0, stop_ids=stops, seed=0, step=number, first_sequence=rank * rows)
-        sampled = sampler.generate(prompts, args.samples, args.new, **how)
+        sampled = sample(sampler, prompts, args.samples, args.new, stops, number, rank * rows)
         rollout_s = common.clock() - began
         rollout_peak_gb = peak_memory_gb()
         common.forget_peak()
-        size = budget.size_of_update(config, model, sampled.groups(torch.arange(rows)))
-        share = budget.share
+        size = trainer.budget.size(prompt_groups(sampled, torch.arange(rows)))
+        share = trainer.budget.share
         update_s = update(sampled)
         stats = sampler.stats
         answer_tokens = int(sampled.lengths.sum())  # of this rank; a prompt has --prompt-length
@@ -91,7 +89,8 @@ def measure(args, quant, records):
             "pages": stats["pages"],
             "prefill": stats["prefill"],
             "recompute": size.recomputed,
-            "restarted": budget.share < share,  # the update ran out of memory, and began again
+            "restarted": trainer.budget.share
+            < share,  # the update ran out of memory, and began again
             "rollout_s": rollout_s,
             "rollout_tok_s": count * answer_tokens / rollout_s,
             "update_s": update_s,
@@ -131,7 +130,7 @@ def planned(record):
 
 
 def updater(args, quant, model):
-    """→ train.py's Config, and a function that updates the model on a rollout → seconds."""
+    """→ a Trainer of the model, and a function that updates the model on a rollout → seconds."""
     config = Config(
         quant=quant,
         rank=args.rank,
@@ -140,17 +139,18 @@ def updater(args, quant, model):
         lr=1e-6,
         max_new_tokens=args.new,
         micro_tokens=args.micro_tokens or None,
-        gradient_checkpointing=args.recompute,
     )
-    optimizer = adamw(config, model)
+    trainer = Trainer(config, model)
+    if args.recompute is not None:
+        trainer.budget.recomputed = len(model.layers) if args.recompute else 0
     advantages = torch.randn(args.prompts * args.samples, device=common.DEVICE)
 
     def update(sampled):
         began = common.clock()
-        train.update(config, model, optimizer, sampled, advantages)
+        trainer.update(Experience(sampled, advantages, old=None), config.lr)
         return common.clock() - began
 
-    return config, update
+    return trainer, update
 
 
 if __name__ == "__main__":

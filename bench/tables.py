@@ -625,7 +625,7 @@ def hardware():
 
 def fitting(c, gb):
     """What `tools.memory --rank 16` says of a model and a card, `longest` without the prompt."""
-    row = memory.row_of(c, "nvfp4", 16, 256, 1024, gb)
+    row = memory.line_of(c, "nvfp4", 16, 256, 1024, gb)
     return f"{row.answers}; {row.longest - 256:,}" if row.answers else "–"
 
 

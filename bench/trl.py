@@ -131,10 +131,10 @@ def main(arguments=None):
 
 def problems(args, task):
     """The rows of TRL's data set: the problems that train.py draws for each step, in its order."""
-    ours = Config(prompts=args.prompts)
+    seed = Config().seed
     rows = []
     for step in range(args.steps):
-        for problem in train.batch_of(task.train, ours, step * args.prompts, args.prompts):
+        for problem in train.draw_problems(task.train, seed, step * args.prompts, args.prompts):
             prompt = [{"role": "user", "content": task.prompt(problem)}]
             rows.append({"prompt": prompt, "problem": problem})
     return rows

@@ -77,7 +77,7 @@ def update_turn(tree, args, batch):
     _, update = tree.step.updater(work, args.quant, tree.model)
     prompts = tree.common.random_prompts(tree.model, work.prompts, work.prompt_length)
     sampler = tree.step.Sampler(tree.model)
-    sampled = sampler.generate(prompts, batch, work.new, 1.0, stop_ids=[], seed=0, step=0)
+    sampled = tree.step.sample(sampler, prompts, batch, work.new)
     return lambda: 1e3 * update(sampled)
 
 

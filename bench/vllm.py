@@ -169,8 +169,8 @@ def save(job, batch, tokens, times, lengths=()):
 def run_ours(job):
     import torch
 
-    import lora
     from bench import common, rollout
+    from tools.adapter import save_adapter
     from tools.run import peak_memory_gb
 
     weights = job.part.split("/")[1]
@@ -183,7 +183,7 @@ def run_ours(job):
     torch.manual_seed(0)  # the second turn repeats the first: weights, prompts, lengths
     model = common.random_model(job.info["shape"], weights)
     if not (folder / "adapter").exists():
-        lora.save_adapter(model, folder / "adapter")  # vLLM loads the same one
+        save_adapter(model, folder / "adapter")  # vLLM loads the same one
     for batch in asked["batches"]:
         turn = rollout.decoding(model, batch, GROUP, PROMPT + NEW // 2, NEW)
         turn()  # compiles the kernels

@@ -40,11 +40,11 @@ import train  # noqa: E402
 from bench.common import conditions  # noqa: E402
 from experiments import gsm8k_plan as rules  # noqa: E402
 from model import load  # noqa: E402
-from rollout import Sampler  # noqa: E402
+from rollout import Rollout, Sampler, SamplingParams  # noqa: E402
 from tasks import TASKS  # noqa: E402
 from tools import report, weights  # noqa: E402
-from tools.flags import Config, check, parse
-from tools.launch import Environment  # noqa: E402
+from tools.environment import Environment  # noqa: E402
+from tools.flags import Config, check, parse  # noqa: E402
 from tools.run import Run, append, rounded  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
@@ -118,15 +118,15 @@ class TrainingSampler(Sampler):
         super().__init__(model)
         self.temperatures, self.steps = temperatures, steps
 
-    def generate(self, prompts, group_size, *, temperature, step, **how):
-        training = step >= 0
-        if training:
-            temperature *= self.temperatures[step * len(self.temperatures) // self.steps]
-        how |= dict(temperature=temperature, step=step)
-        rollout = super().generate(prompts, group_size, **how)
-        if training:
-            self.rollout = rollout
-        return rollout
+    def generate(
+        self, prompts: list, group_size: int, params: SamplingParams, step: int, *numbers
+    ) -> Rollout:
+        if step < 0:
+            return super().generate(prompts, group_size, params, step, *numbers)
+        factor = self.temperatures[step * len(self.temperatures) // self.steps]
+        params = params._replace(temperature=factor * params.temperature)
+        self.rollout = super().generate(prompts, group_size, params, step, *numbers)
+        return self.rollout
 
 
 class FollowingSampler(Sampler):
@@ -149,15 +149,17 @@ class FollowingSampler(Sampler):
         super().__init__(model)
         self.entropies, self.next_temperature = entropies, None
 
-    def generate(self, prompts, group_size, *, temperature, step, **how):
-        how |= dict(group_size=group_size, step=step)
+    def generate(
+        self, prompts: list, group_size: int, params: SamplingParams, step: int, *numbers
+    ) -> Rollout:
         if step < 0:
-            return super().generate(prompts, temperature=temperature, **how)
+            return super().generate(prompts, group_size, params, step, *numbers)
         if self.next_temperature is None:
-            first = super().generate(prompts, temperature=temperature, **how)
-            self.next_temperature = self.follow(first, temperature, self.entropies[step])
+            first = super().generate(prompts, group_size, params, step, *numbers)
+            self.next_temperature = self.follow(first, params.temperature, self.entropies[step])
         self.temperature = self.next_temperature
-        self.rollout = super().generate(prompts, temperature=self.temperature, **how)
+        params = params._replace(temperature=self.temperature)
+        self.rollout = super().generate(prompts, group_size, params, step, *numbers)
         self.next_temperature = self.follow(self.rollout, self.temperature, self.entropies[step])
         return self.rollout
 
@@ -194,17 +196,17 @@ class Logged(Run):
         self.write, self.start, self.logged, self.sampler = write, start, logged, sampler
         super().__init__(config)
 
-    def load(self, model, optimizer):
-        first = super().load(model, optimizer)
+    def load(self):
+        super().load()
+        first = self.state.step
         if first > self.logged:
             raise ValueError(
                 f"{self.folder} continues at step {first}, but its log ends at step {self.logged}: "
                 "bring the newest log back, or delete that folder"
             )
         self.write(self.start | dict(step=first))
-        return first
 
-    def made(self, step, stats):
+    def made(self, step: int, stats: dict) -> None:
         """Five skipped steps in a row do not stop the run: they are a result. mismatch compares
         equal temperatures, which the arms AT_A_TEMPERATURE do not have."""
         if self.start["arm"] in rules.AT_A_TEMPERATURE:
@@ -271,9 +273,13 @@ def _make(job, out, flags, problems, at_once, write):
     config.resume = config.out if any(folder.glob("checkpoint*.safetensors")) else ""
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     source = weights.open(config.model)
-    environment = Environment(
-        None, source.tokenizer(), source.stop_ids(), source.config, config.max_new_tokens
+    params = SamplingParams(
+        max_new_tokens=config.max_new_tokens,
+        stop_ids=source.stop_ids(),
+        temperature=config.temperature,
+        seed=config.seed,
     )
+    environment = Environment(None, source.tokenizer(), params, source.config)
     quant, rounding = BASES[job.base]
     if rounding:
         source = Rounded(source, rounding(job.seed), device)
@@ -287,7 +293,7 @@ def _make(job, out, flags, problems, at_once, write):
     else:
         sampler = sampler_of(job, model, config, out)
         run = Logged(config, write, start, len(rules.read(out, job).step), sampler)
-        train.train(config, model, environment, sampler, run)
+        train.train(config, environment, sampler, train.Trainer(config, model), run)
     sampler = Sampler(model, slots=TEST_SLOTS)
     for name in () if job.phase == "rate" else job.experiment.tests:
         if name not in rules.read(out, job).tests:
@@ -333,11 +339,12 @@ def test(name, config, sampler, environment, problems):
     task = TASKS["gsm8k"](config.test, held_out=how.problems)
     asked = (task.held_out if how.problems else task.train)[:problems]  # held_out: always the same
     environment = environment._replace(task=task)
-    drawn = dict(temperature=how.temperature, top_p=how.top_p)
-    _, _, rewards = train.answer(config, sampler, environment, asked, how.samples, **drawn)
-    right = [
-        sum(map(int, rewards[n : n + how.samples])) for n in range(0, len(rewards), how.samples)
-    ]
+    prompts = environment.encode_prompts(asked)
+    params = environment.params._replace(temperature=how.temperature, top_p=how.top_p)
+    rollout = sampler.generate(prompts, how.samples, params, -1, progress="eval")
+    right = [0] * len(asked)
+    for row, answer in enumerate(environment.judge(asked, rollout)):
+        right[row // how.samples] += int(answer.reward)
     return dict(
         kind="test",
         name=name,

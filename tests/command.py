@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 import train
-from tools import launch, report
-from tools.flags import parse
+from tools import report
 
 ROOT = Path(train.__file__).parent
 # keys in which the record of a replayed step may differ
@@ -73,8 +72,7 @@ def main(*flags):
     lock.
     """
     try:
-        config = parse(list(map(str, flags)))
-        return launch.start(config, train.train, train.trial) or 0
+        return train.main(list(map(str, flags)))
     except SystemExit as stop:
         return stop.code
     except KeyboardInterrupt:

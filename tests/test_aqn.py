@@ -10,6 +10,7 @@ from conftest import logits_of, tiny_checkpoint
 import aqn
 import lora
 import model as decoder
+from tools import weights
 
 # σ of each stage in the released code, for 10 stages from 1e-2 to 1e-4, to three digits
 TABLE = [0, 1e-2, 5.62e-3, 3.16e-3, 1.78e-3, 1e-3, 5.62e-4, 3.16e-4, 1.78e-4, 1e-4]
@@ -22,14 +23,14 @@ def model(request, tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp(request.param)
     tiny_checkpoint(folder, request.param)
-    return decoder.load(str(folder), quant="bf16", rank=2, alpha=2)
+    return decoder.load(weights.open(folder), "bf16", rank=2, alpha=2)
 
 
 def state(model):
     """→ {name: bytes} of every parameter, buffer and frozen weight."""
     found = dict(model.named_parameters()) | dict(model.named_buffers())
     for name, layer in lora.lora_layers(model).items():
-        found[name] = layer.base.W.weight_and_B
+        found[name] = layer.base.weight.weight_and_B
     return {name: t.detach().contiguous().view(torch.uint8).clone() for name, t in found.items()}
 
 

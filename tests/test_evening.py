@@ -40,7 +40,7 @@ def clone(tmp_path_factory):
 
 def test_the_page_has_eight_stations_each_with_a_question():
     assert [number for number, *_ in STATIONS] == list("12345678")
-    assert len(KERNEL) == 3
+    assert len(KERNEL) == 4
     assert PAGE.count("**Question.**") == PAGE.count("**Look at**") == PAGE.count("<details>") == 8
 
 

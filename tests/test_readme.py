@@ -40,15 +40,6 @@ def test_a_copyable_file_imports_and_runs_its_demo_alone(name, tmp_path):
     assert len(done.stdout.splitlines()) >= 3, "a demo prints something that teaches"
 
 
-@pytest.mark.slow
-def test_the_judge_of_math_works_beside_a_copied_tasks_py(tmp_path):
-    for name in ("tasks.py", "tools/judge.py"):
-        shutil.copy(ROOT / name, tmp_path)
-    code = r"import tasks; print(tasks.math_reward({'answer': '1/2'}, r'\boxed{.5}', True))"
-    shown = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True)
-    assert shown == "1.0\n"
-
-
 def flags_of(script):
     """The flags that a script of ours has. train.py's are the fields of its Config; those of
     bench/ are keywords of common.flags."""

@@ -1,21 +1,73 @@
-"""Is training worth its time? The sampler against the trainer, and a step without an update.
+"""What a step measured, over all ranks: means over its answers and over their tokens, the sampler
+against the trainer, and the report of a preflight.
 
-Needs: torch; rollout.py; tools/{budget,ranks,report,run}.py.
+results/LOG.md explains each name, which is a key of metrics.jsonl.
+
+Needs: torch; model.py, rollout.py; tools/{budget,environment,flags,memory,ranks,report,run}.py.
 """
 
-import dataclasses
+from collections import Counter
 
 import torch
 
-from rollout import PREFILL_TOKENS, micro_batches
-from tools.budget import size_of_update
-from tools.ranks import all_sum, rank_and_count, sum_over_ranks
-from tools.report import PREFLIGHT_PROMPTS, preflight_report
+from model import Decoder
+from rollout import PREFILL_TOKENS, Rollout
+from tools.budget import Budget
+from tools.environment import Answer
+from tools.flags import Config
+from tools.memory import micro_batches, prompt_groups
+from tools.ranks import gather, rank_and_count, sum_over_ranks, union_over_ranks
+from tools.report import diagnose
 from tools.run import peak_memory_gb
 
+PREFLIGHT_PROMPTS = 32
 
-def means_of(sums):
-    """Sums of backward → measurements: means over the answer tokens that ran, None without any."""
+
+def rollout_stats(rollout: Rollout, answers: list[Answer], counts: dict, seconds: float) -> dict:
+    """→ measurements of the answers that a step trains on, by name.
+
+    rollout, answers: of this rank, a row each. counts: of this rank, {"useful": rows in groups of
+    unequal rewards, "resampled": groups that were drawn beyond the first P, "sampled_tokens": of
+    these groups' answers too}. seconds: until this rank had sampled and judged all of them.
+    """
+    _, ranks = rank_and_count()
+    parts = Counter()
+    for answer in answers:
+        parts.update(answer.parts)  # adds what has the same name
+    names = union_over_ranks(parts)  # a rank without ended answers may have none
+    rewards = torch.tensor([answer.reward for answer in answers], dtype=torch.float64)
+    all_seconds = gather(seconds)
+    sums = sum_over_ranks(
+        dict(
+            answers=len(answers),
+            reward=rewards.sum(),
+            finished=rollout.finished.sum(),
+            tokens=rollout.lengths.sum(),
+            **counts,
+            **{name: parts[name] for name in names},
+        )
+    )
+    count = sums["answers"]
+    stats = dict(
+        reward=sums["reward"] / count,
+        signal=sums["useful"] / count,
+        finished=sums["finished"] / count,
+        length=sums["tokens"] / count,
+        resampled=int(sums["resampled"]),
+        mismatch=None,
+        rollout_s=max(all_seconds),
+        rollout_tok_s=sums["sampled_tokens"] / max(all_seconds),
+    )
+    stats |= {name: sums[name] / count for name in names}
+    if ranks > 1:
+        stats["rollout_idle"] = 1 - sum(all_seconds) / ranks / max(all_seconds)
+    return stats
+
+
+def means_of(sums: dict) -> dict:
+    """Sums of Trainer.backward → measurements: means over the answer tokens that ran, None without
+    any.
+    """
     means = dict.fromkeys(("entropy", "kl_noise", "clip_fraction", "kl_reference"))
     if sums["tokens"]:
         means = {name: sums[name] / sums["tokens"] for name in means}
@@ -26,7 +78,7 @@ def means_of(sums):
 
 
 @torch.no_grad()
-def mismatch(config, model, rollout):
+def mismatch(model: Decoder, budget: Budget, rollout: Rollout, temperature: float) -> float:
     """→ mean of exp|ln π_trainer − ln π_sampler| over answer tokens: 1 if the two agree.
 
     Both use the same weights and the same noise, so they differ in the order of sums in their
@@ -37,41 +89,55 @@ def mismatch(config, model, rollout):
     """
     every = max(1, len(rollout.tokens) // 64)
     rows = torch.arange(0, len(rollout.tokens), every)
+    groups = prompt_groups(rollout, rows)
+    micro_tokens = budget.size(groups).micro_tokens  # a forward pass takes less than an update
     factors = []
-    groups = rollout.groups(rows)
-    size = size_of_update(config, model, groups)  # a forward pass takes less
-    for micro in micro_batches(groups, min(size.micro_tokens, PREFILL_TOKENS)):
-        part = rollout.rows(micro.rows)
-        logprobs, _ = part.scored_by(model, config.temperature)
-        factors.append((logprobs - part.logprobs)[part.answer_mask()].abs().exp())
+    for micro in micro_batches(groups, min(micro_tokens, PREFILL_TOKENS)):
+        some = rollout.rows(micro.rows)
+        logprobs, _ = some.scored_by(model, temperature)
+        factors.append((logprobs - some.logprobs)[some.answer_mask()].abs().exp())
     factors = torch.cat(factors)
     sums = sum_over_ranks(dict(factors=factors.double().sum(), tokens=len(factors)))
     return sums["factors"] / sums["tokens"]
 
 
-def preflight(config, model, environment, sampler, run, trial):
-    """Try a step of 32 prompts, report on it → the exit code: 3 if training would be pointless.
+def preflight_report(
+    stats: dict, answers: list[Answer], backward_s: float, config: Config
+) -> tuple[str, int]:
+    """Judge a trial step, which samples PREFLIGHT_PROMPTS prompts and updates nothing.
 
-    trial: train.trial, a step without its update.
+    stats, answers: of the trial; answers of this rank. backward_s: seconds of one backward. → the
+    report, text of several lines; and train.py's exit code: 3 if training would be pointless, else
+    0.
     """
-    _, ranks = rank_and_count()
-    prompts = (PREFLIGHT_PROMPTS + ranks - 1) // ranks * ranks  # a multiple of the ranks
-    probe = dataclasses.replace(config, prompts=prompts, resample=0)
-    batch, backward_s = trial(probe, model, environment, sampler)
-    stats = batch.stats
-    stats["mismatch"] = mismatch(probe, model, batch.rollout)
-
-    share = config.prompts / probe.prompts
-    stats["update_s"] = backward_s * share * config.updates_per_step
-    # Leave out capture_s: Triton compiles a decode step's kernels in it, and CUDA captures graphs.
-    # On a GPU, fewer prompts than 32 take about the same time. Not left out: compiling the kernels
-    # that the prefill launches first.
-    sampling_s = stats["rollout_s"] - sampler.stats["capture_s"]
-    stats["rollout_s"] = sampling_s * (share if model.device.type == "cpu" else max(1, share))
-
-    answers = probe.prompts * config.group_size
-    stats["solved"] = all_sum((batch.rewards > 0).sum()).item() / answers
-    stats["memory_gb"] = peak_memory_gb()
-    report, exit_code = preflight_report(stats, config)
-    run.say(report)
-    return exit_code
+    sums = sum_over_ranks(
+        dict(answers=len(answers), solved=sum(answer.reward > 0 for answer in answers))
+    )
+    stats = stats | dict(memory_gb=peak_memory_gb())
+    # Neither equal rewards nor, with --overlong mask, answers that were cut give a gradient.
+    all_masked = config.overlong == "mask" and stats["finished"] == 0
+    accurate = stats["mismatch"] <= 1.5  # NaN is not
+    pointless = stats["signal"] == 0 or all_masked or not accurate
+    share = config.prompts * config.group_size / sums["answers"]  # of a step in the trial
+    update_s = backward_s * share * config.updates_per_step
+    # on a GPU fewer prompts than these take about the same time
+    rollout_s = stats["rollout_s"] * (max(1, share) if torch.cuda.is_initialized() else share)
+    seconds = rollout_s + update_s
+    minutes = seconds * config.steps / 60
+    prompts = f"{PREFLIGHT_PROMPTS} prompts"
+    lines = [
+        f"{prompts} × {config.group_size} answers, nothing is updated:",
+        f"solve rate  {sums['solved'] / sums['answers']:7.1%}   answers with a reward above 0",
+        f"finished    {stats['finished']:7.1%}   "
+        "answers that ended; --max-new-tokens cut the others",
+        f"no signal   {1 - stats['signal']:7.1%}   "
+        "groups of equal rewards; --resample replaces them",
+        f"mismatch    {stats['mismatch']:7.4f}   sampler against trainer; 1 is perfect",
+        f"memory      {stats['memory_gb']:7.1f}   GB at most",
+        f"a step      {seconds:7.1f}   seconds, {update_s:.1f} of them the "
+        f"update; {config.steps} steps {minutes:.0f} minutes, evaluation aside",
+    ]
+    for _, advice in diagnose([stats], needed=1, seen=prompts):
+        lines.append(f"change: {advice}")
+    lines.append("training would be pointless" if pointless else "ready to train")
+    return "\n    ".join(lines), 3 if pointless else 0

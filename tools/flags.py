@@ -1,7 +1,7 @@
 """Every flag of train.py once: its default, help, choices and range; a command line → a checked
 Config.
 
-Needs: aqn.py, grpo.py, model.py, tasks.py, for the names that a flag may take.
+Needs: aqn.py, grpo.py, tasks.py, tools/weights.py, for the names that a flag may take.
 """
 
 import dataclasses
@@ -14,10 +14,13 @@ from pathlib import Path
 import torch
 
 from aqn import SCHEDULES
-from grpo import CLIP
-from model import QUANT
+from grpo import LOSSES
 from tasks import TASKS
+from tools.weights import QUANT
 
+# Flags of earlier versions, and their defaults: a run whose config.json has another value of one
+# cannot be resumed.
+GONE = {"stop": "", "gradient_checkpointing": None}
 LITTLE = 1e-9  # above 0
 # what flag() takes besides the default and the help; no number sensibly exceeds this high
 ABOUT = dict(group="", choices=(), low=0, high=10**9, fixed=False, scored=False)
@@ -56,7 +59,7 @@ class Config:
         "multiplication",
         "addition, gsm8k, math, or the PATH.py of your own",
         group="task",
-        choices=TASKS,
+        choices=(*TASKS, "math"),
         fixed=True,
     )
     data: str = flag(
@@ -74,7 +77,6 @@ class Config:
     template_kwargs: str = flag(
         "", """for the chat template, as JSON: '{"enable_thinking": false}'""", fixed=True
     )
-    stop: str = flag("", "text of one token that ends an answer too (base models)", fixed=True)
 
     prompts: int = flag(8, "P, prompts a step over all ranks", group="sampling", low=1)
     group_size: int = flag(
@@ -101,7 +103,7 @@ class Config:
         "dapo",
         "dapo, grpo, dr_grpo, gspo, cispo: see grpo.py",
         group="objective",
-        choices=CLIP,
+        choices=LOSSES,
     )
     correction: str = flag(
         "none",
@@ -176,10 +178,6 @@ class Config:
         "(a CPU: 1024)",
         low=1,
     )
-    gradient_checkpointing: bool = flag(
-        None,
-        "recompute the activations of every layer, or of none; left out: as memory demands",
-    )
     memory_gb: float = flag(
         None,
         "most GPU memory for PyTorch, in 1e9 bytes; CUDA takes about half a GB more; left out: "
@@ -231,7 +229,7 @@ def parse(arguments):
         )
     for name in ("model", "data", "test", "adapter", "task"):
         value = getattr(config, name)
-        if os.path.exists(value) and value not in ("smollm2", *TASKS):
+        if os.path.exists(value) and value not in ("smollm2", "math", *TASKS):
             setattr(config, name, os.path.abspath(value))  # a resume may start elsewhere
     warn_of_idle_flags(check(config), given)
     return config
@@ -311,7 +309,11 @@ def flags_of_run(folder):
                 f"it counts {updates} updates of a rollout as {updates} steps; now a step is a "
                 "rollout with all its updates"
             )
-        flags = vars(Config(**given))  # TypeError: a flag that is gone since
+        for name, default in GONE.items():
+            value = given.pop(name, default)
+            if value != default:
+                raise ValueError(f"{spelled(name)} {value}, a flag that is gone")
+        flags = vars(Config(**given))  # TypeError: an unknown flag
         for name, value in flags.items():
             if value != FIELDS[name].default and FIELDS[name].type(value) != value:
                 raise ValueError({name: value})

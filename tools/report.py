@@ -52,7 +52,6 @@ SAMPLE = (
     "step {step:4d} {which:5} | reward {reward:+.2f} | advantage {advantage:+.2f}"
     " | {prompt!r} → {answer!r}"
 )
-PREFLIGHT_PROMPTS = 32
 
 # --- problems of a run, and what to do about each
 
@@ -97,38 +96,6 @@ def diagnose(records, needed=5, seen="five steps"):
     return [
         (name, ADVICE[name].format(seen=seen, **last)) for name, found in problems.items() if found
     ]
-
-
-def preflight_report(record, config):
-    """Judge a trial step, which samples PREFLIGHT_PROMPTS prompts and updates nothing.
-
-    record: its measurements, by the keys of metrics.jsonl, and "solved"; rollout_s and update_s
-    are scaled to a step of the run. config: tools.flags.Config. → the report, text of several
-    lines; and train.py's exit code: 3 if training would be pointless, else 0.
-    """
-    # Neither equal rewards nor, with --overlong mask, answers that were cut give a gradient.
-    all_masked = config.overlong == "mask" and record["finished"] == 0
-    accurate = record["mismatch"] <= 1.5  # NaN is not
-    pointless = record["signal"] == 0 or all_masked or not accurate
-    prompts = f"{PREFLIGHT_PROMPTS} prompts"
-    seconds = record["rollout_s"] + record["update_s"]
-    minutes = seconds * config.steps / 60
-    lines = [
-        f"{prompts} × {config.group_size} answers, nothing is updated:",
-        f"solve rate  {record['solved']:7.1%}   answers with a reward above 0",
-        f"finished    {record['finished']:7.1%}   "
-        "answers that ended; --max-new-tokens cut the others",
-        f"no signal   {1 - record['signal']:7.1%}   "
-        "groups of equal rewards; --resample replaces them",
-        f"mismatch    {record['mismatch']:7.4f}   sampler against trainer; 1 is perfect",
-        f"memory      {record['memory_gb']:7.1f}   GB at most",
-        f"a step      {seconds:7.1f}   seconds, {record['update_s']:.1f} of them the "
-        f"update; {config.steps} steps {minutes:.0f} minutes, evaluation aside",
-    ]
-    for _, advice in diagnose([record], needed=1, seen=prompts):
-        lines.append(f"change: {advice}")
-    lines.append("training would be pointless" if pointless else "ready to train")
-    return "\n    ".join(lines), 3 if pointless else 0
 
 
 # --- read the files of a run

@@ -26,10 +26,13 @@ nothing is saved. Where nothing is saved, a resume loads the checkpoint that is 
 resumed run replays the steps after its checkpoint and appends their records again; tools/report.py
 takes the last record of a step. Every random draw is a function of the seed and of counters, such
 as the step. The checkpoint stores what else the next step depends on: the parameters, AdamW's
-state, the number of problems drawn so far (for --resample) and σ (for adaptive noise). So on a CPU
-a resumed run ends with the same bytes as a run without a stop.
+state, and train.State: the steps done, the problems drawn so far (for --resample) and σ (for
+adaptive noise). So on a CPU a resumed run ends with the same bytes as a run without a stop.
 
-Needs: torch, safetensors; lora.py, tools/flags.py, tools/ranks.py, tools/report.py.
+Exit codes of train.py: 0 done, 1 a traceback, 2 another error, in one sentence, 3 --preflight finds
+training pointless (under torchrun 0), 128 + n signal n.
+
+Needs: torch, safetensors; lora.py, tools/{adapter,environment,flags,ranks,report}.py.
 """
 
 import fcntl
@@ -49,7 +52,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import lora
-from tools.flags import flags_of_run
+from tools.adapter import save_adapter
+from tools.environment import Answer
+from tools.flags import Config, flags_of_run
 from tools.ranks import alike, gather
 from tools.report import diagnose, line, logged, plot
 
@@ -57,36 +62,32 @@ from tools.report import diagnose, line, logged, plot
 class Run:
     """One segment of a run: from its start or a resume to its end or an accident.
 
-    done: steps that the model has made, in all segments.
+    state: train.State: state.step counts the steps that are done, in all segments.
     consistent: False from the first change of a parameter in a step until the step is counted. In
     between the model is of no step, so it is never saved.
     newest_damaged: checkpoint.safetensors cannot be read. The next save overwrites it, and leaves
     checkpoint.previous as it is: renaming the damaged file would destroy the only good one.
     best: the highest eval_greedy of the trained model so far, in all segments. first: that of the
     model before its first step.
-    drawn: problems drawn for all steps that are done, over all ranks. train() counts it with
-    `done`. The next step begins behind them; --resample draws a different number in each step.
-    sigma: of the next step, if the noise is adaptive; 0 before the first step.
-    problems: the hash of all prompts and problems, from tools.launch.hash_of.
+    problems: the hash of all prompts and problems, from tools.environment.hash_of.
     print_error: why say() could not print, which stops the run.
     """
 
-    done = drawn = 0
-    sigma = 0.0
     best = first = -math.inf
     consistent = True
     newest_damaged = False
     print_error = ""
 
-    def __init__(self, config, quiet=False, problems=""):
+    def __init__(self, config: Config, quiet: bool = False, problems: str = ""):
         """Lock the folder of --resume or --out, or a new one. guarded() loads the checkpoint later.
         With --preflight, lock nothing.
 
-        config: tools.flags.Config. quiet: do not print, write or lock; of several ranks all but the
-        first are quiet. problems: the hash that tools.launch.hash_of returns; with "", load() does
-        not compare it. ValueError: another process has locked the folder; the folder holds a run
-        and --resume is not given; the run to resume has lost its metrics.jsonl or its checkpoint;
-        the run has made more steps than --steps. OSError: the folder or its log cannot be opened.
+        quiet: do not print, write or lock; of several ranks all but the first are quiet. problems:
+        what tools.environment.hash_of returns; with "", load() does not compare it.
+
+        ValueError: another process has locked the folder; the folder holds a run and --resume is
+        not given; the run to resume has lost its metrics.jsonl or its checkpoint; the run has made
+        more steps than --steps. OSError: the folder or its log cannot be opened.
         """
         named = f"runs/{Path(config.task).stem}-{time.strftime('%m%d-%H%M%S')}"
         self.folder = Path(config.resume or config.out or named)
@@ -94,7 +95,12 @@ class Run:
         # A task of the user's own is a program. A resume does not start it because a file says so.
         if config.own_task:
             self.how_to_resume += f" --task {config.task}"
-        self.config = config
+        self.flags = vars(config) | {"resume": "", "out": str(self.folder)}
+        self.model_name = config.model
+        self.steps = config.steps
+        self.any_reward = config.own_task
+        self.is_preflight = config.preflight
+        self.is_resumed = bool(config.resume)
         self.quiet = quiet
         self.history = []  # measurements of this segment's steps
         self.warned = set()  # names of problems: each is told once
@@ -102,7 +108,7 @@ class Run:
         if quiet or config.preflight:
             return
         self._lock_folder()
-        self._read_log()
+        self._read_log(config.save_every)
         self.say(f"run folder: {self.folder}")
 
     def _lock_folder(self):
@@ -110,7 +116,7 @@ class Run:
         this process ends, however it ends.
         """
         log = self.folder / "metrics.jsonl"
-        if self.config.resume and not log.exists():
+        if self.is_resumed and not log.exists():
             raise ValueError(
                 f"{log} is gone: bring it back, or begin another run with "
                 f"--adapter {self.folder}/adapter"
@@ -125,12 +131,12 @@ class Run:
             ) from None
         # tell() is the log's size, because append mode opens a file at its end
         begun = self.lock.tell() or (self.folder / "config.json").is_file()
-        if not self.config.resume and (begun or self._weights()):
+        if not self.is_resumed and (begun or self._weights()):
             raise ValueError(
                 f"{self.folder} holds a run already: go on with --resume, or take another --out"
             )
 
-    def _read_log(self):
+    def _read_log(self, save_every):
         """Number this segment, find the best evaluation so far, refuse too few --steps."""
         records = list(logged(self.folder))  # those of replayed steps occur more than once
         self.segment = max((record["segment"] + 1 for record in records), default=0)
@@ -139,15 +145,15 @@ class Run:
             if score is not None:
                 self._rank(record["step"], score)
         made = len({record["step"] for record in records if record["kind"] == "step"})
-        saved = made >= self.config.save_every or self._weights()
-        if self.config.resume and saved and not self.checkpoints():
+        saved = made >= save_every or self._weights()
+        if self.is_resumed and saved and not self.checkpoints():
             raise ValueError(
                 f"{self.folder} has made {made} steps and lost its checkpoint: "
                 f"begin another run with --adapter {self.folder}/adapter"
             )
-        if self.config.steps < made:
+        if self.steps < made:
             raise ValueError(
-                f"--steps {self.config.steps}: {self.folder} has made {made} steps; "
+                f"--steps {self.steps}: {self.folder} has made {made} steps; "
                 f"take at least as many, or evaluate with --steps 0 --adapter {self.folder}/adapter"
             )
 
@@ -168,36 +174,40 @@ class Run:
     # --- stop at any moment
 
     @contextmanager
-    def guarded(self, model, optimizer):
-        """Context manager around the training loop; yields the first step to make.
+    def guarded(self, model, optimizer, state):
+        """Context manager around the training loop.
 
-        guarded() first loads the newest whole checkpoint. When KeyboardInterrupt, SystemExit, a
+        model, optimizer, state (a train.State): what checkpoints store. guarded() first loads the
+        newest whole checkpoint into them. When KeyboardInterrupt, SystemExit, a
         ValueError or a RuntimeError ends the loop, it saves the last finished step, unless the
         model is between two steps. Then it prints how to resume and raises the error again. An
         OSError or a SafetensorError saves nothing and becomes an OSError that names the folder. Any
         other error saves nothing and passes unchanged.
         """
         self.model = model
+        self.optimizer = optimizer
+        self.state = state
         # outside the try: an interrupt while loading must not save a half-loaded model
-        self.first_step = self.load(model, optimizer)
+        self.load()
+        self.first_step = state.step
         self.began = time.perf_counter()
 
         def begin_change(*_):
             self.consistent = False
 
-        optimizer.register_step_pre_hook(begin_change)  # PyTorch calls it before AdamW's step
+        hook = optimizer.register_step_pre_hook(begin_change)  # called before AdamW's step
         try:
             # the inner try saves, and the outer one also handles what fails in that save
             try:
-                yield self.first_step
+                yield
             except (KeyboardInterrupt, SystemExit, ValueError, RuntimeError):
-                if self.done > self.first_step:
+                if state.step > self.first_step:
                     # A second Ctrl-C waits until the save is complete. It is suppressed then,
                     # because the first one is about to end the run.
                     with suppress(KeyboardInterrupt, SystemExit), self.signals_deferred():
-                        self.save(model, optimizer)
+                        self.save()
                 self.say(
-                    f"\nstopped after {self.done} steps{self.print_error}; {self.how_to_resume}",
+                    f"\nstopped after {state.step} steps{self.print_error}; {self.how_to_resume}",
                     sys.stderr,
                 )
                 raise
@@ -206,6 +216,8 @@ class Run:
                 f"; the last checkpoint holds: {self.how_to_resume}" if self.checkpoints() else ""
             )
             raise OSError(f"{self.folder}: {error}{holds}") from error
+        finally:
+            hook.remove()  # or run and optimizer would hold each other, and the folder's lock
         self.finish()
 
     @contextmanager
@@ -231,22 +243,22 @@ class Run:
 
     # --- save and load
 
-    def save(self, model, optimizer):
-        """Write the adapter and the optimizer's state after `done` steps, each file atomically.
+    def save(self):
+        """Write the adapter and what the next step depends on, each file atomically.
 
         A model that is not consistent is not written: the checkpoint of an earlier step is better.
         OSError, SafetensorError: a file cannot be written; the checkpoint is still the one before.
         """
         if self.quiet or not self.consistent:
             return
-        tensors = checkpoint_tensors(model, optimizer)
-        metadata = dict(step=str(self.done), drawn=str(self.drawn), problems=self.problems)
-        metadata["sigma"] = str(self.sigma)
+        tensors = checkpoint_tensors(self.model, self.optimizer)
+        metadata = {name: str(value) for name, value in vars(self.state).items()}
+        metadata["problems"] = self.problems
         metadata["sha256"] = checksum(tensors, metadata)
         # The checkpoint last: after a crash between the two, a resumed run replays the steps and
         # writes both again. With the checkpoint first, it would have no step to replay after the
         # last save of a run, and adapter/ would stay old.
-        lora.save_adapter(model, self.folder / "adapter", self.config.model)
+        save_adapter(self.model, self.folder / "adapter", self.model_name)
         write_atomically(
             self.folder / "checkpoint.safetensors",
             lambda path: save_file(tensors, path, metadata=metadata),
@@ -254,9 +266,9 @@ class Run:
         )
         self.newest_damaged = False
 
-    def load(self, model, optimizer):
-        """Restore the newest checkpoint that is whole → the step to continue with; 0 if the folder
-        has no checkpoint.
+    def load(self):
+        """Restore the newest checkpoint that is whole into model, optimizer and state. Without a
+        checkpoint they stay as they are.
 
         config.json is written only after that, because a resume that is refused must not change the
         flags. ValueError: all checkpoints are damaged; the newest whole one is of another model or
@@ -279,15 +291,15 @@ class Run:
                         f"{path} is of other problems: prompts or answers have changed; bring "
                         f"them back, or begin another run with --adapter {self.folder}/adapter"
                     )
-                restore(path, tensors, model, optimizer)
-                self.done = int(metadata["step"])
+                restore(path, tensors, self.model, self.optimizer)
                 # until November 2026 each step drew the same number of problems
                 flags = flags_of_run(self.folder)
                 each = flags["prompts"] * (1 + flags["resample"])
-                self.drawn = int(metadata.get("drawn", self.done * each))
-                self.sigma = float(metadata.get("sigma", 0))
+                stored = {"drawn": int(metadata["step"]) * each} | metadata
+                for name, value in vars(self.state).items():
+                    setattr(self.state, name, type(value)(stored.get(name, value)))
                 self.say(
-                    f"resumed at {self.done / self.config.steps:.0%} of the schedules of lr and σ"
+                    f"resumed at {self.state.step / self.steps:.0%} of the schedules of lr and σ"
                 )
                 break
             else:  # no checkpoint was restored
@@ -296,36 +308,34 @@ class Run:
                         f"every checkpoint in {self.folder} is damaged: begin another run with "
                         f"--adapter {self.folder}/adapter"
                     )
-            facts += [self.done, self.drawn]
+            facts.append(self.state)
         if not self.quiet:
-            flags = vars(self.config) | {"resume": "", "out": str(self.folder)}
-            text = json.dumps(flags, indent=2) + "\n"
+            text = json.dumps(self.flags, indent=2) + "\n"
             write_atomically(self.folder / "config.json", lambda path: path.write_text(text))
-        return self.done
 
     def checkpoints(self):
         """→ the paths of the existing checkpoints, the newest first.
 
         There is only the previous one after a crash between the two renames of write_atomically. A
         preflight never resumes: also with --out of a run it has none here, so that
-        tools/launch.py loads the adapter of --adapter.
+        train.py loads the adapter of --adapter.
         """
-        if self.config.preflight:
+        if self.is_preflight:
             return []
         names = "checkpoint.safetensors", "checkpoint.previous.safetensors"
         return [self.folder / name for name in names if (self.folder / name).exists()]
 
     # --- log and print
 
-    def made(self, step, stats):
-        """Count and log a finished step, and print warnings.
+    def made(self, step: int, stats: dict) -> None:
+        """Count a finished step in state.step, log it, and print warnings.
 
         stats: its measurements, by the keys of metrics.jsonl. ValueError: five steps in a row were
         skipped.
         """
         stats["memory_gb"] = peak_memory_gb()
         self.history.append(stats)
-        self.done = step + 1
+        self.state.step = step + 1
         self.consistent = True
         self.log("step", step, stats)
         for name, advice in diagnose(self.history):
@@ -346,39 +356,36 @@ class Run:
             if kind == "eval" and self._rank(step, record["eval_greedy"]):
                 # The adapter before the record: a resumed run reads `best` from the log, so the log
                 # must not hold a score whose adapter a crash has lost.
-                lora.save_adapter(self.model, self.folder / "adapter-best", self.config.model)
+                save_adapter(self.model, self.folder / "adapter-best", self.model_name)
             append(self.folder / "metrics.jsonl", record | {"segment": self.segment})
-        text = line(record, any_reward=self.config.own_task)
+        text = line(record, any_reward=self.any_reward)
         if kind == "step":
             minutes = (time.perf_counter() - self.began) / 60  # of this segment
-            left = minutes * (self.config.steps - self.done) / (self.done - self.first_step)
+            left = minutes * (self.steps - step - 1) / (step + 1 - self.first_step)
             text += f" | {minutes:.1f} min, {left:.1f} min left"
         self.say(text)
 
-    def sample(self, step, texts, rewards, advantages):
-        """Keep and print the worst and the best answer of a step.
-
-        For each of B rows, texts has a pair (prompt, answer), rewards and advantages have a float.
-        """
+    def sample(self, step: int, answers: list[Answer], advantages: list[float]) -> None:
+        """Keep and print the worst and the best answer of a step."""
         if self.quiet:
             return
-        order = sorted(range(len(rewards)), key=rewards.__getitem__)
+        order = sorted(range(len(answers)), key=lambda row: answers[row].reward)
         for which, row in (("worst", order[0]), ("best", order[-1])):
-            prompt, answer = texts[row]
+            answer = answers[row]
             append(
                 self.folder / "samples.jsonl",
                 dict(
                     step=step,
                     which=which,
-                    prompt=prompt,
-                    answer=answer,
-                    reward=rewards[row],
+                    prompt=answer.prompt,
+                    answer=answer.text,
+                    reward=answer.reward,
                     advantage=advantages[row],
                     segment=self.segment,
                 ),
             )
-            quoted = " → ".join(map(shortened, texts[row]))
-            self.say(f"    {which:5} {rewards[row]:+.2f}  {quoted}")
+            quoted = f"{shortened(answer.prompt)} → {shortened(answer.text)}"
+            self.say(f"    {which:5} {answer.reward:+.2f}  {quoted}")
 
     def finish(self):
         """Draw the curves and print where the results are. A drawing that fails costs only the
@@ -415,6 +422,40 @@ class Run:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             self.print_error = f" ({error.strerror})"
             raise KeyboardInterrupt from error
+
+
+# --- the ends of a command
+
+
+def exit_on_signals() -> None:
+    """Turn SIGTERM and SIGHUP (the terminal was closed) into SystemExit, on which a run saves
+    itself. nohup ignores SIGHUP, and so do we then.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
+@contextmanager
+def one_sentence(command: str):
+    """Context manager around a command: an error that the user can mend becomes one sentence on
+    stderr and exit code 2, Ctrl-C exit code 130. An unforeseen error keeps its traceback.
+    """
+    sys.stdout.reconfigure(errors="replace")  # a terminal may not have Unicode
+    try:
+        yield
+    except KeyboardInterrupt:  # Ctrl-C, or nobody reads our output any more
+        sys.exit(130)
+    except torch.OutOfMemoryError:
+        print(
+            f"{command}: out of memory: lower --max-new-tokens or --rank, or take a smaller model; "
+            "python -m tools.memory says what fits",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    except (ValueError, OSError) as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 # --- a checkpoint: tensors, and as metadata the step and a checksum

@@ -1,0 +1,378 @@
+"""The command line: what flags become, which flags a run brings, what a command refuses.
+
+python -m pytest tests/test_flags.py
+"""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from command import FLAGS, main
+
+import train
+from tools.flags import FIELDS, Config, check, parse, spelled
+from tools.run import one_sentence
+
+# what the run of an adapter was trained with; each differs from its default
+SCORED = dict(
+    model="/there/model",
+    quant="bf16",
+    rank=4,
+    alpha=8,
+    task="gsm8k",
+    data="/there/data.jsonl",
+    test="a/b:test",
+    max_new_tokens=99,
+    temperature=0.5,
+    eval_problems=9,
+    eval_samples=3,
+    eval_top_p=0.5,
+    seed=7,
+)
+
+
+@pytest.fixture
+def ended(tmp_path):
+    """ended(flags) → a folder with what a run leaves, enough to parse --resume and --adapter. Its
+    config.json lacks the other flags, as an old one lacks new flags.
+    """
+
+    def make(**flags):
+        folder = tmp_path / "ended"
+        (folder / "adapter").mkdir(parents=True)
+        (folder / "metrics.jsonl").touch()
+        (folder / "checkpoint.safetensors").touch()
+        (folder / "config.json").write_text(json.dumps(flags))
+        return str(folder)
+
+    return make
+
+
+# --- what the flags become
+
+
+def test_every_field_is_a_flag_with_its_default_and_a_help(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "999")
+    with pytest.raises(SystemExit, match="0"):
+        parse(["--help"])
+    said = capsys.readouterr().out
+    for name, field in FIELDS.items():
+        words = rf"{spelled(name)}(, --no-\S+| [A-Z_]+)\s+[^(\s].*"
+        assert re.search(rf"^ +{words} \(default: {field.default}\)$", said, re.M), name
+
+
+def test_every_flag_of_a_number_or_a_switch_sets_its_field():
+    """In the field's type. Without flags, parse gives the defaults."""
+    numbers = {int: 3, float: 0.5}
+    values = {n: numbers[f.type] for n, f in FIELDS.items() if f.type in numbers}
+    values["warmup"] = 2
+    given = [f"{spelled(name)}={value}" for name, value in values.items()]
+    want = Config(**values, aqn=False, preflight=True)
+    assert repr(parse([*given, "--no-aqn", "--preflight"])) == repr(want)  # 3 is not 3.0
+    assert parse([]) == Config()
+
+
+@pytest.mark.parametrize("flags", ["--steps x", "--steps .5", "--aqn=no", "--lr"])
+def test_a_wrong_type_stops_with_2(flags, capsys):
+    """In two lines, without the list of all flags."""
+    with pytest.raises(SystemExit, match="2"):
+        parse(flags.split())
+    _, error = capsys.readouterr().err.splitlines()
+    assert flags[:4] in error
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "--stepz=3 | --stepz=3; .* --steps, ",
+        "--lr 1 --clip 2 | --clip; .* --clip-low, --clip-high, ",
+        "--max_new_tokens 9 | --max_new_tokens; .* --max-new-tokens, ",
+        "gsm8k | gsm8k; .* --task, ",
+    ],
+)
+def test_an_unknown_flag_names_those_nearest_to_it(case):
+    """A prefix of a flag, or an underscore in it, counts as unknown."""
+    flags, near = case.split(" | ")
+    with pytest.raises(ValueError, match=f"^there is no {near}"):
+        parse(flags.split())
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "steps warmup resample eval_problems | 0 to 1000000000",
+        "prompts max_new_tokens max_prompt_tokens updates_per_step alpha | 1 to 1000000000",
+        "eval_every eval_samples save_every micro_tokens | 1 to 1000000000",
+        "group_size | 2 to 1000000000",
+        "sigma_stages | 3 to 1000000000",
+        "rank | 1 to 256",
+        "seed | 0 to 4294967295",
+        "beta clip_low clip_high lr weight_decay | 0 to 1000000000",
+        "temperature max_grad_norm sigma_start sigma_end | 1e-09 to 1000000000",
+        "sigma_target memory_gb | 1e-09 to 1000000000",
+        "eval_top_p | 1e-09 to 1",
+    ],
+)
+def test_a_number_outside_its_range_is_refused_by_name_and_value(case):
+    """The largest --clip-high and --max-grad-norm are as good as none."""
+    names, bounds = case.split(" | ")
+    least, most = map(float, bounds.split(" to "))
+    for name in names.split():
+        for value in (least, most):
+            assert check(Config(**{"steps": 0, name: value}))
+        for value in (math.nextafter(least, -1), math.nextafter(most, math.inf), math.nan):
+            with pytest.raises(ValueError, match=f"^{spelled(name)} {value} .* {bounds}$"):
+                check(Config(**{name: value}))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "--no-aqn --sigma-start 1 --sigma-schedule cosine | --sigma-start --sigma-schedule",
+        "--sigma-target .1 | --sigma-target",
+        "--sigma-schedule adaptive --sigma-end 1 --sigma-stages 4 | --sigma-end --sigma-stages",
+        "--sigma-schedule adaptive --sigma-start 1 --sigma-target .1 | ",
+        "--eval-problems 0 --eval-samples 3 --eval-top-p .5 | --eval-samples --eval-top-p",
+        "--clip-low .1 --clip-high .3 | --clip-low --clip-high",
+        "--clip-high .3 --correction tis --loss gspo | --clip-high",
+        "--clip-high .3 --loss cispo --updates-per-step 2 | --clip-high",
+        "--steps 0 --lr 1 --loss grpo --prompts 4 | --lr --loss --prompts",
+        "--memory-gb 10 --device cpu | --memory-gb",
+        "--clip-high .3 --correction bypass | ",
+        "--clip-low .3 --updates-per-step 2 | ",
+        "--sigma-start 1 --eval-samples 3 --lr 1 --steps 2 | ",
+        "--steps 0 --eval-samples 3 --seed 1 --device cpu | ",
+    ],
+)
+def test_a_flag_that_does_nothing_beside_the_others_is_named(case, capsys):
+    words, idle = case.split(" | ")
+    parse(words.split())
+    warnings = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in warnings] == idle.split()
+
+
+def test_the_longest_answer_depends_on_the_task():
+    tasks = {"addition": 16, "gsm8k": 512, "math": 512, "mine.py": 512}
+    assert {task: Config(task=task).max_new_tokens for task in tasks} == tasks
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "--quant nonsense | bf16",
+        "--task nonsense | gsm8k",
+        "--loss nonsense | cispo",
+        "--correction nonsense | bypass",
+        "--overlong nonsense | mask",
+        "--schedule nonsense | cosine",
+        "--sigma-schedule nonsense | adaptive",
+        "--device cuda:1 | cpu",
+        "--prompts 8 | ranks",
+        "--warmup 16 | --steps 16",
+        "--loss gspo --correction bypass | none or tis",
+        "--task mine.py --data some.jsonl | --data",
+        "--task mine.py --test some.jsonl | --test",
+        "--task mine.py --operands 1-9 | --operands",
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_by_name_with_what_can(monkeypatch, case):
+    """Three ranks share the prompts. A task of one's own would ignore data and operands."""
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    flags, remedy = case.split(" | ")
+    flag, value, *more = flags.split()
+    with pytest.raises(ValueError, match=f"^{flag} {value} .*{remedy}"):
+        parse(["--prompts", "9", flag, value, *more])
+
+
+def test_paths_are_stored_absolute(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").touch()
+    monkeypatch.chdir(tmp_path)
+    names = "model data test adapter".split()
+    given = vars(parse(["--task=gsm8k", *(f"--{name}=mine.py" for name in names)]))
+    assert {given[name] for name in names} == {str(tmp_path / "mine.py")}
+
+
+# --- flags that a run brings
+
+
+@pytest.mark.parametrize("name", ["ended", "ended/adapter/", "ended/adapter-best"])
+def test_an_adapter_of_a_run_is_used_as_it_was_trained(ended, tmp_path, monkeypatch, capsys, name):
+    """What a score depends on is that run's, unless a flag says otherwise, and one line says so.
+    Its lr and the paths of its own are not.
+    """
+    folder = ended(**SCORED, lr=1.0, out="/there", adapter="/there/adapter")
+    Path(folder, "adapter-best").mkdir()
+    monkeypatch.chdir(tmp_path)
+    given = dict(quant="nvfp4", seed=0, steps=0)
+    config = parse(f"--adapter {name} --quant nvfp4 --seed=0 --steps 0".split())
+    adapter = f"{tmp_path}/{name}" if "best" in name else f"{folder}/adapter"
+    assert config == Config(**SCORED | given, adapter=adapter)
+    (said,) = capsys.readouterr().out.splitlines()
+    assert folder in said
+    for key, value in SCORED.items():
+        assert (f" {spelled(key)} {value}" in said) == (key not in given)
+
+
+def test_an_adapter_from_elsewhere_brings_no_flags(tmp_path, capsys):
+    """Even in a folder with a config.json, if that is a model's."""
+    adapter = tmp_path / "peft"
+    adapter.mkdir()
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "temperature": 0.5}')
+    assert parse(["--adapter", str(adapter)]) == Config(adapter=str(adapter))
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--model other",
+        "--quant rtn",
+        "--rank 3",
+        "--alpha 3",
+        "--task addition",
+        "--data x.jsonl",
+        "--test x.jsonl",
+        "--operands 2-9",
+        "--out other",
+        "--adapter other",
+        "--updates-per-step 2",
+        "--eval-problems 99",
+        "--seed 8",
+    ],
+)
+def test_a_resume_keeps_what_its_checkpoint_was_trained_on(ended, given):
+    """Refused before anything is loaded. Other problems would have accuracies that the best one
+    so far cannot be compared with.
+    """
+    folder = ended(**SCORED)
+    with pytest.raises(ValueError, match=f"^{given} beside --resume {folder}: "):
+        parse(["--resume", folder, *given.split()])
+
+
+def test_a_run_of_an_earlier_version_goes_on_if_its_old_flags_did_nothing(ended):
+    """Until November 2026 config.json named updates_per_step otherwise, and it had two flags that
+    are gone.
+    """
+    folder = ended(rank=8, updates_per_rollout=1, stop="", gradient_checkpointing=None)
+    assert parse(["--resume", folder]).rank == 8
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "{ | Expecting",
+        "[1] | mapping",
+        '{"steps": null, "lr": 1} | NoneType',
+        "{\"steps\": 2.5} | 'steps': 2.5",
+        "{\"clip_low\": \"0.1\"} | 'clip_low': '0.1'",
+        '{"steps": 1e999} | infinity',
+        '{"scale": "group"} | \'scale\'',
+        '{"updates_per_rollout": 2} | 2 updates of a rollout',
+        '{"stop": "="} | --stop =',
+        '{"gradient_checkpointing": true} | --gradient-checkpointing True',
+        '{"gradient_checkpointing": false} | --gradient-checkpointing False',
+    ],
+)
+def test_a_config_that_is_damaged_or_of_another_version_is_named_with_the_way_on(ended, case):
+    text, words = case.split(" | ")
+    folder = ended()
+    config = Path(folder, "config.json")
+    config.write_text(text)
+    for name in ("--resume", "--adapter"):
+        with pytest.raises(ValueError, match=f"^{config} .*{words}.* --adapter"):
+            parse([name, folder])
+
+
+def test_a_resume_takes_the_runs_own_flags_and_those_given_beside_it_win(
+    ended, tmp_path, monkeypatch
+):
+    """The run's own value may be given again, a path from anywhere. An integer in config.json is
+    accepted for a float.
+    """
+    data = tmp_path / "data.jsonl"
+    data.touch()
+    own = SCORED | dict(data=str(data), overlong="penalty", beta=1, clip_low=0.1)
+    folder = ended(**own)
+    monkeypatch.chdir(folder)
+    want = Config(**own, lr=1.0, prompts=4, resume=folder, out=folder)
+    given = f"--resume {folder} --lr 1 --prompts=4"
+    again = f"{given} --data ../data.jsonl --rank 4 --model {own['model']} --out {folder}"
+    for flags in (given, again):
+        assert parse(flags.split()) == want
+
+
+@pytest.mark.parametrize("name", ["--resume", "--adapter"])
+def test_a_program_that_a_stored_config_names_runs_only_if_it_is_named_again(
+    ended, tmp_path, name, monkeypatch
+):
+    """Whoever made the folder could otherwise run code by it."""
+    evil = tmp_path / "evil.py"
+    evil.write_text("raise KeyboardInterrupt('it ran')")
+    folder = ended(task=str(evil))
+    with pytest.raises(ValueError, match=f"{evil}.* --task {evil}"):
+        main(name, folder, "--steps", 0)
+    monkeypatch.chdir(tmp_path)
+    for spelling in (str(evil), "evil.py", "./evil.py"):
+        assert parse([name, folder, "--task", spelling]).task == str(evil)
+
+
+@pytest.mark.parametrize("task, operands", [("addition", ""), ("multiplication", "3-9")])
+def test_another_task_does_not_inherit_the_operands_of_an_adapters_run(ended, task, operands):
+    folder = ended(operands="3-9", temperature=0.5)
+    config = parse(["--adapter", folder, "--task", task])
+    assert (config.operands, config.temperature) == (operands, 0.5)
+
+
+def test_only_the_first_rank_tells_where_flags_come_from(ended, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    parse(["--adapter", ended()])
+    assert not capsys.readouterr().out
+
+
+# --- what a command says and refuses
+
+
+@pytest.mark.parametrize(
+    "error, code, said",
+    [
+        (KeyboardInterrupt(), 130, ""),
+        (torch.OutOfMemoryError("two\nlines"), 2, "train.py: .*--max-new-tokens.*\n"),
+    ],
+)
+def test_ctrl_c_and_too_little_memory_have_no_traceback(error, code, said, capsys):
+    with pytest.raises(SystemExit) as stop, one_sentence("train.py"):
+        raise error
+    assert stop.value.code == code and re.fullmatch(said, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "--model /nonexistent | /nonexistent is neither",
+        "--resume {tmp}/nowhere | nowhere",
+        "--task gsm8k --data {tmp}/missing.jsonl | missing.jsonl",
+        "--task gsm8k | --data FILE.jsonl",
+        "--operands 3 | --operands 3",
+        "--task gsm8k --test {tmp}/missing.jsonl | give --data",
+        "--task gsm8k --test {tmp}/missing.jsonl --steps 0 | missing.jsonl",
+        "--test {tmp}/ended/metrics.jsonl | leave out --data and --test",
+        "--out {tmp}/ended/metrics.jsonl | metrics.jsonl",
+        "--max-new-tokens 129 | --max-new-tokens 129 leaves 1 to -1",
+        "--max-new-tokens 127 | the prompt '",
+        "--preflight --resume {tmp}/ended | --adapter {tmp}/ended/adapter",
+    ],
+)
+def test_what_a_user_can_get_wrong_is_one_line_and_exit_code_2(
+    tiny_chat, tmp_path, ended, monkeypatch, capsys, case
+):
+    """Said before the model loads."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "load", None)
+    flags, words = case.format(tmp=tmp_path).split(" | ")
+    ended(model=str(tiny_chat), rank=4)
+    with pytest.raises(SystemExit, match="2"), one_sentence("train.py"):
+        train.main(["--model", str(tiny_chat), *FLAGS, *flags.split()])
+    assert re.fullmatch(f"train.py: .*{re.escape(words)}.*\n", capsys.readouterr().err)
