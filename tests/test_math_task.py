@@ -54,6 +54,7 @@ VERDICTS = {  # gold: answers that are right ≠ answers that are wrong
     "5": "5\\text{ cm}|500\\% ≠ 5, 6||.|5\\%|5\\text{ percent}",
     "90": "90^\\circ",
     "(1, 2)": "\\left(1,2\\right) ≠ (2, 1)|\\{1, 2\\}",
+    "(1, 2^{-99})": "(1,2^{-99}) ≠ (1, 2^{-98})",
     "-7": "−7 ≠ 7",
     "7": "7. ≠ -7",
     "2\\sqrt{3}": "\\sqrt{12}",
@@ -171,7 +172,7 @@ TOWERS = (
     (  # of powers and factorials; series; huge exponents: the guard refuses each
         "9^{9^9}|2^{64!}|9^9^9^9|7^{9^{9}} \\mod 13|((9!)!)!|9!!|1000000!|\\left(10000000\\right)!|"
         "\\binom{1000000}{500000}|9^{999999999}|7^{-1000000000}|(x + 1)^{1000}|(x+y+z+w)^{200}|"
-        "\\left(x+1\\right)^{999}|\\sum_{i=1}^{100000000} i^i|\\prod_{i=1}^{1000000} i|"
+        "\\left(x+1\\right)^{999}|\\sum_{i=1}^{9999} i^i|\\prod_{i=1}^{9999} i|"
         "\\int_0^1 e^{x^2} \\sin(x^3) dx|\\iint x^x dx dx|\\lim_{x \\to 0} x^{x}|\\Gamma(10^9)|"
     ).split("|")[:-1]
     + ["2^" * 100 + "2"]
