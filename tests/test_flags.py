@@ -321,9 +321,10 @@ def test_a_program_that_a_stored_config_names_runs_only_if_it_is_named_again(
 
 @pytest.mark.parametrize("task, operands", [("addition", ""), ("multiplication", "3-9")])
 def test_another_task_does_not_inherit_the_operands_of_an_adapters_run(ended, task, operands):
-    folder = ended(operands="3-9", temperature=0.5)
+    folder = ended(operands="3-9", temperature=0.5, eval_problems=0)
     config = parse(["--adapter", folder, "--task", task])
-    assert (config.operands, config.temperature) == (operands, 0.5)
+    found = config.operands, config.temperature, config.eval_problems
+    assert found == (operands, 0.5, None)  # 0 evaluates nothing
 
 
 def test_only_the_first_rank_tells_where_flags_come_from(ended, monkeypatch, capsys):

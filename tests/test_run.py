@@ -466,7 +466,7 @@ def test_a_resume_to_fewer_steps_than_were_made_is_refused_and_spoils_nothing(en
     [
         "config.json metrics.jsonl adapter adapter-best",
         "config.json metrics.jsonl adapter-best",
-        "config.json metrics.jsonl",
+        "config.json metrics.jsonl --save-every 6",
         "config.json metrics.jsonl checkpoint.safetensors.tmp",
         "config.json metrics.jsonl adapter --save-every 99",
         "config.json",
@@ -576,7 +576,8 @@ def test_a_resumed_run_ends_like_an_unbroken_one(tiny_chat, tmp_path, monkeypatc
         from_call(patch, 4, train, "collect", sys.exit, 143)
         assert main(*flags, run) == 143
     assert main("--resume", run) == 0
-    assert saved(run) == saved(straight) and int(saved(run)["drawn"]) < 6 * 3 * 4
+    assert saved(run) == saved(straight)
+    assert 6 * 4 < int(saved(run)["drawn"]) < 6 * 3 * 4
     made = report.read(run).values()
     assert len({record["sigma"] for record in made}) > 2
     sigma = 0.3
