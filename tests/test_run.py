@@ -133,7 +133,7 @@ def test_samples_are_stored_whole_and_fill_at_most_a_screen(tmp_path, capsys):
     run = Run(Config(out=str(tmp_path)))
     (tmp_path / "samples.jsonl").write_bytes('{"step": 6, "answer": "é'.encode()[:-1])
     capsys.readouterr()
-    chat = [{"role": "user", "content": "x" * 999}] * 9
+    chat = [{"role": "user", "content": "x" * 600}]
     text = "\u2028\x85" * 300 + "e"  # two line ends of Unicode's
     answers = [
         Answer("short", "text", 1.0, {}),
@@ -382,8 +382,9 @@ def test_a_full_disk_is_one_sentence_and_keeps_the_checkpoint(whole, two, begun,
     """
     limit = 300 + (begun / "metrics.jsonl").stat().st_size
     code = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))"
-    run = Command(tmp_path, "--resume", begun, code=code)
-    assert run.code == 2, run.said
+    out = tmp_path / "out"
+    run = Command(tmp_path, "--resume", begun, code=code, out=out)
+    assert run.code == 2 and "step    2" not in out.read_text(), run.said
     assert re.fullmatch(f"train.py: {begun}: .*File too large.* --resume {begun}\n", run.said)
     assert saved(begun) == saved(two)
     assert (begun / "metrics.jsonl").stat().st_size == limit
