@@ -295,11 +295,12 @@ def pack(*qs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> PackedNVFP4:
     fp32), such as nvfp4.quantize returns. A byte of packed holds two codes, that of the even k in
     its low half.
 
-    ValueError: K is no multiple of 16, or dtypes or shapes do not fit together.
+    ValueError: K is no multiple of 16, or dtypes, shapes or devices do not fit together.
     AssertionError: a block scale is negative or NaN.
     """
+    (first, _, _), *_ = qs
     for q in qs:
-        _check_part(*q)
+        _check_part(*q, first.device)
     nibbles = torch.cat([codes for codes, _, _ in qs])
     scales = torch.cat([scale.view(torch.uint8) for _, scale, _ in qs])
     global_scales = torch.cat([scale.float().expand(len(codes)) for codes, _, scale in qs])
@@ -321,13 +322,19 @@ def pack(*qs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> PackedNVFP4:
     return PackedNVFP4(words, scales, global_scales, (N, K), counters, dense, parts)
 
 
-def _check_part(nibbles, block_scale, global_scale):
+def _check_part(nibbles, block_scale, global_scale, device):
     N, half_K = nibbles.shape
-    found = nibbles.dtype, block_scale.dtype, block_scale.shape
-    # no shape at all if K is no multiple of 16
-    if found != (torch.uint8, torch.float8_e4m3fn, (N, half_K / (BLOCK // 2))):
+    K = 2 * half_K
+    found = (
+        nibbles.dtype,
+        block_scale.dtype,
+        block_scale.shape,
+        {nibbles.device, block_scale.device, global_scale.device},
+        K % BLOCK,
+    )
+    if found != (torch.uint8, torch.float8_e4m3fn, (N, K // BLOCK), {device}, 0):
         raise ValueError(
-            f"codes and scales {found} do not make (N, {2 * half_K}), K a multiple of 16"
+            f"codes and scales {found} do not make (N, {K}) on {device}, K a multiple of 16"
         )
 
 
@@ -793,9 +800,7 @@ def _launch_shrink(x, weight, low_rank, gpu):
 # tile_m → CTAs of the main kernel that fit on an SM. Their registers leave room for the shrink
 # kernel's CTAs, which run beside them. (The tests compile each kernel and compare its registers.)
 CTAS_PER_SM = {8: 3, 16: 4, 32: 3, 64: 3, 128: 2}
-LONG_K = (
-    14 * COLS
-)  # 1792 columns: a tile that long counts as several, because k can be split (fitted)
+LONG_K = 14 * COLS  # a tile counts once for each so many columns: k can be split (fitted)
 SPLIT_FROM = 8 * COLS  # a shorter K is not split (fitted)
 MIN_RANGE = 2 * COLS  # the fewest columns of a CTA that shares a tile (fitted)
 MAX_SPLITS = 14  # the most CTAs that share a tile: the last one adds the sums of all (fitted)

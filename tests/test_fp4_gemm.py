@@ -100,6 +100,7 @@ def test_wrong_tensors_are_refused():
         q._replace(packed=codes[:, 4:]),
         q._replace(packed=codes[:, 4:], block_scale=scales[:, 1:]),  # K = 24
         q._replace(block_scale=scales.float()),
+        q._replace(global_scale=q.global_scale.to("meta")),
         q._replace(block_scale=(-scales.float()).to(scales.dtype)),
     ):
         with pytest.raises((ValueError, AssertionError)):
