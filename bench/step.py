@@ -89,8 +89,8 @@ def measure(args, quant, records):
             "pages": stats["pages"],
             "prefill": stats["prefill"],
             "recompute": size.recomputed,
-            "restarted": trainer.budget.share
-            < share,  # the update ran out of memory, and began again
+            # the update ran out of memory, and began again
+            "restarted": trainer.budget.share < share,
             "rollout_s": rollout_s,
             "rollout_tok_s": count * answer_tokens / rollout_s,
             "update_s": update_s,

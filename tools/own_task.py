@@ -28,7 +28,7 @@ from collections.abc import Callable
 
 import tasks
 
-SIGNALS = 129, 143  # exit codes that launch.py's handlers of SIGHUP and SIGTERM raise
+SIGNALS = 129, 143  # exit codes that run.py's handlers of SIGHUP and SIGTERM raise
 SLOW = 20  # seconds after which the traceback of a call that has not returned is printed
 
 
