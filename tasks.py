@@ -11,8 +11,9 @@ An answer scores 1 if the model ended it (finished) and if its number is exactly
     gsm8k                       what follows "####", else the last \boxed{…}, else the last number
                                 (final_answer); the solution's number is found in the same way
 
-A number counts only if nothing but plain words is near it (read_number): $18 and 18kg are 18, while
-18², 18 * 2 and "17 or 18" are no answer. No text is evaluated as code.
+A number counts only if plain words are beside it, and no operator, second number or number word
+(read_number): $18 and 18kg are 18, while 18², 18 * 2, "17 or 18" and 18 dozen are no answer. No text
+is evaluated as code.
 
 data is a JSONL file, or a dataset of the hub as owner/name[/config][:split]. A record of gsm8k has
 a question and an answer, which ends with "#### 18", as openai/gsm8k/main has. Questions that differ
@@ -147,20 +148,31 @@ def _word_problem(record: dict) -> dict:
 #
 # A readable text is WORDS, a VALUE, WORDS, once DECORATION is read as blanks. A number that is only
 # a part of what is written, as 18 is of 18², 18 * 2 and 18 million, would reward a wrong answer. So
-# these patterns list what may be beside a number, and anything else makes the text unreadable.
+# WORDS lists the characters that may be beside a number, and no NUMERAL may be next to it.
 
-# LaTeX's \text{, \boxed{, \( and \, ; bold type, currencies, quotes
-DECORATION = r"\\(?:text|boxed|[][(),;:!%$ ])|\*\*|[{}$€£¥₹'\"’“”`#~≈]"
-# letters and punctuation, without digits and operators; the / of km/h
-WORDS = r"(?:[a-zA-Z\s.,:;?!—()%°-]|/(?=[a-zA-Z]))*"
+# LaTeX's \text{, \boxed{, \( and \, ; bold and italic type, currencies, quotes
+DECORATION = r"\\(?:text|boxed|[][(),;:!%$ ])|\*\*|[{}$€£¥₹'\"’“”`~≈#]|(?<![\w}])_|_(?![\w{])"
+# letters and punctuation, without digits and operators; the / of km/h and the - of 18-packs
+WORDS = r"(?:[a-zA-Z\s.,:;?!—()%°]|[/-](?=[a-zA-Z]))*"
 # 18, -7, 1,000, 18.50 or 3/4
-VALUE = r"-?(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+|/[1-9][0-9]*)?"
-# words that change the number before them, as in 5k, 5 million and 5 squared
-MULTIPLE = r"[kKMB]|[bm]n|mil|pi|(?i:(?:hundred|thousand|[mbtr]+illion|lakh|crore)s?|squared|cubed)"
-# A VALUE begins behind a blank, which refuses x18. No ! or MULTIPLE follows it.
-NUMBER = re.compile(rf"{WORDS}(?<!\S)({VALUE})(?!\W*(?:!|(?:{MULTIPLE})\b)){WORDS}")
+VALUE = r"-?(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+|/[1-9][0-9]*)?)"
+# a word that changes the number beside it: 5k, 5 squared, 3 dozen, minus 5
+NUMERAL = r"(?:[kKMB]|[bm]n|mil|pi|(?i:(?:{})(?:s|ths?)?))\b".format(
+    "minus|negative|twice|double|triple|squared|cubed|half|halves|third|quarter|dozen|hundred|"
+    "thousand|lakh|crore|million|billion|trillion|two|three|four|five|six|seven|eight|nine|ten|"
+    "eleven|twelve|[a-z]+teen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|fif|eigh|nin"
+)
+# what may be between the two: half of 18, 2 and a half
+LINK = r"(?:\W+(?:and|or|of|to|by|point|a|an|one)\b)*"
+BEFORE = rf"(?!.*\b{NUMERAL}{LINK}\W+[0-9])"
+# behind a number its unit may come first: 2 feet and a half
+BEHIND = rf"(?!\W*!|(?:\W*[a-zA-Z]+(?=\W))?{LINK}\W*{NUMERAL})"
+# A VALUE begins behind a blank, which refuses x18.
+NUMBER = re.compile(rf"{BEFORE}{WORDS}(?<!\S)({VALUE}){BEHIND}{WORDS}", re.DOTALL)
 # where a text is cut into pieces: behind a clause (not at the blank "\, " of LaTeX), at = and "is"
 CUT = re.compile(r"(?<!\\)[.,:;?]\s|[=<>\n]|\b(?:is|are|equals|gives)\b")
+# a product or a sum, and behind it a verb that announces its value: 7 * 8 makes 56
+OPERATION = re.compile(r"[0-9] ?[*×x+] ?[0-9]+(?= (?!times|plus|minus)(?:[a-z]+s|equal) )")
 # \boxed{…} with braces up to two deep, as in \boxed{18\text{ kg}}
 BOX = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
 
@@ -190,11 +202,14 @@ def read_number(text: str) -> Fraction | None:
 def last_number(text: str) -> Fraction | None:
     """→ the number in the last piece of a text that has a digit; None if it cannot be read.
 
-    A text is cut into pieces behind a clause or a line, at "=" and at "is":
+    A text is cut into pieces behind a clause or a line, at "=" and at "is", and between an
+    operation and its verb:
 
         7 * 8 = 56.      → 56        7 times 8 is 56   → 56        56, not 54    → 54
+        7 * 8 makes 56   → 56        7 * 8 times 2     → None      7 * 8 and 56  → None
         56 is 7 * 8      → None      56. I mean 7 * 8  → None      56 in 2 steps → None
     """
+    text = OPERATION.sub(r"\g<0>\n", text)
     for piece in reversed(CUT.split(text)):
         if any(map(str.isnumeric, piece)):  # digits of any script, which read_number refuses
             return read_number(piece)
@@ -208,7 +223,9 @@ def final_answer(text: str) -> Fraction | None:
         #### 18            → 18      #### 6 * 3 = 18    → 18      #### 17, or 18         → None
         \boxed{18} of 20   → 18      \boxed{x = 18}     → 18      #### Step 1. It is 18  → None
         \boxed{17} #### 18 → 18      It is 18.          → 18      #### 18 = 6 * 3        → None
+        #### 18 ####       → 18      #### minus 5       → None    #### 2 and a half      → None
     """
+    text = text.rstrip("# \t\r\n")  # some texts end with a second, empty mark
     _, mark, line = text.rpartition("####")
     box = BOX.match(text, text.rfind("\\boxed{"))
     if mark:

@@ -24,7 +24,9 @@ CHANGES = (
     "1/2/3|1/0|2024-05-18|0x12|0b11|1e400|18(3)|5 48/2|3/4.5|18x2|\\frac{1.5}{2}|\\frac{x}{18}|"
     "(2)-3|$10-$3|2*3|18 = 6 * 3|18,5|12,34,567|1,00|1,2345|1234,567|0,500|1.000,00|1\\,000|"
     "1\u202f000|9**9**9|x_{18}|(a / b) * 100|9 or 18|.5|-.5|wait...18|COVID-19|18 !|x/18|"
-    "x / 18|18 + x|a * 18|n ^ 18|1\\, 000|7 this 9|7 isles 9"
+    "x / 18|18 + x|a * 18|n ^ 18|1\\, 000|7 this 9|7 isles 9|3 dozen|minus 5|2 and a half|"
+    "half of 18|5 feet and a half|twenty-5|2 fifths|18 or twenty|Twice 18|five hundred and 20|"
+    "1,000/2|7-"
 ).split("|")
 MULTIPLES = (
     "k K M B bn mn mil pi hundred thousands Million billion Trillions lakh crores squared cubed"
@@ -57,6 +59,13 @@ FINAL = {  # text → its answer
     "18\\ cm": "18",
     "3/40": "3/40",
     "5 m, or 5 min?": "5",
+    "18 kittens often": "18",
+    "_18._": "18",
+    "#### 18\n####\n": "18",
+    "7 * 8 makes 56": "56",
+    "7 + 8 looks like 15": "15",
+    "6 in 7 * 8 steps": None,
+    "7 * 8 times 2": None,
 }
 
 
