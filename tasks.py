@@ -12,8 +12,8 @@ An answer scores 1 if the model ended it (finished) and if its number is exactly
                                 (final_answer); the solution's number is found in the same way
 
 A number counts only if plain words are beside it, and no operator, second number or number word
-(read_number): $18 and 18kg are 18, while 18², 18 * 2, "17 or 18" and 18 dozen are no answer. No text
-is evaluated as code.
+(read_number): $18 and 18kg are 18, while 18², 18 * 2, "17 or 18" and 18 dozen are no answer. No
+text is evaluated as code.
 
 data is a JSONL file, or a dataset of the hub as owner/name[/config][:split]. A record of gsm8k has
 a question and an answer, which ends with "#### 18", as openai/gsm8k/main has. Questions that differ
