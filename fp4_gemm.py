@@ -81,9 +81,10 @@ def plain_kernel(
     for block in range(blocks):
         x_tile = tl.load(x + (m * blocks + block) * 16 + k[None, :])  # (TILE, 16)
         at = n * blocks + block  # (1, TILE): where the block of each row of W lies
-        code = tl.load(codes + at) >> 4 * k[:, None] & 15  # (16, TILE)
-        # An e4m3 has the fields of an fp16, 7 bits lower. An fp16's exponent bias is greater by 8,
-        # so the fp16 with these bits is the scale / 2^8.
+        code = (tl.load(codes + at) >> (4 * k[:, None])) & 15  # (16, TILE)
+        # An e4m3 is an fp16 without its lowest 7 bits, and with an exponent bias of 7, not 15:
+        #     e4m3             0 e e e e m m m
+        #     the same << 7    0 0 e e e e m m m 0 0 0 0 0 0 0    as an fp16: the scale / 2^8
         bits = tl.load(scales + at).to(tl.int16) << 7
         scale = bits.to(tl.float16, bitcast=True) * 256.0
         # A number of the table has two significant bits, a scale has four: w is exact in 16 bits.
@@ -139,33 +140,42 @@ def plain_product(
 # --- change 1: codes
 #
 # A code is s ee m with exponent bias 1. Copy s to bit 15 and ee m to bits 8 to 6 of a bf16, with
-# zeros elsewhere: this bf16 is the code's value · 2^-126, exactly, for all 16 codes. So one AND
-# decodes a code, if its bits already lie there. An int32 has room for two such codes, one in each
-# half, and its other bits hold six more:
+# zeros elsewhere: this bf16 is the code's value · 2^-126, exactly, for all 16 codes. Code 0 10 1,
+# for example, is 3, and the bf16 0x0140 is 1.5 · 2^-125. So one AND decodes a code whose bits lie
+# there already.
+#
+# A word (an int32) consists of two such halves, which are decoded at once. It holds 8 codes of a
+# row of W. The row is taken 128 columns at a time, as four sub-tiles of 32 columns, and word j of
+# its 16 words holds columns 2j and 2j + 1 of each sub-tile:
+#
+#     half              code 0         code 1              code 2              code 3
+#     low (bits 0-15)   column 2j      column 32 + 2j      column 64 + 2j      column 96 + 2j
+#     high              column 2j + 1  column 32 + 2j + 1  column 64 + 2j + 1  column 96 + 2j + 1
+#
+# The bits of the low half, where s0 e0 e0 m0 are code 0's (the high half has the same picture):
 #
 #     bit    15  14  13  12  11  10   9   8   7   6   5   4   3   2   1   0
-#            s0  e2  e2  m2  e1  e1  m1  e0  e0  m0  s2  m'  s'  s1  e'  e'
+#            s0  e2  e2  m2  e1  e1  m1  e0  e0  m0  s2  m3  s3  s1  e3  e3
 #
-# Code 0 is in place. A rotation of the word to the right by 3 brings code 1 into place, and a
-# rotation by 6 code 2. They carry s1 and s2 across from the other half. Code 3, marked ', fills
-# the bits left over. One multiplication, by 2^12 + 2^7 + 2^2, brings its sign, exponent and
-# mantissa into place: it adds three shifted copies of code 3, which never overlap.
+# s1 and s2 are the signs of the other half's codes 1 and 2. Code 0 is in place. A rotation of the
+# whole word to the right by 3 moves both codes 1 into place, and their signs across from one half
+# to the other; a rotation by 6 does this for both codes 2. Code 3 fills the bits left over. One
+# multiplication, by 2^12 + 2^7 + 2^2, adds three shifted copies of it, which never overlap: they
+# bring its sign, exponent and mantissa into place.
 
 CODE_MASK = constexpr(0x81C081C0)  # the places of s, ee and m, in both halves of a word
-# CODE_BITS[i] is where bits 0 to 3 (m, e, e, s) of code i in the low half lie in the word: the
-# picture above. For a code in the high half add 16, modulo 32.
+# CODE_BITS[i]: the bits of the word that hold bits 0 to 3 (m, e, e, s) of the low half's code i.
+# For the high half's add 16, modulo 32.
 CODE_BITS = ((6, 7, 8, 15), (9, 10, 11, 18), (12, 13, 14, 21), (4, 0, 1, 3))
 
 
-def _pack_codes(nibbles):
-    """(64 n, 64 k) int32, two codes each → (n, k, 64, 16) int32, eight codes each.
+def _pack_codes(packed):
+    """Two codes in each int32 → words of eight codes.
 
-    A stored tile has 64 rows of 128 columns, in four sub-tiles of 32. Code i of a half belongs to
-    sub-tile i: word j of a row holds columns 2j (low half) and 2j + 1 (high half) of each
-    sub-tile, the pairs that a tensor core's registers hold.
+    packed: (64 · tiles_n, 64 · tiles_k). words: (tiles_n, tiles_k, 64, 16), as change 3 says.
     """
     words = 0
-    for byte, positions in zip(_to_tiles(nibbles, 4, 16).unbind(3), CODE_BITS, strict=True):
+    for byte, positions in zip(_to_tiles(packed, 4, 16).unbind(3), CODE_BITS, strict=True):
         for bit in range(8):  # of the even column's code, then of the odd column's
             position = (positions[bit % 4] + bit // 4 * 16) % 32
             words = words | (byte >> bit & 1) << position
@@ -198,10 +208,10 @@ def _bf16_pair(word):
 
 # --- change 2: scales
 #
-# A block scale (1 + m/8) · 2^e in e4m3 is stored as the byte (e + 9) << 3 | m, ue5m3: five exponent
-# bits make its subnormals normal. In bits 11 to 4 of a bf16, below the bits 0x7000, this byte is
-# scale · 2^106. So a decoded weight is value · scale · 2^-20, exactly, and the kernels multiply by
-# 2^20 · global_scale at the end.
+# A block scale is stored as ue5m3: (1 + m/8) · 2^e becomes the byte (e + 9) << 3 | m. Its five
+# exponent bits make e4m3's subnormal numbers normal. Put the byte into bits 11 to 4 of a bf16, and
+# 111 into the bits above it: that bf16 is scale · 2^106. Multiply a decoded code by it to get
+# value · scale · 2^-20, exactly. The kernels multiply their sums by 2^20 · global_scale.
 
 # The bits of an fp32, >> 20, are (e + 127) << 3 | m. Subtract this offset to get ue5m3.
 UE5M3_OFFSET = (127 - 9) << 3
@@ -209,16 +219,17 @@ UE5M3_OFFSET = (127 - 9) << 3
 # scales of sub-tiles 0 and 1, at bits 4 and 20; after a rotation by 8 it extracts those of 2 and 3.
 SCALE_BITS = (4, 20, 12, 28)
 # The bits above a scale's byte in a bf16, in both halves. The kernels take this constant as an
-# argument, because ptxas fuses the OR of a register with the AND before that OR into one
+# argument, not as a literal, because ptxas fuses an AND with the OR of a register into one
 # instruction (LOP3).
 SCALE_EXPONENT = 0x70007000
-RESCALE = constexpr(2.0**20)  # what a decoded weight lacks, besides global_scale
+RESCALE = constexpr(2.0**20)  # a decoded weight · RESCALE · global_scale is the weight
 
 
 def _pack_scales(scale):
-    """(64 n, 8 k) fp32 with values of e4m3 → (n, k, 64, 2) int32.
+    """Block scales, fp32 with values of e4m3 → words of four ue5m3.
 
-    Word b of a row holds the ue5m3 of block b of each of the four sub-tiles.
+    scale: (64 · tiles_n, 8 · tiles_k). words: (tiles_n, tiles_k, 64, 2). Word b of a row holds the
+    scales of block b of each of the four sub-tiles: a sub-tile's 32 columns are two blocks.
     """
     # ue5m3 has no 0. There _pack_rows sets the codes to 0, so that the scale does not matter.
     ue5m3 = ((scale.view(torch.int32) >> 20) - UE5M3_OFFSET).clamp(min=0)
@@ -230,10 +241,10 @@ def _pack_scales(scale):
 
 @jit
 def _decode(words, scales, scale_exponent, HALF: constexpr):
-    """Half the columns of N stored rows → (N, 64) bf16, value · block_scale · 2^-20.
+    """Two of the four sub-tiles of N stored rows → (N, 64) bf16, value · block_scale · 2^-20.
 
     words (N, 16) and scales (N, 2): int32. HALF: 0 for sub-tiles 0 and 1, 1 for sub-tiles 2 and 3;
-    they are called a and b here.
+    the two are called a and b here.
     """
     N: constexpr = words.shape[0]
     w = words.to(tl.uint32, bitcast=True)
@@ -259,8 +270,8 @@ def _decode(words, scales, scale_exponent, HALF: constexpr):
 
 # --- change 3: tiles
 #
-# A CTA loads W by tiles. A stored tile has 64 rows of 128 columns: 4 KB of words and 512 B of
-# scales, each in one piece of memory.
+# A CTA loads W by tiles. A stored tile has 64 rows of 128 columns: 64 × 16 words of codes (4 KB)
+# and 64 × 2 words of scales (512 B), each contiguous in memory.
 
 ROWS, COLS = 64, 128  # weights of a stored tile
 # the same for the kernels: Triton lets them read only those globals that are constexpr
@@ -283,9 +294,9 @@ class PackedNVFP4(NamedTuple):
     global_scales: torch.Tensor  # (N,) fp32: the parts of a foreign checkpoint may differ in theirs
     shape: tuple  # (N, K)
     counters: torch.Tensor  # int32, 0 between launches: CTAs done per tile, see change 6
-    # None on a GPU. On a CPU:
-    dense: torch.Tensor  # (N, K) fp32: what a CPU multiplies by
-    parts: tuple  # what was packed, for who writes the weight to a file
+    # only on a CPU; None on a GPU
+    dense: torch.Tensor | None  # (N, K) fp32: a CPU multiplies by this
+    parts: tuple | None  # the arguments of pack, for code that writes the weight to a file
 
 
 def pack(*qs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> PackedNVFP4:
@@ -301,35 +312,35 @@ def pack(*qs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> PackedNVFP4:
     (first, _, _), *_ = qs
     for q in qs:
         _check_part(*q, first.device)
-    nibbles = torch.cat([codes for codes, _, _ in qs])
+    packed = torch.cat([codes for codes, _, _ in qs])
     scales = torch.cat([scale.view(torch.uint8) for _, scale, _ in qs])
     global_scales = torch.cat([scale.float().expand(len(codes)) for codes, _, scale in qs])
-    N, K = len(nibbles), 2 * nibbles.shape[1]
+    N, K = len(packed), 2 * packed.shape[1]
     pad_n, pad_k = -N % ROWS, -K % COLS
-    nibbles = F.pad(nibbles, (0, pad_k // 2, 0, pad_n))
+    packed = F.pad(packed, (0, pad_k // 2, 0, pad_n))
     scales = F.pad(scales, (0, pad_k // BLOCK, 0, pad_n))
     assert (scales <= 0x7E).all(), "a block scale is negative or NaN"
     # Pack some rows at a time: the temporaries take several bytes a code, which are gigabytes for a
     # layer of a 72B model.
-    pieces = map(_pack_rows, nibbles.split(64 * ROWS), scales.split(64 * ROWS))
+    pieces = map(_pack_rows, packed.split(64 * ROWS), scales.split(64 * ROWS))
     words, scales = map(torch.cat, zip(*pieces, strict=True))
     # The main kernel's tiles: for each 64 rows of W at most 32, of 8 rows of x (FUSED_MAX = 256).
     counters = words.new_zeros(SHRINK_COUNTERS + 32 * len(words))
     dense = parts = None
-    if nibbles.device.type == "cpu":
+    if packed.device.type == "cpu":
         dense = torch.cat([_decode_on_cpu(*q) for q in qs])
         parts = qs
     return PackedNVFP4(words, scales, global_scales, (N, K), counters, dense, parts)
 
 
-def _check_part(nibbles, block_scale, global_scale, device):
-    N, half_K = nibbles.shape
+def _check_part(packed, block_scale, global_scale, device):
+    N, half_K = packed.shape
     K = 2 * half_K
     found = (
-        nibbles.dtype,
+        packed.dtype,
         block_scale.dtype,
         block_scale.shape,
-        {nibbles.device, block_scale.device, global_scale.device},
+        {packed.device, block_scale.device, global_scale.device},
         K % BLOCK,
     )
     if found != (torch.uint8, torch.float8_e4m3fn, (N, K // BLOCK), {device}, 0):
@@ -338,21 +349,24 @@ def _check_part(nibbles, block_scale, global_scale, device):
         )
 
 
-def _decode_on_cpu(nibbles, block_scale, global_scale):
+def _decode_on_cpu(packed, block_scale, global_scale):
     """The format's definition: a part as pack takes it → W (N, K) fp32."""
-    codes = torch.stack((nibbles & 15, nibbles >> 4), -1).flatten(1)  # (N, K)
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1)  # (N, K)
     values = torch.tensor(E2M1)[codes.int()]
     return values * block_scale.float().repeat_interleave(BLOCK, 1) * global_scale
 
 
-def _pack_rows(nibbles, scales):
-    """(64 n, 64 k) and (64 n, 8 k) uint8 → words (n, k, 64, 16) and scales (n, k, 64, 2) int32."""
-    codes = nibbles.int() * (scales > 0).repeat_interleave(BLOCK // 2, 1)
+def _pack_rows(packed, scales):
+    """Codes and e4m3 scales, uint8 → words and scales of PackedNVFP4."""
+    codes = packed.int() * (scales > 0).repeat_interleave(BLOCK // 2, 1)
     return _pack_codes(codes), _pack_scales(scales.view(torch.float8_e4m3fn).float())
 
 
 def _to_tiles(matrix, *sub_tiles):
-    """(64 n, columns) → (n, k, 64, *sub_tiles). sub_tiles: the shape of a tile's row, (4, …)."""
+    """(64 · tiles_n, columns) → (tiles_n, tiles_k, 64, *sub_tiles).
+
+    sub_tiles: the shape of a tile's row, (4 sub-tiles, entries of each).
+    """
     return matrix.view(len(matrix) // ROWS, ROWS, -1, *sub_tiles).transpose(1, 2)
 
 
@@ -372,8 +386,8 @@ def _pointers(matrix, row, WIDTH: constexpr):
 class Dense:
     """A weight (N, K) that is not quantized, for the same functions: the bf16 base to compare with.
 
-    weight: (N, K). weight_and_B: [weight, B] (N, K + R), so that one GEMM multiplies it by
-    [x, xa]; without an adapter it is the weight itself. counters: int32, of the shrink kernel.
+    weight: (N, K). weight_and_B: [weight, B] (N, K + S·r), so that one GEMM multiplies it by
+    [x, xa]; without an adapter it is the weight itself. counters: int32, for the shrink kernel.
     """
 
     def __init__(self, W: torch.Tensor):
@@ -382,10 +396,10 @@ class Dense:
         self.counters = W.new_zeros(SHRINK_COUNTERS, dtype=torch.int32)
 
     def adapt(self, B: torch.Tensor, splits: tuple[int, ...]):
-        """Copy an adapter's B (N, R / S) beside the weight: call this after each change of B.
+        """Copy an adapter's B (N, r) beside the weight: call this after each change of B.
 
-        The first call allocates `weight_and_B`. Later calls write in place, because captured CUDA
-        graphs read the same addresses. splits: the rows of B of each of the S parts.
+        The first call allocates `weight_and_B`, later calls write into it. splits: how many rows of
+        B each of the S parts has.
         """
         B = _block_diagonal(B, splits)
         _, K = self.shape
@@ -512,7 +526,7 @@ def _linear_kernel(
     global_scales,
     bias,  # (N,), or None
     # LoRA (change 7): None without it
-    xa,  # (M, S · RANK)
+    xa,  # (M, S·RANK)
     lora_B,  # (N, RANK)
     # the result
     y,  # (M, N)
@@ -530,9 +544,9 @@ def _linear_kernel(
     TILE_M: constexpr,
     TILE_N: constexpr,
     SPLIT_K: constexpr,
-    # the kind of adapter: its rank, 0 without LoRA, and the columns of y of each of its S parts
+    # the kind of adapter: its rank, 0 without LoRA, and the number of columns of y of each part
     RANK: constexpr,
-    SPLITS: constexpr,
+    PART_WIDTHS: constexpr,
     PDL: constexpr,
 ):
     """Compute a tile (TILE_N, TILE_M) of y.T = W @ x.T + bias + LoRA's term.
@@ -554,15 +568,16 @@ def _linear_kernel(
     in_m = (offs_m < M)[None, :]
     in_n = offs_n < N
 
-    # its words and scales. A tile of 128 rows is two stored tiles, one below the other: rows from
-    # 64 on are in the stored tile that follows tiles_k tiles later.
+    # its words and scales
     first_stored = pid_n * (TILE_N // STORED_ROWS) * tiles_k + begin
     words += first_stored * TILE_WORDS
     scales += first_stored * TILE_SCALES
     if PDL:
         if RANK == 0:
-            gdc_wait()  # for the kernel that writes x; with LoRA, shrink has waited for it
+            gdc_wait()  # for the kernel that writes x: see the time line of change 7
         gdc_launch_dependents()  # the next kernel may start; its own gdc_wait waits for this one
+    # A tile of 128 rows is two stored tiles, one below the other: rows from 64 on are in the stored
+    # tile that follows tiles_k tiles later.
     stored_row = row + row // STORED_ROWS * (tiles_k - 1) * STORED_ROWS
     w_ptr = _pointers(words, stored_row, ROW_WORDS)
     s_ptr = _pointers(scales, stored_row, ROW_SCALES)
@@ -597,7 +612,7 @@ def _linear_kernel(
             # registers (a test looks).
             acc = _multiply(acc, _decode(w, s, scale_exponent, 1), x_second, WAIT=TILE_N == 64)
 
-    # the epilogue, which one CTA of a tile runs
+    # The epilogue. One CTA of a tile runs it.
     acc, is_last = _sum_splits(acc, partial_sums, counters + FIRST_COUNTER, SPLIT_K)
     if is_last:
         acc = acc * scale + add
@@ -605,12 +620,12 @@ def _linear_kernel(
             if PDL:
                 gdc_wait()  # for the shrink kernel, which writes xa
             first_n = 0
-            for part in tl.static_range(len(SPLITS)):
-                last_n = first_n + SPLITS[part]
+            for part in tl.static_range(len(PART_WIDTHS)):
+                last_n = first_n + PART_WIDTHS[part]
                 # Skip a part that has no rows in this tile. Few tiles have rows of two parts.
                 if (first_n < (pid_n + 1) * TILE_N) & (last_n > pid_n * TILE_N):
                     xa_t = tl.load(
-                        xa + offs_m[None, :] * (len(SPLITS) * RANK) + part * RANK + r[:, None],
+                        xa + offs_m[None, :] * (len(PART_WIDTHS) * RANK) + part * RANK + r[:, None],
                         mask=in_m & in_r[:, None],
                         other=0.0,
                     )
@@ -628,9 +643,9 @@ def _linear_kernel(
 # does not change the result. Each weight has its own counters, so use a weight on one stream at a
 # time.
 
-# The shrink kernel's counters, at the start of a weight's counters: one for each tile of 16 rows of
-# x and 32 of A, so enough for FUSED_MAX rows and R = 4096. The main kernel uses the counters behind
-# them, because with PDL both kernels run at the same time.
+# The first counters of a weight are the shrink kernel's: one for each tile of 16 rows of x and 32
+# of A, so enough for FUSED_MAX rows and S·r = 4096. The main kernel uses the counters behind them,
+# because both kernels run at the same time (change 7).
 SHRINK_COUNTERS = 2048
 FIRST_COUNTER = constexpr(SHRINK_COUNTERS)  # of the main kernel
 
@@ -644,19 +659,21 @@ def _split_range(steps, SPLIT_K: constexpr):
 
 @jit
 def _sum_splits(acc, partial_sums, counters, SPLIT_K: constexpr):
-    """Add up the sums acc (R, C) of the CTAs that share a tile.
+    """Add up the sums acc (HEIGHT, WIDTH) of the CTAs that share a tile.
 
     → (the sum, True) in the CTA that counts last, (acc, False) in the others. partial_sums: (tiles,
-    SPLIT_K, R, C) fp32. counters: (tiles,) int32, 0 before and after a launch.
+    SPLIT_K, HEIGHT, WIDTH) fp32. counters: (tiles,) int32, 0 before and after a launch.
     """
     if SPLIT_K == 1:
         return acc, True
-    R: constexpr = acc.shape[0]
-    C: constexpr = acc.shape[1]
+    HEIGHT: constexpr = acc.shape[0]
+    WIDTH: constexpr = acc.shape[1]
+    SIZE: constexpr = HEIGHT * WIDTH
     tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     pid_k = tl.program_id(2)
-    offs = tile * SPLIT_K * R * C + tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]
-    tl.store(partial_sums + pid_k * R * C + offs, acc)
+    in_tile = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    offs = tile * SPLIT_K * SIZE + in_tile
+    tl.store(partial_sums + pid_k * SIZE + offs, acc)
     # All warps must have stored before the CTA counts. acq_rel: the CTA that counts last sees the
     # stores of those that counted before.
     tl.debug_barrier()
@@ -664,12 +681,12 @@ def _sum_splits(acc, partial_sums, counters, SPLIT_K: constexpr):
     if is_last:
         tl.store(counters + tile, 0)
         acc = tl.zeros_like(acc)
-        # Load from L2 (.cg), because L1 may hold lines of an earlier launch. In a tile of at most
-        # 4096 sums a thread loads up to 32 a turn, too few to hide their latency: unroll the loop,
-        # so that loads of several CTAs' sums overlap. Larger tiles have enough loads in each turn.
-        unroll: constexpr = SPLIT_K if R * C <= 4096 else 1
+        # Load from L2 (.cg), because L1 may hold lines of an earlier launch. A thread loads at most
+        # 32 sums of a small tile per iteration, too few to hide their latency. So unroll the loop:
+        # the loads of several CTAs' sums then overlap. A large tile has enough loads without that.
+        unroll: constexpr = SPLIT_K if SIZE <= 4096 else 1
         for i in tl.range(SPLIT_K, loop_unroll_factor=unroll, num_stages=1):
-            acc += tl.load(partial_sums + i * R * C + offs, cache_modifier=".cg")
+            acc += tl.load(partial_sums + i * SIZE + offs, cache_modifier=".cg")
     return acc, is_last
 
 
@@ -685,13 +702,19 @@ def _partial_sums(x, grid, tile_size):
 # xa @ B.T to its fp32 sums. So y is rounded once. If x @ W.T were rounded to bf16 first, it would
 # lose more than an adapter adds early in training.
 #
-# With PDL (programmatic dependent launch, from Hopper on) the GPU starts a kernel while its
-# predecessor runs, and gdc_wait waits for the predecessor's end. The shrink kernel calls gdc_wait
-# before its first load. The main kernel calls gdc_wait before it loads xa, so that its whole loop
-# runs beside the shrink kernel; without LoRA, before its first load. A kernel that reads y must
-# call gdc_wait too, if it is launched with PDL.
-
-# The largest rank is 256. With more, a tile of lora_B and one of xa exceed a GPU's shared memory,
+# With PDL (programmatic dependent launch, from Hopper on) the GPU starts a kernel as soon as all
+# CTAs of its predecessor have called gdc_launch_dependents. gdc_wait waits until the predecessor
+# has ended:
+#
+#     previous kernel   ── writes x ──┤
+#     shrink               started … gdc_wait, then xa = scale · x @ A.T ──┤
+#     main                              started … loop over W and x … gdc_wait, then + xa @ B.T ──┤
+#
+# So the main kernel's loop runs beside the shrink kernel. It may read x without a wait of its own,
+# because shrink lets it start only after x is complete. Without LoRA it waits before it reads x. A
+# kernel that reads y must call gdc_wait too, if it is launched with PDL.
+#
+# A rank may be at most 256: with more, a tile of lora_B and one of xa exceed a GPU's shared memory,
 # and Triton refuses to launch the main kernel.
 
 
@@ -714,10 +737,10 @@ def _shrink_kernel(
     SPLIT_K: constexpr,
     PDL: constexpr,
 ):
-    """Compute a tile (TILE_R, TILE_M) of xa.T = scale · lora_A @ x.T: xa (M, R), lora_A (R, K).
+    """Compute a tile (TILE_R, TILE_M) of xa.T = scale · lora_A @ x.T.
 
-    Grid: (tiles of x, tiles of lora_A, SPLIT_K). A step has 64 columns. partial_sums and counters:
-    as in the main kernel, but other memory, because the two run at the same time.
+    xa (M, R), lora_A (R, K), with R = S·r. Grid: (tiles of x, tiles of lora_A, SPLIT_K). A step has
+    64 columns. partial_sums and counters: not the main kernel's, which runs at the same time.
     """
     offs_m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)[None, :]
     offs_r = tl.program_id(1) * TILE_R + tl.arange(0, TILE_R)[:, None]
@@ -746,7 +769,7 @@ def _shrink_kernel(
 
 
 def _launch_shrink(x, weight, low_rank, gpu):
-    """Launch the shrink kernel → xa = scale · x @ A.T (M, R), and the memory of its partial sums.
+    """Launch the shrink kernel → xa = scale · x @ A.T (M, S·r), and the memory of its partial sums.
 
     The next kernel may run beside this one: keep the sums until its memory is allocated.
     """
@@ -793,20 +816,29 @@ def _launch_shrink(x, weight, low_rank, gpu):
 
 # --- change 8: the plan
 #
-# A plan sets the speed and the order of sums, and no plan gives a wrong result. A constant that has
-# no reason beside it, or is called fitted, was chosen by the measured times of the layers of
-# Qwen2.5 and SmolLM2 on an H100 and an H200.
+# A plan sets the speed and the order of sums. No plan gives a wrong result. A constant that has no
+# reason beside it, or is called fitted, was chosen by the measured times of the layers of Qwen2.5
+# and SmolLM2 on an H100 and an H200. Some plans for an H100, which has 132 SMs:
+#
+#     layer            (N, K)          rows of x    tiles: rows of x × rows of W    split_k    CTAs
+#     7B gate, up      37888, 3584         8                8 × 64                     1       592
+#     7B o              3584, 3584         8                8 × 64                     7       392
+#     7B o              3584, 3584       256              128 × 64                     2       224
+#     1.5B o            1536, 1536        64               16 × 64                     5       480
+#     7B gate, up      37888, 3584       256              256 × 128, two launches:
+#                                                           two full waves             1       264
+#                                                           the rest                   3        96
 
 # tile_m → CTAs of the main kernel that fit on an SM. Their registers leave room for the shrink
 # kernel's CTAs, which run beside them. (The tests compile each kernel and compare its registers.)
 CTAS_PER_SM = {8: 3, 16: 4, 32: 3, 64: 3, 128: 2}
-LONG_K = 14 * COLS  # a tile counts once for each so many columns: k can be split (fitted)
-SPLIT_FROM = 8 * COLS  # a shorter K is not split (fitted)
-MIN_RANGE = 2 * COLS  # the fewest columns of a CTA that shares a tile (fitted)
-MAX_SPLITS = 14  # the most CTAs that share a tile: the last one adds the sums of all (fitted)
+SPLIT_FROM = 8 * COLS  # a K with fewer columns is not split (fitted)
+MIN_RANGE = 2 * COLS  # a CTA that shares a tile has at least so many columns (fitted)
+MAX_SPLITS = 14  # at most so many CTAs share a tile: the last one adds the sums of all (fitted)
 MAX_SHRINK_SPLITS = 28  # more in the shrink kernel: sums of its small tiles are added fast (fitted)
+LONG_K = 14 * COLS  # K // LONG_K: how many CTAs a tile will keep busy, before it is known (fitted)
 LARGE_M, LARGE_N = 256, 128  # a large tile: rows of x, rows of W
-LARGE_TIME = 1.8  # of a wave of large tiles; a wave with half as many products takes 1 (measured)
+LARGE_TIME = 1.8  # a wave of large tiles takes 1.8 times as long as one of half the work (measured)
 
 
 class Launch(NamedTuple):
@@ -838,8 +870,8 @@ def _small_tiles(M, N, K, gpu):
         max_tile_m = 64 if M < 128 else 128
     # A small W has too few tiles for all SMs. There are two remedies: tiles with fewer rows of x,
     # though each of them decodes the same weights again, or a split of k, below. A long k favors
-    # the split. So double the rows while there are more tiles than SMs, and count a tile once for
-    # every LONG_K columns. Begin with 16 rows, or with 32 from twice LONG_K on (fitted).
+    # the split. So double the rows while there is work for all SMs, where a tile counts K // LONG_K
+    # times because it can be split. Begin with 16 rows, or with 32 if K is long (fitted).
     tile_m = min(max_tile_m, 16 if K < 2 * LONG_K else 32)
     while tile_m < max_tile_m and tiles_n * max(1, K // LONG_K) * triton.cdiv(M, tile_m) > sms:
         tile_m *= 2
@@ -864,24 +896,23 @@ def _large_tiles(M, N, K, gpu):
     # tiles over more SMs, in at most four ranges of k. A range has 1024 columns or more (4096 if
     # there is no full wave), because shorter ranges cost more time than they save.
     tiles = N // LARGE_N
-    in_full_waves = tiles // sms * sms
-    rest = tiles - in_full_waves
-    split_k = max(1, min(4, sms // max(1, rest), K // (1024 if in_full_waves else 4096)))
-    waves = in_full_waves / sms + (1 / split_k if rest else 0)
-    # The alternative is tiles of 64 rows of W and 128 of x, two at a time on an SM: half as many
-    # weights and half as many rows of x each, so a wave has half as many products.
-    small_waves = triton.cdiv(2 * tiles * triton.cdiv(M, 128), 2 * sms)
+    full_waves, rest = divmod(tiles, sms)
+    split_k = max(1, min(4, sms // max(1, rest), K // (1024 if full_waves else 4096)))
+    waves = full_waves + (1 / split_k if rest else 0)
+    # The alternative is tiles of 64 rows of W and 128 of x. They are twice as many along N, and run
+    # two at a time on an SM. Each has a quarter of the products, so a wave has half of them.
+    small_waves = triton.cdiv(tiles * triton.cdiv(M, 128), sms)
     if LARGE_TIME * waves > small_waves:
         return []
     launches = (
-        Launch(0, in_full_waves, LARGE_M, LARGE_N, 1, 3),
-        Launch(in_full_waves, rest, LARGE_M, LARGE_N, split_k, 3),
+        Launch(0, tiles - rest, LARGE_M, LARGE_N, 1, 3),
+        Launch(tiles - rest, rest, LARGE_M, LARGE_N, split_k, 3),
     )
     return [launch for launch in launches if launch.tiles]
 
 
 def _launch_linear(x, weight, bias, low_rank, xa, gpu):
-    """Launch the main kernel as planned → y (M, N). low_rank and xa (M, R): None without LoRA."""
+    """Launch the main kernel as planned → y (M, N). low_rank and xa (M, S·r): None without LoRA."""
     M, (N, K) = len(x), weight.shape
     lora_B, rank, splits = None, 0, ()
     if low_rank is not None:
@@ -889,7 +920,7 @@ def _launch_linear(x, weight, bias, low_rank, xa, gpu):
     y = x.new_empty(M, N)
     for first_tile, tiles, tile_m, tile_n, split_k, stages in _plan(M, N, K, gpu):
         grid = triton.cdiv(M, tile_m), tiles, split_k
-        # One launch of a plan at most is split, so that launches share neither sums nor counters.
+        # At most one launch of a plan is split, so launches share neither sums nor counters.
         sums = _partial_sums(x, grid, tile_m * tile_n)
         x_arg = x
         if tile_m >= TMA_ROWS:
@@ -921,7 +952,7 @@ def _launch_linear(x, weight, bias, low_rank, xa, gpu):
             TILE_N=tile_n,
             SPLIT_K=split_k,
             RANK=rank,
-            SPLITS=splits,
+            PART_WIDTHS=splits,
             PDL=gpu.major >= 9,
             launch_pdl=gpu.major >= 9,
             num_stages=stages,
@@ -977,21 +1008,21 @@ def product(
     low_rank=None,
     compute_output: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x (M, K) → y (M, N) = x @ W.T + bias + xa @ B.T, and xa (M, R) = scale · x @ A.T.
+    """x (M, K) → y (M, N) = x @ W.T + bias + xa @ B.T, and xa (M, S·r) = scale · x @ A.T.
 
     Without autograd. y and xa have the dtype of x. x, bias (N,), A and B are contiguous, bf16 on a
     GPU and fp32 on a CPU. Without low_rank, xa is None and y lacks its term.
 
     low_rank: an object with these fields, such as lora.LowRank:
-        A (R, K), B (N, R / S)    S: the number of parts of a fused projection, such as q, k and v,
-                                  or 1. For a Dense weight, call its `adapt` with B first.
-        splits                    S integers, N in all: the columns of y of each part. Part s
-                                  uses rows s · R / S to (s + 1) · R / S − 1 of A.
-        scale                     a float
+        A (S·r, K), B (N, r)    r: the rank. S: the number of parts of a fused projection, such as
+                                q, k and v, or 1. For a Dense weight, call its `adapt` with B first.
+        splits                  S integers, N in all: how many columns of y each part has. Part s
+                                uses rows s·r to (s + 1)·r − 1 of A.
+        scale                   a float
 
-    compute_output=False: the caller promises that nothing reads y. With low_rank, x @ W.T is then
-    left out of y, because gradient checkpointing repeats a forward only for the tensors that
-    backward needs.
+    compute_output=False: the caller promises that nothing reads y. With low_rank, y is then left
+    uninitialized: gradient checkpointing repeats a forward only for the tensors that backward
+    needs.
 
     AssertionError: x, bias, A or B has a wrong shape, dtype or device or is not contiguous; the
     splits do not add up to N.
@@ -999,11 +1030,11 @@ def product(
     _check_arguments(x, weight, bias, low_rank)
     if x.data_ptr() % 16:
         x = x.clone()  # TMA needs addresses that are multiples of 16 bytes
-    few = x.is_cuda and compute_output and len(x) <= FUSED_MAX
-    gpu = torch.cuda.get_device_properties(x.device) if few else None
+    fused = x.is_cuda and compute_output and len(x) <= FUSED_MAX
+    gpu = torch.cuda.get_device_properties(x.device) if fused else None
     dense = isinstance(weight, Dense)
     xa = shrink_sums = None
-    if low_rank is not None and few:
+    if low_rank is not None and fused:
         # shrink_sums must live until the main kernel's sums are allocated. Otherwise the allocator
         # may give both the same memory, while both kernels run.
         xa, shrink_sums = _launch_shrink(x, weight, low_rank, gpu)
@@ -1011,7 +1042,7 @@ def product(
         # The GEMM multiplies its fp32 sums by scale, so that xa is rounded once.
         xa = x.new_empty(len(x), len(low_rank.A))
         xa.addmm_(x, low_rank.A.T, beta=0, alpha=low_rank.scale)
-    if few and not dense:
+    if fused and not dense:
         return _launch_linear(x, weight, bias, low_rank, xa, gpu), xa
     if low_rank is None:
         return F.linear(x, dequantize(weight, x.dtype), bias), None
@@ -1019,11 +1050,11 @@ def product(
         # one GEMM, [x, xa] @ [W, B].T, so that y is rounded once
         weight_and_B = _weight_and_B(weight, low_rank)
         return F.linear(torch.cat([x, xa], 1), weight_and_B, bias), xa
+    if not compute_output:
+        return x.new_empty(len(x), weight.shape[0]), xa
+    # A CPU's copy of W has no B beside it. In fp32 the additional rounding does not matter.
     y = F.linear(xa, _block_diagonal(low_rank.B, low_rank.splits), bias)
-    if compute_output:
-        # A CPU's copy of W has no B beside it. In fp32 the additional rounding does not matter.
-        y.addmm_(x, dequantize(weight, x.dtype).T)
-    return y, xa
+    return y.addmm_(x, dequantize(weight, x.dtype).T), xa
 
 
 def transposed(
@@ -1053,7 +1084,7 @@ def _check_arguments(x, weight, bias, low_rank):
 
 
 def _weight_and_B(weight, low_rank):
-    """→ [W, B] (N, K + R), with B block-diagonal, in bf16 on a GPU."""
+    """→ [W, B] (N, K + S·r), with B block-diagonal, in bf16 on a GPU."""
     if isinstance(weight, Dense):
         return weight.weight_and_B
     N, K = weight.shape
@@ -1065,7 +1096,7 @@ def _weight_and_B(weight, low_rank):
 
 
 def _block_diagonal(B, splits):
-    """B (N, R / S) → (N, R): each part has columns of its own; the rest is 0."""
+    """B (N, r) → (N, S·r): each part has columns of its own; the rest is 0."""
     return B if len(splits) == 1 else torch.block_diag(*B.split(splits))
 
 
@@ -1078,7 +1109,7 @@ if __name__ == "__main__":
     exact = x.double() @ dequantize(packed, torch.float64).T
     error = (plain_product(x, *q) - exact).norm() / exact.norm()
     print(f"plain kernel: relative error {error:.0e}")
-    print(
-        f"fast kernels: the first 8 codes are {packed.words.flatten()[0].item() & 0xFFFFFFFF:032b}"
-    )
-    print(f"              {(packed.words.nbytes + packed.scales.nbytes) / 2**10} bits a weight")
+    word = packed.words.flatten()[0].item() & 0xFFFFFFFF
+    print(f"fast kernels: the first word of 8 codes is {word:032b}")
+    bits = 8 * (packed.words.nbytes + packed.scales.nbytes) / (64 * 128)
+    print(f"              {bits} bits a weight")

@@ -207,9 +207,9 @@ def compile_linear(cc, M, rank, names_of):
         return
     constants = dict(TILE_M=m, TILE_N=n, RANK=rank, PDL=cc >= 90, bias=None)
     if rank:
-        constants |= dict(SPLITS=(3584, 512, 512), SPLIT_K=5)
+        constants |= dict(PART_WIDTHS=(3584, 512, 512), SPLIT_K=5)
     else:
-        constants |= dict(SPLITS=(), SPLIT_K=1, xa=None, lora_B=None)
+        constants |= dict(PART_WIDTHS=(), SPLIT_K=1, xa=None, lora_B=None)
     if m >= 64:
         names_of = names_of | {f"tensordesc<bf16[{m},64]>": "x"}
     most = 255
