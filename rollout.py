@@ -10,10 +10,12 @@ Naive sampling is a few lines:
             token, logprob = sample(logits)
             tokens += [token]
 
-The sampler returns the same answers, faster. It changes five things:
+The sampler returns the same answers, but for the rounding of sums, and faster. It changes five
+things:
 
     KV cache              A decode step computes an answer's newest token only. Keys and values of
-                          the tokens before it are kept, in pages of 128 positions.
+                          the tokens before it are kept, in pages of 128 positions (16 on
+                          a CPU).
     continuous batching   A decode step advances many answers at once, each in a slot of its own.
                           When one ends, another takes its slot.
     shared prompts        A prompt is computed once for its group, whose answers share its pages.
@@ -30,7 +32,7 @@ Each answer is a row of the Rollout. continuous_batching() moves rows between tw
        └─────────── preempt: no page is free ──────────┘
 
 The Scheduler decides, on the host, which rows run and which pages they use. The ModelRunner does
-the computing, on the GPU: prefill and decode steps. A decode step reads each row's newest token,
+the computing, on the device: prefill and decode steps. A decode step reads each row's newest token,
 which is not in the cache yet, caches its keys and values, and draws the next token. So prefill
 leaves out the newest token and draws nothing. This is how two rows share a prompt of 300 tokens:
 
@@ -63,7 +65,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import PretrainedConfig
+from transformers import PreTrainedConfig
 
 from model import Decoder, head_dim
 from ops import attention, sampling
@@ -77,8 +79,8 @@ except ImportError:  # macOS has no Triton, and never launches the kernel that u
 SLOTS = 256  # most rows that run at once
 STEPS = 8  # most decode steps before the host reads which rows have ended
 PREFILL_TOKENS = 8192  # most in one forward pass, unless one row may need more
-MIN_SPLITS = 4  # a graph covers so many, if a row can have them: fewer captures
-CPU_PAGE = 16  # positions of a page on a CPU, where attention copies the pages of a row together
+MIN_SPLITS = 4  # splits that a graph has room for even if its rows are shorter: fewer captures
+CPU_PAGE = 16  # positions of a page on a CPU, where attention gathers copies of a row's pages
 
 
 class Rollout(NamedTuple):
@@ -140,6 +142,15 @@ class SamplingParams(NamedTuple):
     seed: int = 0
 
 
+class Limits(NamedTuple):
+    """What one call of generate may use."""
+
+    slots: int  # rows that run at once
+    pages: int  # of the KV cache
+    length: int  # tokens of the longest row
+    prefill: int  # tokens of one forward pass
+
+
 class Sampler:
     """slots: most rows that run at once. pages: most pages of keys and values; None: as many as are
     needed, or as a GPU's free memory holds.
@@ -148,7 +159,8 @@ class Sampler:
     def __init__(self, model: Decoder, slots: int = SLOTS, pages: int | None = None):
         self.model, self.slots, self.pages = model, slots, pages
         self.page_size = CPU_PAGE if model.device.type == "cpu" else attention.PAGE
-        self.stats = {}  # measurements of the last call of generate
+        self.limits = None  # Limits of the last call of generate
+        self.stats = {}  # its limits and what it measured
         self.loaded = {}  # kind of decode step → batch sizes whose kernels are loaded
 
     @torch.no_grad()
@@ -181,22 +193,22 @@ class Sampler:
                 try:
                     # Keep no name for the runner, or its cache and graphs would not be freed.
                     continuous_batching(
-                        Scheduler(waiting, self.page_size, self.stats),
+                        Scheduler(waiting, self.page_size, self.limits, self.stats),
                         ModelRunner(self, rollout, params, step, first_sequence),
                         bar,
                     )
                 except torch.OutOfMemoryError:
-                    if self.stats["pages"] // 2 < self._pages_of(length):
+                    if self.limits.pages // 2 < self._pages_of(length):
                         raise
                     self._halve_pages()
                 # Return the memory to CUDA, or the update's tensors fragment it.
                 torch.cuda.empty_cache()
-        return rollout.rows(range(rows))
+        return rollout.rows(range(rows))  # all of them, cut to the longest
 
     # --- memory. On a first reading go on with continuous_batching.
 
     def _allot(self, prompt_lengths, rows, length, params):
-        """Begin the statistics: what this call may use, and zeros for what it measures."""
+        """Set the limits of this call, and begin its statistics with zeros."""
         slots = min(self.slots, rows)
         pages, prefill = self.room(prompt_lengths, slots, length, params.top_p)
         needed = self._pages_of(length)
@@ -206,17 +218,18 @@ class Sampler:
                 f"needs {needed * self.page_size} tokens of keys and values; there is room for "
                 f"{pages * self.page_size}: shorten the prompt or lower --max-new-tokens"
             )
-        # length: of the longest row; prefill: most tokens of a forward pass
-        self.stats = dict(slots=slots, pages=pages, length=length, prefill=prefill)
-        self.stats |= dict.fromkeys(("steps", "preempted", "prefill_s", "capture_s", "decode_s"), 0)
+        self.limits = Limits(slots, pages, length, prefill)
+        measured = dict.fromkeys(("steps", "preempted", "prefill_s", "capture_s", "decode_s"), 0)
+        self.stats = self.limits._asdict() | measured
 
     def _halve_pages(self):
-        self.stats["pages"] //= 2
+        _, pages, length, prefill = self.limits
         # Rows that ran are prefilled with their answers so far.
-        self.stats["prefill"] = max(self.stats["prefill"], self.stats["length"])
+        self.limits = self.limits._replace(pages=pages // 2, prefill=max(prefill, length))
+        self.stats |= self.limits._asdict()
         tqdm.write(
             "out of memory while sampling: going on with half of the memory for keys and "
-            f"values, {self.stats['pages'] * self.page_size} tokens"
+            f"values, {self.limits.pages * self.page_size} tokens"
         )
 
     def _pages_of(self, length):
@@ -246,7 +259,8 @@ class Sampler:
             return math.inf
         # A prefill decodes one packed weight at a time to bf16. The largest is that of gate and up.
         decoded = 4 * c.hidden_size * c.intermediate_size
-        # A decoding row has its logits twice in fp32. With top-p a logit takes up to 20 bytes.
+        # A decoding row has its logits in fp32, and as much again as a reserve. With top-p a logit
+        # takes up to 20 bytes.
         decoding = scratch_bytes(c, length) + (20 if top_p < 1 else 8) * c.vocab_size
         gaps = 5e8  # what the allocator cannot use
         reserved = decoded + prefill_bytes(c, prefill) + slots * decoding + gaps
@@ -288,7 +302,7 @@ def _without_answers(prompts, group_size, max_new_tokens, device):
 def continuous_batching(scheduler: "Scheduler", runner: "ModelRunner", bar: tqdm):
     """Sample until every row has ended."""
     while scheduler.waiting or scheduler.running:
-        if scheduler.enough_have_left():
+        if scheduler.should_admit():
             while started := scheduler.admit():
                 runner.fill_pages(started)
         scheduler.reserve()
@@ -303,12 +317,12 @@ class Sequence:
     row: int  # its number in the Rollout
     group: int  # rows of a group have the same prompt
     prompt_length: int
-    position: int  # of the newest token, which is not cached yet; −1: the answer has ended
-    last_position: int  # the position of an answer's last token if it reaches max_new_tokens
+    position: int  # where its newest token is, which is not cached yet; −1: the answer has ended
+    last_position: int  # where its last token will be if the answer reaches max_new_tokens
     # The rest is set when the row starts.
-    pages: list[int] = field(default_factory=list)  # the block table: of its positions, in order
-    shared: int = 0  # how many of these pages, the first ones, were filled for the group before
-    partial: int | None = None  # page to copy, which the prompt fills in part; None: prefill
+    pages: list[int] = field(default_factory=list)  # its block table: the pages of its positions
+    shared: int = 0  # so many of its first pages belong to another row of the group too
+    partial: int | None = None  # copy this page, which the prompt fills in part; None: prefill
 
 
 def _unfinished(rollout, group_size, max_new_tokens):
@@ -337,19 +351,20 @@ class Scheduler:
     waiting rows.
     """
 
-    def __init__(self, waiting: deque[Sequence], page_size: int, stats: dict):
+    def __init__(self, waiting: deque[Sequence], page_size: int, limits: Limits, stats: dict):
+        """stats: its count "preempted" is kept up to date."""
         self.waiting = waiting
         self.running = []
-        self.full = 0  # rows that ran after the last admission
-        self.page_size, self.stats = page_size, stats
-        self.pool = PagePool(stats["pages"])
+        self.admitted = 0  # how many rows ran after the last admission
+        self.page_size, self.limits, self.stats = page_size, limits, stats
+        self.pool = PagePool(limits.pages)
 
-    def enough_have_left(self) -> bool:
-        """Has an eighth of the rows left, or as many rows as wait? A small prefill is slow, so
-        admission waits until then.
+    def should_admit(self) -> bool:
+        """Admit rows when an eighth of the running rows has ended, or as many as wait: each
+        admission is a prefill, and a small prefill is slow.
         """
-        left = self.full - len(self.running)
-        return left >= min(len(self.waiting), math.ceil(self.full / 8))
+        ended = self.admitted - len(self.running)
+        return ended >= min(len(self.waiting), math.ceil(self.admitted / 8))
 
     def admit(self) -> list[Sequence]:
         """Start waiting rows while there are slots, pages, and room in one prefill.
@@ -357,26 +372,30 @@ class Scheduler:
         → the rows that started. Call this again, after they are prefilled, until none starts.
         """
         started, tokens = [], 0
-        while self.waiting and len(self.running) < self.stats["slots"]:
+        while self.waiting and len(self.running) < self.limits.slots:
             sequence = self.waiting[0]
             shared, partial = self.prompt_pages(sequence)
             missing = self.pages_ahead(sequence) - len(shared)
             if partial is None:
                 tokens += sequence.position
-            if tokens > self.stats["prefill"] or missing + self.watermark() > len(self.pool.free):
+            if tokens > self.limits.prefill or missing + self.watermark() > len(self.pool.free):
                 break
             self.pool.share(shared)
             sequence.pages = shared + self.pool.take(missing)
             sequence.shared, sequence.partial = len(shared), partial
             started.append(sequence)
             self.running.append(self.waiting.popleft())
-        self.full = len(self.running)
+        self.admitted = len(self.running)
         return started
 
     def prompt_pages(self, sequence: Sequence) -> tuple[list[int], int | None]:
-        """→ pages that hold the row's prompt already, if another row of its group runs: full ones,
-        to share, and the partial one behind them, to copy. A preempted row with answer tokens must
-        be prefilled, so it copies none.
+        """→ pages with the row's prompt that a sibling has, a running row of its group: full ones,
+        to share, and the partial one behind them, to copy.
+
+        The sibling may have started in this very admission, because fill_pages prefills before it
+        copies. Its partial page may hold some of its own answer already: those positions of the
+        copy are written before they are read. A preempted row with answer tokens must be prefilled,
+        so it copies none.
         """
         sibling = next((s for s in self.running if s.group == sequence.group), None)
         if sibling is None:
@@ -451,7 +470,7 @@ class PagePool:
         self.free += [page for page in pages if self.users[page] == 0]
 
 
-# --- on the GPU: prefill and decode steps
+# --- on the device: prefill and decode steps
 
 
 class Slots(NamedTuple):
@@ -485,12 +504,12 @@ class ModelRunner:
         self.rollout, self.params = rollout, params
         self.step, self.first_sequence = step, first_sequence
         self.cuda = self.model.device.type == "cuda"
-        slots = self.stats["slots"]
+        slots, pages, *_ = sampler.limits
         splits = math.ceil(rollout.tokens.shape[1] / attention.SPLIT)  # of the longest row
-        kind = params.temperature == 0, params.top_p < 1, len(params.stop_ids)
+        kind = params.temperature == 0, params.top_p < 1, len(params.stop_ids)  # of decode step
         self.graphs = DecodeGraphs(slots, splits, sampler.loaded.setdefault(kind, set()))
         c = self.model.config
-        pages, key_heads = self.stats["pages"], c.num_key_value_heads
+        key_heads = c.num_key_value_heads
         shape = c.num_hidden_layers, pages, key_heads, self.page_size, head_dim(c)
         blocks = math.ceil(splits * attention.SPLIT / self.page_size)
         with self.model.device:
@@ -523,7 +542,7 @@ class ModelRunner:
             self.prefill(prefills)
         if copies:
             source, copy = torch.tensor(copies, device=self.model.device).T
-            for x in (*self.cache.k, *self.cache.v):  # (pages, Hkv, PAGE, Dh): of each layer
+            for x in (*self.cache.k, *self.cache.v):  # of each layer: (pages, Hkv, page_size, Dh)
                 x[copy] = x[source]
         self.stats["prefill_s"] += _seconds() - began
 
@@ -532,7 +551,7 @@ class ModelRunner:
         over one flat row, and store those that are not in shared pages.
         """
         texts, mapping = [], []
-        end = 0  # of the flat row so far
+        end = 0  # tokens in the flat row so far
         for sequence in sequences:
             texts.append(self.rollout.tokens[sequence.row, : sequence.position])
             position = torch.arange(sequence.shared * self.page_size, sequence.position)
@@ -545,7 +564,7 @@ class ModelRunner:
         self.model(torch.cat(texts), attend.positions, attend)
 
     def decode(self, running: list[Sequence]):
-        """Draw up to 8 tokens for each running row, and read the rows' new positions."""
+        """Draw up to 8 tokens (on a CPU one) for each running row, and read the new positions."""
         self.write_slots(running)
         steps = min(STEPS if self.cuda else 1, max(s.last_position - s.position for s in running))
         longest = max(s.position for s in running) + steps
@@ -604,24 +623,26 @@ class DecodeGraphs:
     """The CUDA graphs of a decode step, which are captured when they are needed.
 
     A row's position, its last token and its block table are data on the GPU. So a graph depends on
-    two numbers only: how many slots it computes (its batch size), and into how many splits of 256
-    positions attention divides the longest row. Both are rounded up to a power of two, and splits
-    to at least 4, so that fewer graphs are captured. Neither exceeds its maximum: all slots, and
-    the splits of the longest possible row.
+    its size only, two numbers: how many slots it computes (the batch size), and into how many
+    splits of 256 positions attention divides the longest row. Both are rounded up to a power of
+    two, and splits to at least 4, so that fewer graphs are captured. Neither exceeds its maximum:
+    all slots, and the splits of the longest possible row.
     """
 
     def __init__(self, slots: int, splits: int, loaded: set[int]):
         """slots, splits: the two maxima. loaded: batch sizes whose kernels are loaded."""
         self.slots, self.splits, self.loaded = slots, splits, loaded
-        self.graphs, self.memory = {}, None  # (batch size, splits) → graph; memory that they share
-        self.requested = None  # (batch size, splits) of the last call
+        self.graphs = {}  # (batch size, splits) → graph
+        self.memory = None  # the graphs' memory, which they share
+        self.requested = None  # the size that the last call requested
 
     def run(self, runner: ModelRunner, batch_size: int, splits: int, steps: int):
-        """Make so many decode steps, which are at least so large."""
+        """Replay `steps` decode steps by a graph of at least this batch size and these splits."""
         # The runner is an argument: a reference to it would be a cycle, and keep its memory alive.
         batch_size = min(self.slots, _power_of_two(batch_size))
         splits = min(self.splits, max(MIN_SPLITS, _power_of_two(splits)))
-        batch_size, splits = size = self._pick(batch_size, splits)
+        size = self._captured_or_requested((batch_size, splits))
+        batch_size, splits = size
         if size not in self.graphs:
             began = _seconds()
             if batch_size not in self.loaded:
@@ -640,16 +661,17 @@ class DecodeGraphs:
         for _ in range(steps):
             self.graphs[size].replay()
 
-    def _pick(self, batch_size, splits):
-        """→ the size of the graph to replay: that of a captured one which is large enough. If there
-        is none, or if the same size is requested twice in a row, the requested size. A capture
-        costs many steps, and short answers end sooner.
+    def _captured_or_requested(self, size):
+        """→ the size of the graph to replay.
+
+        Prefer a captured graph that is large enough: a capture costs many steps, and short answers
+        end sooner. Return the requested size if there is none, or if the last call requested the
+        same: this size pays now.
         """
-        before, self.requested = self.requested, (batch_size, splits)
+        same, self.requested = size == self.requested, size
+        batch_size, splits = size
         larger = [(b, s) for b, s in self.graphs if b >= batch_size and s >= splits]
-        if larger and before != self.requested:
-            return min(larger)
-        return self.requested
+        return size if same or not larger else min(larger)
 
 
 def append(
@@ -745,18 +767,18 @@ def free_memory() -> float:
     return min(free, allowed - torch.cuda.memory_reserved())
 
 
-def cached_bytes(config: PretrainedConfig) -> int:
+def cached_bytes(config: PreTrainedConfig) -> int:
     """→ bytes of one token's keys and values in all layers, in bf16."""
     return 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config)
 
 
-def scratch_bytes(config: PretrainedConfig, length: int) -> int:
+def scratch_bytes(config: PreTrainedConfig, length: int) -> int:
     """→ bytes of a decode step's partial sums of attention, for a row of `length` tokens."""
     splits = _power_of_two(math.ceil(length / attention.SPLIT))
     return 4 * splits * config.num_attention_heads * (head_dim(config) + 2)
 
 
-def prefill_bytes(config: PretrainedConfig, tokens: int) -> int:
+def prefill_bytes(config: PreTrainedConfig, tokens: int) -> int:
     """→ bytes of the activations of so many prompt tokens, at the MLP of a layer.
 
     A token has the residual stream of D numbers in fp32 and at most four tensors of D numbers in
