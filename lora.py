@@ -14,23 +14,25 @@ LoRA (arXiv 2106.09685, §4.1) as in QeRL (arXiv 2510.11696, §2): on all seven 
 block. B starts at 0: the first policy is the base's. Training never merges B·A into W, because
 rounding the sum to 4 bits would lose B·A. Only tools/export.py merges, into bf16 weights.
 
-S projections with the same input run as one matrix. So do their adapters, and nothing above
-changes if A is stacked and B is block-diagonal:
+S projections with the same input run as one matrix: q, k and v (S = 3), gate and up (2). A
+projection that runs alone has S = 1 and the shapes above. The adapters of S projections run as one
+too. The formulas stay, with S·r in the place of r, if A is stacked and B is block-diagonal:
 
     W   [ q ]        A   [ A_q ]          B   [ B_q  0    0   ]       lora_B  [ B_q ]
         [ k ]            [ A_k ]              [ 0    B_k  0   ]               [ B_k ]
         [ v ] (N, K)     [ A_v ] (S·r, K)     [ 0    0    B_v ] (N, S·r)      [ B_v ] (N, r)
 
-S is 3 for q, k, v, 2 for gate and up, and 1 for a projection that runs alone. The zeros are no
-parameters: lora_B holds only the diagonal blocks, and dB keeps only those of dy.T @ xa.
+The zeros are no parameters: lora_B holds only the diagonal blocks, and dB keeps only those of
+dy.T @ xa.
 
 The parameters lora_A and lora_B are fp32, because a step of the optimizer is often smaller than a
 bf16's last bit. refresh() rounds them into the copies by which both directions multiply: bf16 on a
 GPU, fp32 on a CPU. Backward treats rounding as a function with the derivative 1.
 
-A layer's base multiplies by W, and this file computes the rest. FrozenMatrix is the simplest base:
-it defines what a base does. Training takes model.py's FrozenLinear, whose W has 4 bits and whose
-kernel (fp4_gemm.py) adds the low-rank term inside the matrix product.
+A layer's base holds W. It computes y and xa, and dy @ W; this file computes the rest of backward.
+FrozenMatrix is the simplest base: it defines what a base does. Training uses model.py's
+FrozenLinear, whose W has 4 bits and whose kernel (fp4_gemm.py) adds the low-rank term inside the
+matrix product.
 Left out: dropout, bias, DoRA, rsLoRA, several adapters at once. Adapter files: tools/adapter.py.
 Needs: torch.
 """
@@ -56,6 +58,12 @@ def block_diagonal(B: torch.Tensor, splits: tuple[int, ...]) -> torch.Tensor:
     if len(splits) == 1:
         return B
     return torch.block_diag(*B.split(splits))
+
+
+def diagonal_blocks(matrix: torch.Tensor, splits: tuple[int, ...]) -> torch.Tensor:
+    """(N, S·r) → (N, r): of the rows of each projection, its own columns. Undoes block_diagonal."""
+    rows = matrix.split(splits)
+    return torch.cat([block.chunk(len(rows), 1)[s] for s, block in enumerate(rows)])
 
 
 class FrozenMatrix(nn.Module):
@@ -86,7 +94,9 @@ class FrozenMatrix(nn.Module):
         return dy @ self.weight + add_to
 
     def adapt(self, B: torch.Tensor, splits: tuple[int, ...]):
-        """refresh() has rewritten B (N, r). A base that keeps a copy of B replaces it here."""
+        """refresh() calls this when it has rewritten B (N, r): a base that keeps its own copy of B
+        replaces it here.
+        """
 
 
 class _LowRankProduct(torch.autograd.Function):
@@ -109,9 +119,7 @@ class _LowRankProduct(torch.autograd.Function):
         dxa = x.new_empty(xa.shape)
         dxa.addmm_(dy, block_diagonal(B, ctx.splits), beta=0, alpha=ctx.scale)
         dA = dxa.T @ x
-        # Of dy.T @ xa (N, S·r) keep the diagonal blocks: the rows and columns of one projection.
-        rows = (dy.T @ xa).split(ctx.splits)
-        dB = torch.cat([block.chunk(len(rows), 1)[s] for s, block in enumerate(rows)])
+        dB = diagonal_blocks(dy.T @ xa, ctx.splits)
         dx = None
         needs_x, *_ = ctx.needs_input_grad
         if needs_x:
@@ -170,11 +178,7 @@ class LoRALinear(nn.Module):
 
     @torch.no_grad()
     def refresh(self):
-        """Round the parameters into the copies, in place.
-
-        A captured CUDA graph reads the addresses that it was captured with. New copies at other
-        addresses would leave it with the old adapter.
-        """
+        """Round the parameters into the copies, in place: what holds a copy sees the new values."""
         self.copy_A.copy_(self.lora_A)
         self.copy_B.copy_(self.lora_B)
         self.base.adapt(self.copy_B, self.splits)
@@ -182,8 +186,8 @@ class LoRALinear(nn.Module):
     def forward(self, x: torch.Tensor, compute_output: bool = True) -> torch.Tensor:
         """x (…, K) → y (…, N).
 
-        compute_output=False: nothing reads y, only its gradient is needed. Gradient checkpointing
-        repeats a forward in this way.
+        compute_output=False: nothing reads y, only its gradient is needed. model.py's Block.summed
+        repeats a forward in this way, for gradient checkpointing.
         """
         if not self.enabled:
             return self.base(x)

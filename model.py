@@ -89,8 +89,8 @@ class FrozenLinear(nn.Module):
 
 
 class Builder:
-    """Makes norms and projections from the tensors of a checkpoint. The modules below are made by
-    asking it for their parts. Arguments: as for load().
+    """Makes the norms and projections of the modules below, which ask it for one after the other,
+    from the tensors of a checkpoint. Arguments: as for load().
 
     One generator draws the adapters of all projections. So the order in which the modules ask for
     projections decides what a seed means.
@@ -123,7 +123,7 @@ class Builder:
             FrozenLinear(weight, bias),
             self.rank,
             self.alpha,
-            names.values(),
+            tuple(names.values()),
             dtype=self.dtype,
             device=self.device,
             generator=self.generator,
@@ -153,7 +153,9 @@ class Attention(nn.Module):
         self.layer_idx = layer_idx
 
     def forward(self, h: Tensor, attend: Callable) -> Tensor:
-        """h (n, D) → (n, D). attend: an attention.Packed or Paged that knows the tokens' angles."""
+        """h (n, D) → (n, D). attend: an attention.Packed or Paged, to which Decoder.forward has
+        bound cos and sin.
+        """
         heads = attend(self.qkv_proj(h), self.heads, layer=self.layer_idx)
         return self.o_proj(heads)
 
@@ -191,7 +193,8 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """residual (n, D) f32 and branch (n, D), or None → both, after this block.
 
-        compute_output=False: nothing reads the values of the new branch, only its gradient.
+        compute_output=False: nothing reads the values of the new branch, only its gradient. They
+        are then not computed (see `summed`).
         """
         residual, h = self.input_layernorm(residual, branch)
         branch = self.self_attn(h, attend)
@@ -202,14 +205,15 @@ class Block(nn.Module):
     def checkpointed(self, residual: Tensor, attend: Callable) -> Tensor:
         """residual (n, D) f32, with no branch to add → residual + branch of this block, (n, D) f32.
 
-        Gradient checkpointing: autograd keeps the block's input alone, and backward computes the
-        block once more.
+        Gradient checkpointing calls `summed` twice:
+
+            in forward     gradients disabled: autograd keeps the block's input alone
+            in backward    gradients enabled: autograd saves what the block's gradient needs
         """
-        # Use reentrant checkpointing, for two reasons. Non-reentrant checkpointing calls a hook for
-        # every tensor that autograd saves, and on a small model these hooks take longer than the
-        # kernels. It also runs the first forward with gradients enabled: `summed` would take that
-        # call for the recomputation and skip the last GEMM. Reentrant checkpointing computes
-        # gradients only if an input requires one.
+        # This timeline is that of reentrant checkpointing, and `summed` relies on it. The other
+        # kind enables gradients in both calls, and calls a hook for every tensor that autograd
+        # saves: on a small model these hooks take longer than the kernels. Reentrant checkpointing
+        # computes gradients only if an input requires one.
         return checkpoint(
             self.summed,
             residual.requires_grad_(),
@@ -219,10 +223,9 @@ class Block(nn.Module):
         )
 
     def summed(self, residual, attend):
-        """What checkpointed() computes, once in forward and once in backward.
-
-        Only the call in backward has gradients enabled. Backward reads nothing but the tensors that
-        autograd saves inside this call, so the call skips its last GEMM.
+        """The call in backward skips its last GEMM, that of down_proj, because nothing reads its
+        result: backward needs the tensors that autograd saves on the way, among them that GEMM's
+        input.
         """
         in_backward = torch.is_grad_enabled()
         residual, branch = self(residual, None, attend, compute_output=not in_backward)
@@ -236,7 +239,7 @@ class Decoder(nn.Module):
     """The model: token ids → hidden → logits, and log-probabilities of answers.
 
     config: transformers'. device, dtype: of the computation. embed_tokens, lm_head: (V, D), the
-    same tensor if the config ties them. recomputed_layers: see below; the trainer sets it.
+    same tensor if the config ties them.
     """
 
     def __init__(self, build: Builder):
@@ -244,7 +247,7 @@ class Decoder(nn.Module):
         config, source = build.config, build.source
         self.config, self.device, self.dtype = config, build.device, build.dtype
         # Gradient checkpointing: the first `recomputed_layers` layers keep only their input, and
-        # backward computes the rest again.
+        # backward computes the rest again. tools/budget.py sets it, to fit memory.
         self.recomputed_layers = 0
         self.register_buffer("embed_tokens", source.embeddings(self.device, self.dtype))
         layers = range(config.num_hidden_layers)
@@ -293,10 +296,10 @@ class Decoder(nn.Module):
         """(B, T) tokens → (B, T) f32 log-probability of each answer token, and entropy of its
         distribution. Rows with the same prompt share it: the model reads it once.
 
-        Row b is prompt_lengths[b] ≥ 1 prompt tokens, lengths[b] ≥ 1 answer tokens, then padding;
-        outside the answer both are 0. Temperature divides the logits, as in sampling (0 counts as
-        1). Only the log-probabilities have a gradient. No [B, T, V] tensor ever exists: see
-        ops/logprobs.py.
+        Row b is prompt_lengths[b] ≥ 1 prompt tokens, lengths[b] ≥ 1 answer tokens, then padding.
+        Log-probability and entropy are 0 outside the answer. Temperature divides the logits, as in
+        sampling (0 counts as 1). Only the log-probabilities have a gradient. No [B, T, V] tensor
+        ever exists: see ops/logprobs.py.
         """
         flat = flat_row(tokens, prompt_lengths, lengths)
         ids = tokens.flatten()
@@ -305,10 +308,10 @@ class Decoder(nn.Module):
         # All answers to a prompt read its last state: Gather sums their gradients in fp32.
         states = attention.Gather.apply(hidden, flat.predictors)  # (a, D)
         targets = ids[flat.targets]  # (a,)
-        found = logprobs.TokenLogprobs.apply(states, targets, self.lm_head, temperature or 1.0)
+        of_targets = logprobs.TokenLogprobs.apply(states, targets, self.lm_head, temperature or 1.0)
         zeros = torch.zeros(ids.shape, device=ids.device)
         logprob, entropy = (
-            zeros.index_copy(0, flat.targets, values).view(tokens.shape) for values in found
+            zeros.index_copy(0, flat.targets, values).view(tokens.shape) for values in of_targets
         )
         return logprob, entropy
 
@@ -362,7 +365,7 @@ def flat_row(tokens: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> FlatRow
     T = tokens.shape[1]
     lengths = lengths.tolist()
     inputs, groups, targets, predictors = [], [], [], []
-    end = 0  # of the flat row so far
+    end = 0  # tokens in the flat row so far
     for prompt, rows in rows_by_prompt(tokens, prompt_lengths).items():
         P, first = len(prompt), rows[0] * T
         inputs += range(first, first + P)
