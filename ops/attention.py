@@ -47,7 +47,9 @@ except ImportError:  # macOS has no Triton: these two only let Python define the
 
 PAGE = 128  # positions of one page of the KV cache on a GPU
 SPLIT = 2 * PAGE  # positions of one split: what a CTA (program, in Triton's words) reads
-CAUSAL = {"window_size": (-1, 0)}  # of varlen_attn, aligned at the end: queries are the last keys
+# varlen_attn's options for causal attention. It aligns queries and keys at the end: the n queries
+# of a text are the last n of its keys.
+CAUSAL = {"window_size": (-1, 0)}
 if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 needs no flag
     CAUSAL["enable_gqa"] = True
 
@@ -274,15 +276,15 @@ class Packed:
         # For a GPU, which computes all texts at once: the tokens that each text's queries see.
         keys = []
         positions = []  # of each text's tokens
-        end = 0  # of the texts so far
+        end = 0  # tokens in the texts so far
         for prompt_length, answer_lengths in groups:
             start = end
             prompt = torch.arange(start, start + prompt_length)
             lengths = [prompt_length, *answer_lengths]
-            for length in lengths:
-                before = 0 if end == start else prompt_length  # tokens of the prompt before a text
-                positions.append(torch.arange(before, before + length))
-                keys.append(torch.cat([prompt[:before], torch.arange(end, end + length)]))
+            for text, length in enumerate(lengths):
+                before = prompt[:0] if text == 0 else prompt  # what the text sees before itself
+                positions.append(torch.arange(len(before), len(before) + length))
+                keys.append(torch.cat([before, torch.arange(end, end + length)]))
                 end += length
             visible = None
             if answer_lengths and device.type == "cpu":
@@ -360,15 +362,13 @@ class Paged(NamedTuple):
     # (B,) int64: of the new tokens; −1: the row has ended, its result is undefined, and nothing is
     # written for it
     positions: Tensor
-    splits: int  # of SPLIT positions, at least as many as the longest row has: for the kernel
+    splits: int  # for the kernel: how many splits of SPLIT positions the longest row has, or more
 
     def __call__(self, qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor, layer: int) -> Tensor:
         """qkv (B, (H + 2·Hkv)·Dh), heads, cos, sin (B, Dh/2), layer: as for Packed → (B, H·Dh).
 
-        The kernel loads positions, block table, cos, sin and older keys and values before its PDL
-        wait. So neither this layer's norm nor a kernel between the norm and this one may write
-        them. AssertionError, on a GPU: the block table has fewer than 2 · splits columns, or the
-        cache has fewer than B·Hkv counters.
+        AssertionError, on a GPU: the block table has fewer than 2 · splits columns, or the cache
+        has fewer than B·Hkv counters.
         """
         if qkv.is_cuda:
             return _paged_attention(qkv, heads, cos, sin, layer, self)
@@ -472,8 +472,8 @@ def _plain_kernel(
     acc = tl.zeros((DH,), tl.float32)
     for start in range(begin, end, PAGE):
         page = tl.load(block_table + b * blocks + start // PAGE)
-        # k[page, key head, t, d]: as H = Hkv · REP, page · Hkv + h // REP is (page · H + h) // REP
-        at = ((page * H + h) // REP * PAGE + t) * DH + d  # (PAGE, DH)
+        key_head = page * (H // REP) + h // REP  # counted over all pages
+        at = (key_head * PAGE + t) * DH + d  # (PAGE, DH)
         k = tl.load(k_cache + at)
         v = tl.load(v_cache + at)
         qk = tl.sum(q * k, 1, keep_dims=True)  # (PAGE, 1)
@@ -522,6 +522,14 @@ def _plain_kernel(
 # 10 PDL: the CTA starts while the qkv product still runs. It loads what no recent kernel writes
 #    (position, pages, cos, sin, the first tile of older keys and values) and only then waits for
 #    qkv. So the wait is in the loop's first iteration, between the loads of a tile and their use.
+#    Neither this layer's norm nor a kernel between it and this one may write what is loaded early.
+#
+# The loop of a row's last split starts from the new token, that of another split from nothing:
+#
+#     split           older positions    before the loop's first product
+#     not the last    all of its 256     m_i = −1e30, l_i = 0, acc = 0
+#     the last        some               m_i = the new token's score, l_i = 1, acc = its v
+#     the last        none               the same; the only tile is masked, so the result is this v
 #
 # A row's length is data in both kernels, so one CUDA graph serves all lengths up to the splits that
 # it was captured for. A split's size is fixed, so only the number of rows, which chooses the tile,
@@ -530,7 +538,7 @@ def _plain_kernel(
 
 
 def _paged_attention(qkv, heads, cos, sin, layer, paged):
-    """Launch the kernel. Arguments and result: as Paged's call."""
+    """Launch the kernel. Arguments, result and errors: as Paged's call."""
     cache, splits = paged.cache, paged.splits
     H, Hkv, norms = heads
     q_weight, k_weight, eps = norms or (None, None, 0.0)
@@ -541,10 +549,12 @@ def _paged_attention(qkv, heads, cos, sin, layer, paged):
     acc_splits = qkv.new_empty(B, Hkv, splits, H // Hkv, Dh, dtype=torch.float32)
     ml_splits = qkv.new_empty(B, Hkv, splits, 2, H // Hkv, dtype=torch.float32)
     assert cache.counters.numel() >= B * Hkv and 2 * splits <= paged.block_table.shape[1]
-    few = 4 * B * Hkv <= 132  # (9) at 4 splits a row, no more CTAs than an H100 has SMs
-    if qkv.is_cuda:  # large tiles need almost 200 KiB of shared memory
+    # (9) Few rows: at 4 splits a row, no more CTAs than an H100 has SMs. The kernel then holds
+    # three tiles of 128 positions in shared memory: 192 KiB of keys and values for Dh = 128.
+    large_tiles = 4 * B * Hkv <= 132
+    if qkv.is_cuda:  # Triton's interpreter has no such limit
         properties = torch.cuda.get_device_properties(qkv.device)
-        few &= properties.shared_memory_per_block_optin > 200 * 2**10
+        large_tiles &= properties.shared_memory_per_block_optin > 200 * 2**10
     half = max(16, triton.next_power_of_2(Dh) // 2)
     _attention_kernel[Hkv, splits, B](
         # the new tokens
@@ -572,10 +582,11 @@ def _paged_attention(qkv, heads, cos, sin, layer, paged):
         DH=Dh,
         REP=H // Hkv,
         PAGE=PAGE,
-        TILE=min((8192 if few else 2048) // half, PAGE),
+        SPLIT=SPLIT,
+        TILE=min((8192 if large_tiles else 2048) // half, PAGE),
         ROWS=max(8, triton.next_power_of_2(H // Hkv)),
         HALF=half,
-        num_warps=4 if few else 2,
+        num_warps=4 if large_tiles else 2,
         num_stages=3,
         **launch_options(qkv),
     )
@@ -611,6 +622,9 @@ def _merge_splits(ml_ptr, acc_ptr, last_split, head, in_out, REP: constexpr, DH:
     ml_ptr (ROWS,), acc_ptr (2·HALF, ROWS): pointers to m_i and acc of split 0. An online softmax,
     as in the loop over tiles: alpha rescales the splits so far, beta the next one. ".cg" skips L1,
     which may hold stale lines of the scratch memory.
+
+    Splits past the last one have m_j = −1e30, so beta = 0 and they add nothing. So do columns past
+    REP; there l_i becomes positive, so that acc / l_i is 0, not NaN.
     """
     m_i = tl.full(head.shape, float("-inf"), tl.float32)
     l_i = tl.zeros(head.shape, tl.float32)
@@ -659,6 +673,7 @@ def _attention_kernel(
     DH: constexpr,
     REP: constexpr,
     PAGE: constexpr,
+    SPLIT: constexpr,
     TILE: constexpr,
     ROWS: constexpr,
     HALF: constexpr,
@@ -678,8 +693,8 @@ def _attention_kernel(
     # values, but not qkv). The kernels in between, norm and qkv, have waited for all of that.
     position = tl.load(positions + b).to(tl.int32)
     Hkv = tl.num_programs(0)
-    last_split = position // (2 * PAGE)  # that of the new token
-    begin = split * 2 * PAGE
+    last_split = position // SPLIT  # that of the new token
+    begin = split * SPLIT
     head = tl.arange(0, ROWS)
     d = tl.arange(0, HALF)
     dim = tl.arange(0, 2 * HALF)
@@ -707,7 +722,7 @@ def _attention_kernel(
     acc = tl.zeros((2 * HALF, ROWS), tl.float32)
     # Older positions (1). At least one tile, masked if need be, because the first iteration also
     # handles the new token.
-    for start in range(begin, tl.maximum(begin + 1, tl.minimum(begin + 2 * PAGE, position)), TILE):
+    for start in range(begin, tl.maximum(begin + 1, tl.minimum(begin + SPLIT, position)), TILE):
         t = tl.arange(0, TILE)
         seen = (start + t < position)[:, None]
         kv_at = tl.where(start - begin < PAGE, in_page1, in_page2) + (start - begin) * DH
@@ -736,7 +751,7 @@ def _attention_kernel(
                 tl.store(v_cache + slot + dim, new_v, mask=dim < DH)
                 products = q1_rows.to(tl.float32) * new1 + q2_rows.to(tl.float32) * new2
                 m_i = tl.sum(products, 1) * scale
-                l_i += (t == 0)[:, None]
+                l_i += (t == 0)[:, None]  # exp2(score − m_i) = 1, on one line of the tile (7)
                 acc += new_v.to(tl.float32)[:, None]
         # (4, 5)
         qk = tl.dot(k2, q2, tl.dot(k1, q1, input_precision="ieee"), input_precision="ieee")

@@ -17,11 +17,16 @@ GPU; add_norm's CPU code uses it.
 
 A decode step launches a few hundred kernels of a few microseconds each, so the gaps between kernels
 cost time. PDL (programmatic dependent launch, from Hopper on) closes the gaps: the GPU starts a
-kernel's CTAs (programs, in Triton's words) while the kernel's predecessor still runs. So a kernel
-must wait for its predecessor before it reads what that kernel writes. A kernel that is launched
-with PDL must wait even if it needs no such data. Else it could end before its predecessor, and the
-next kernel, which waits for its direct predecessor only, would read too early. Other kernels, such
-as PyTorch's, start when their predecessor has ended.
+kernel's CTAs (programs, in Triton's words) while the kernel's predecessor still runs.
+
+    kernel 1    ── works ──┤
+    kernel 2       starts, waits for 1's end ── works ──┤
+    kernel 3                     starts, waits for 2's end ── works ──┤
+
+A kernel must wait before it reads what its predecessor writes. One that is launched with PDL must
+wait even if it needs no such data: if 2 did not wait, it could end before 1, and 3, which waits for
+2 only, would read too early what 1 writes. Kernels without PDL, such as PyTorch's, start when their
+predecessor has ended.
 
 Left out: LayerNorm, other activations, gradients of weights.
 Needs: torch; on a GPU also triton.

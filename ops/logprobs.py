@@ -1,14 +1,15 @@
 """Log-probabilities of given tokens and their gradient, without a (tokens, vocabulary) tensor.
 
-    z       = hidden @ W.T / temperature       W: lm_head (V, D); Qwen2.5 has 152,000 logits a token
+    logits  = hidden @ W.T                     W: lm_head (V, D); Qwen2.5 has 152,000 logits a token
+    z       = logits / temperature
     logprob = z[target] − ln Σ exp z           entropy = ln Σ exp z − Σ softmax(z) · z
 
 Logits exist for a chunk of tokens at a time. Autograd would keep all of them for backward, and
 computing them again in backward would cost a second product with W. So forward computes the
 gradient too, while it has the logits:
 
-    dz[t]        = d logprob[t] / d logits[t]  = (onehot(target[t]) − softmax(z[t])) / temperature
-    d_hidden[t]  = d logprob[t] / d hidden[t]  = dz[t] @ W                        (D,), kept
+    d_logits[t]  = d logprob[t] / d logits[t]  = (onehot(target[t]) − softmax(z[t])) / temperature
+    d_hidden[t]  = d logprob[t] / d hidden[t]  = d_logits[t] @ W                  (D,), kept
     d loss / d hidden[t]  = d loss / d logprob[t] · d_hidden[t]                   backward
 
 That works because a token's log-probability depends on its own hidden state alone. The gradient of
@@ -16,10 +17,10 @@ the loss reaches that hidden state through one number, d loss / d logprob[t]. Ba
 d_hidden[t] by this number, the only factor that forward does not know. W is frozen, so no other
 gradient needs the logits. d_hidden has only D numbers a token, while the logits have V.
 
-On a GPU one kernel reads a chunk's logits and writes logprob, entropy and dz. It reads the logits a
-second time for dz, and only if a gradient is needed. Matrix products compute the logits and
-d_hidden. On a CPU plain torch code computes the same results, and defines what the kernel must
-compute.
+On a GPU one kernel reads a chunk's logits and writes logprob, entropy and d_logits. It reads the
+logits a second time for d_logits, and only if a gradient is needed. Matrix products compute the
+logits and d_hidden. On a CPU plain torch code computes the same results, and defines what the
+kernel must compute.
 
 Left out: gradients of W and of the entropy. Needs: torch; on a GPU also triton.
 """
@@ -38,7 +39,7 @@ except ImportError:  # macOS has no Triton: these two only let Python define the
         return kernel or jit
 
 
-LOGITS_AT_ONCE = 1 << 26  # of a chunk: 268 MB of fp32 for any vocabulary
+LOGITS_AT_ONCE = 1 << 26  # logits in a chunk: 268 MB of fp32; d_logits is half as large
 
 
 def logits(hidden: Tensor, W: Tensor) -> Tensor:
@@ -67,13 +68,15 @@ class TokenLogprobs(torch.autograd.Function):
         size = max(1, LOGITS_AT_ONCE // len(W))  # tokens of a chunk
         for start in range(0, len(hidden), size):
             rows = slice(start, start + size)
-            z = logits(hidden[rows], W)
-            dz = None if d_hidden is None else torch.empty_like(z, dtype=hidden.dtype)
-            softmax(z, targets[rows], temperature, logprob[rows], entropy[rows], dz)
+            chunk = logits(hidden[rows], W)
+            d_logits = None if d_hidden is None else torch.empty_like(chunk, dtype=hidden.dtype)
+            write_logprobs(
+                chunk, targets[rows], temperature, logprob[rows], entropy[rows], d_logits
+            )
             if d_hidden is not None:
-                torch.mm(dz, W, out=d_hidden[rows])
+                torch.mm(d_logits, W, out=d_hidden[rows])
             # Free both before the next chunk's are allocated, or two chunks would exist at once.
-            z = dz = None
+            chunk = d_logits = None
         ctx.save_for_backward(d_hidden)
         ctx.mark_non_differentiable(entropy)
         return logprob, entropy
@@ -85,69 +88,79 @@ class TokenLogprobs(torch.autograd.Function):
         return (d_hidden * d_logprob[:, None]).to(d_hidden.dtype), None, None, None
 
 
-def softmax(
-    z: Tensor,
+def write_logprobs(
+    logits: Tensor,
     targets: Tensor,
     temperature: float,
     logprob: Tensor,
     entropy: Tensor,
-    dz: Tensor | None,
+    d_logits: Tensor | None,
 ) -> None:
-    """Write a chunk's logprob, entropy (n,) f32 and dz (n, V), d logprob / d logits, in its dtype.
+    """Write a chunk's logprob and entropy (n,) f32, and d_logits (n, V), in its dtype.
 
-    z (n, V) f32: logits before the division by temperature; a CPU overwrites them. targets (n,)
-    int64. dz None: no gradient is needed.
+    logits (n, V) f32: a CPU overwrites them. targets (n,) int64. d_logits None: no gradient is
+    needed.
     """
-    if z.is_cuda:
-        _softmax_kernel[len(z),](
-            z, targets, 1 / temperature, logprob, entropy, dz, z.shape[1], TILE=4096, num_warps=8
+    if logits.is_cuda:
+        n, V = logits.shape
+        _logprobs_kernel[n,](
+            logits,
+            targets,
+            1 / temperature,
+            logprob,
+            entropy,
+            d_logits,
+            V,
+            TILE=4096,
+            num_warps=8,
         )
         return
-    log_p = z.div_(temperature).log_softmax(-1)
+    log_p = logits.div_(temperature).log_softmax(-1)
     p = log_p.exp()
     logprob.copy_(log_p.gather(1, targets[:, None])[:, 0])
     entropy.copy_(-(p * log_p).sum(-1))
-    if dz is not None:
+    if d_logits is not None:
         onehot_minus_p = p.neg_().scatter_add_(1, targets[:, None], torch.ones_like(p[:, :1]))
-        dz.copy_(onehot_minus_p / temperature)
+        d_logits.copy_(onehot_minus_p / temperature)
 
 
+# do_not_specialize_on_alignment: Triton compiles a kernel anew for addresses that 16 does not
+# divide. In every chunk but the first, these three pointers have any address.
 @jit(do_not_specialize=["scale"], do_not_specialize_on_alignment=["targets", "logprob", "entropy"])
-def _softmax_kernel(z, targets, scale, logprob, entropy, dz, V, TILE: constexpr):
+def _logprobs_kernel(logits, targets, scale, logprob, entropy, d_logits, V, TILE: constexpr):
     """Grid (n,): a CTA reads one token's logits twice, in tiles of TILE: for their sums, then for
-    dz. scale: 1 / temperature. dz None: no second pass.
+    d_logits. scale: 1 / temperature. d_logits None: no second pass.
 
-    No PDL: the matrix products around this kernel take far longer than a launch. Triton compiles a
-    kernel anew for pointers that 16 does not divide. Three pointers are exempt, because they point
-    into the middle of a tensor for every chunk but the first.
+    No PDL: the matrix products around this kernel take far longer than a launch.
     """
-    row = tl.program_id(0).to(tl.int64)  # int64, so that row · V overflows for no size of z
+    row = tl.program_id(0).to(tl.int64)  # int64, so that row · V never overflows
     cols = tl.arange(0, TILE)
-    z += row * V
+    logits += row * V
     target = tl.load(targets + row)
     # Online softmax: when top grows, total and dot shrink by the same factor.
-    top = -1e30  # the largest logit so far; finite, because −inf − −inf would be NaN
-    total = 0.0  # Σ exp(logit − top)
-    dot = 0.0  # Σ exp(logit − top) · logit
+    top = -1e30  # the largest z so far; finite, because −inf − −inf would be NaN
+    total = 0.0  # Σ exp(z − top)
+    dot = 0.0  # Σ exp(z − top) · z
     for start in range(0, V, TILE):
         # Columns past V load −inf, whose exp is 0.
-        x = tl.load(z + start + cols, mask=start + cols < V, other=float("-inf")) * scale  # (TILE,)
-        new = tl.maximum(top, tl.max(x, 0))
+        x = tl.load(logits + start + cols, mask=start + cols < V, other=float("-inf"))  # (TILE,)
+        z = x * scale
+        new = tl.maximum(top, tl.max(z, 0))
         shrink = tl.exp(top - new)
-        p = tl.exp(x - new)
+        p = tl.exp(z - new)
         total = total * shrink + tl.sum(p, 0)
-        # Columns past V have p = 0 and x = −inf, whose product would be NaN.
-        dot = dot * shrink + tl.sum(tl.where(p > 0, p * x, 0.0), 0)
+        # Columns past V have p = 0 and z = −inf, whose product would be NaN.
+        dot = dot * shrink + tl.sum(tl.where(p > 0, p * z, 0.0), 0)
         top = new
     log_sum = top + tl.log(total)  # ln Σ exp z
-    tl.store(logprob + row, tl.load(z + target) * scale - log_sum)
+    tl.store(logprob + row, tl.load(logits + target) * scale - log_sum)
     tl.store(entropy + row, log_sum - dot / total)
-    if dz is not None:
+    if d_logits is not None:
         for start in range(0, V, TILE):
-            x = tl.load(z + start + cols, mask=start + cols < V, other=0.0) * scale
+            z = tl.load(logits + start + cols, mask=start + cols < V, other=0.0) * scale
             onehot = tl.where(start + cols == target, 1.0, 0.0)
-            d = (onehot - tl.exp(x - log_sum)) * scale
-            place = dz + row * V + start + cols
+            d = (onehot - tl.exp(z - log_sum)) * scale
+            place = d_logits + row * V + start + cols
             tl.store(place, d, mask=start + cols < V)
 
 

@@ -203,10 +203,11 @@ def _tile_kernel(
             zero + tl.load(sequence + b).to(tl.int32),
             zero + step.to(tl.int32),
         )
-        # join pairs its arguments along a new last dimension: w0 w1 w2 w3 of each block, (TILE,)
+        # join pairs its arguments along a new last dimension. So this is (TILE/4, 2, 2), of each
+        # block [[w0, w1], [w2, w3]], and then w0 w1 w2 w3 of each block, (TILE,).
         bits = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(TILE)
         bits = bits.to(tl.uint32, bitcast=True) >> 9
-        uniform = (bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23, as in noise()
+        uniform = (bits.to(tl.float32) + 0.5) * 2.0**-23  # as in noise()
         noisy = z - tl.log(-tl.log(uniform))
     # A finished row may be NaN. Its argmax may then lie past V: the minimum keeps it below V.
     best = tl.minimum(tl.argmax(noisy, 0), V - 1 - tile * TILE)

@@ -54,26 +54,26 @@ def test_a_chunk_is_freed_before_the_next(monkeypatch, learns, tensors):
     """As tools/memory.py plans: one chunk's logits and derivative exist at a time, and those of a
     reference, for which no gradient is needed, are logits alone. 7 tokens are four chunks.
     """
-    made, logits, softmax = [], logprobs.logits, logprobs.softmax
+    made, logits, write_logprobs = [], logprobs.logits, logprobs.write_logprobs
 
     def next_logits(*inputs):
         assert not any(ref() is not None for ref in made), "the chunk before still exists"
         return logits(*inputs)
 
-    def watched_softmax(z, *others):
+    def watched(z, *others):
         made.extend(weakref.ref(t) for t in (z, others[-1]) if t is not None)
-        softmax(z, *others)
+        write_logprobs(z, *others)
 
     monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", 2 * 97)
     monkeypatch.setattr(logprobs, "logits", next_logits)
-    monkeypatch.setattr(logprobs, "softmax", watched_softmax)
+    monkeypatch.setattr(logprobs, "write_logprobs", watched)
     hidden, targets, W = example(7, 16, 97, torch.float32)
     TokenLogprobs.apply(hidden.requires_grad_(learns), targets, W, 1.0)
     assert len(made) == tensors
 
 
 def by_kernel(z, targets, temperature, *results):
-    logprobs._softmax_kernel[len(z),](z, targets, 1 / temperature, *results, z.shape[1], TILE=64)
+    logprobs._logprobs_kernel[len(z),](z, targets, 1 / temperature, *results, z.shape[1], TILE=64)
 
 
 def interpreted():
@@ -84,7 +84,7 @@ def interpreted():
         z, targets = 5 * torch.randn(4, V), torch.tensor([0, V - 1, 5, 6])
         z[2, 5], z[3] = 80, -100  # certain; all alike, and e^(−100 / .6) is 0 in fp32
         found = []
-        for softmax in (logprobs.softmax, by_kernel):
+        for softmax in (logprobs.write_logprobs, by_kernel):
             results = [*torch.empty(4, 4), torch.empty(4, V)]
             softmax(z.clone(), targets, temperature, *results[:2], None)
             softmax(z.clone(), targets, temperature, *results[2:])
@@ -98,11 +98,16 @@ def test_kernel_in_the_interpreter(interpret):
 
 @each_generation
 def test_kernel_compiles(cc, everything):
-    """With dz and, slowly, without: no spills, few registers, so that two CTAs fit on an SM."""
-    types = {"*fp32": "z logprob entropy", "*i64": "targets", "*bf16": "dz", "fp32": "scale"}
-    for constants in [{}, {"dz": None}][: 1 + everything]:
+    """With d_logits and, slowly, without: no spills, and few enough registers for two CTAs per SM."""
+    types = {
+        "*fp32": "logits logprob entropy",
+        "*i64": "targets",
+        "*bf16": "d_logits",
+        "fp32": "scale",
+    }
+    for constants in [{}, {"d_logits": None}][: 1 + everything]:
         constants["TILE"] = 4096
-        build(logprobs._softmax_kernel, cc, constants, types, ("V",), 8, registers=128)
+        build(logprobs._logprobs_kernel, cc, constants, types, ("V",), 8, registers=128)
 
 
 @pytest.mark.gpu

@@ -269,7 +269,7 @@ def test_kernels_compile(cc, everything):
         "fp32": "eps scale sign",
         "*fp32": "acc_splits ml_splits cos sin x weight q_weight k_weight total d_total dx",
     }
-    options = dict(PAGE=PAGE, ROWS=8, PDL=cc >= 90)
+    options = dict(PAGE=PAGE, SPLIT=SPLIT, ROWS=8, PDL=cc >= 90)
     wide = options | dict(DH=128, REP=7, HALF=64)
     narrow = options | dict(DH=64, REP=3, HALF=32, q_weight=None, k_weight=None)
     # few rows: four warps and large tiles, where shared memory has room for them
