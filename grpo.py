@@ -31,6 +31,9 @@ Left out: value networks, entropy bonuses, whole-batch reward scaling.
 Needs: torch.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -86,8 +89,8 @@ def overlong_penalty(lengths: Tensor, max_new_tokens: int, cache: int) -> Tensor
 #     weights (B, T)           w_t, a factor of each token, 0 where masked
 #     lengths (B,) int64       |o_i|, the trained tokens of each answer, but at least 1
 #     bounds                   1 − ε_low and 1 + ε_high
-# and return each answer's loss, (B,) f32, before the division by normalizer; and which tokens the
-# clip stops, bool (B, T), or which answers, (B, 1).
+# and return each answer's loss, (B,) f32, before the division by normalizer; and a bool, (B, T) or
+# (B, 1): which tokens, or which answers, the clip keeps from moving.
 
 
 def dapo(log_ratio, logprobs, advantages, weights, lengths, bounds):
@@ -145,15 +148,23 @@ def cispo(log_ratio, logprobs, advantages, weights, lengths, bounds):
     return -objective.sum(1), ratio > CISPO_MAX
 
 
-# loss type → its function; ε_low and ε_high by default: DAPO's clip-higher, PPO's 0.2, GSPO §5.1;
-# and what its normalizer counts. "max_tokens" counts each answer as if it had all max_new_tokens. A
-# loss that counts "answers" takes the mean of an answer's tokens, also of their KL.
+class Loss(NamedTuple):
+    """A loss and its defaults."""
+
+    function: Callable
+    low: float  # ε_low
+    high: float  # ε_high: DAPO's clip-higher, PPO's 0.2, GSPO §5.1
+    # What the normalizer counts. "max_tokens" counts each answer as if it had all max_new_tokens.
+    # "answers" takes the mean of an answer's tokens, also of their KL to the reference.
+    counts: str
+
+
 LOSSES = {
-    "dapo": (dapo, 0.2, 0.28, "tokens"),
-    "grpo": (grpo, 0.2, 0.2, "answers"),
-    "dr_grpo": (dapo, 0.2, 0.2, "max_tokens"),
-    "gspo": (gspo, 3e-4, 4e-4, "answers"),
-    "cispo": (cispo, 0.0, 0.0, "tokens"),
+    "dapo": Loss(dapo, 0.2, 0.28, "tokens"),
+    "grpo": Loss(grpo, 0.2, 0.2, "answers"),
+    "dr_grpo": Loss(dapo, 0.2, 0.2, "max_tokens"),
+    "gspo": Loss(gspo, 3e-4, 4e-4, "answers"),
+    "cispo": Loss(cispo, 0.0, 0.0, "tokens"),  # has no ε
 }
 
 
@@ -165,11 +176,11 @@ def normalizer(loss_type: str, lengths: Tensor, max_new_tokens: int) -> Tensor:
     into micro-batches. An answer with none (truncated, and masked for that) is not counted. With
     several ranks, sum the result over the ranks.
     """
-    _, _, _, counted = LOSSES[loss_type]
-    if counted == "tokens":
+    counts = LOSSES[loss_type].counts
+    if counts == "tokens":
         return lengths.sum()
     answers = (lengths > 0).sum()
-    if counted == "max_tokens":
+    if counts == "max_tokens":
         return answers * max_new_tokens
     return answers
 
@@ -196,7 +207,7 @@ def policy_loss(
     old_logprobs (B, T) f32: ln π_old.
     advantages (B,) f32: of each answer.
     mask (B, T) bool: the answer tokens that are trained; values elsewhere, even NaN, have no
-        influence.
+        influence. Leave out answers that are not trained at all, as the normalizer does.
     normalizer: what normalizer() returns, or a number.
     loss_type: a key of LOSSES, else KeyError.
     weights (B, T) f32: from importance_weights, or None for 1; gspo takes their mean over an
@@ -206,15 +217,13 @@ def policy_loss(
     beta: the KL penalty's coefficient: beta times the sum (grpo, gspo: the mean) of an answer's
         kl_k3 is added to its loss, before the division by normalizer.
     """
-    loss, low, high, counted = LOSSES[loss_type]
-    if clip_low is not None:
-        low = clip_low
-    if clip_high is not None:
-        high = clip_high
+    kind = LOSSES[loss_type]
+    low = kind.low if clip_low is None else clip_low
+    high = kind.high if clip_high is None else clip_high
     log_ratio = torch.where(mask, logprobs - old_logprobs.detach(), 0)
     weights = mask.float() if weights is None else torch.where(mask, weights.detach(), 0)
     lengths = mask.sum(1).clamp(min=1)  # 1 for an answer without trained tokens, whose sums are 0
-    losses, stopped = loss(
+    losses, stopped = kind.function(
         log_ratio,
         torch.where(mask, logprobs, 0),
         advantages,
@@ -224,7 +233,7 @@ def policy_loss(
     )
     if beta:
         kl = kl_k3(torch.where(mask, ref_logprobs.detach() - logprobs, 0)).sum(1)  # (B,)
-        if counted == "answers":
+        if kind.counts == "answers":
             kl = kl / lengths
         losses = losses + beta * kl
     return losses.sum() / normalizer, (stopped & (weights > 0)).sum()

@@ -5,9 +5,9 @@
     for each step:
         σ        ← how much noise this step samples with        aqn.sigma: it falls in stages
         answers  ← sample G for each of P prompts, with N(0, σ²) added to the RMSNorm weights
-        rewards  ← task.reward(answer)                          verifiable: right or wrong
+        rewards  ← task.reward(answer)                          a program judges: 1 is right
         A        ← (reward − mean of its group) / std           grpo.advantages
-        LoRA     ← AdamW step on policy_loss(…, A)              the NVFP4 base never changes
+        LoRA     ← AdamW step on policy_loss(…, A)              the base, in NVFP4, never changes
 
 Two engines work on one model. The Sampler (rollout.py) makes a Rollout of answers. Once these are
 judged, they are an Experience, from which the Trainer, below, learns. Both read the same tensors,
@@ -76,11 +76,9 @@ class State:
     stores all of it, so that a resumed run repeats every random choice.
     """
 
-    step: int = 0  # steps that are done
-    drawn: int = (
-        0  # problems that have been drawn, over all ranks: the next ones follow in the data
-    )
-    sigma: float = 0.0  # of the next step, if the noise is adaptive; 0 before the first step
+    step: int = 0  # how many steps are done
+    drawn: int = 0  # how many problems all ranks have drawn: the next ones follow in the data
+    sigma: float = 0.0  # adaptive noise: the next step's σ; 0 before the first step
 
 
 class Group(NamedTuple):
@@ -101,7 +99,7 @@ class Batch(NamedTuple):
     rollout: Rollout  # B rows
     answers: list[Answer]  # one a row
     stats: dict  # measurements over all ranks
-    drawn: int  # problems that have been drawn, this step's included
+    drawn: int  # how many problems the run has drawn, this step's included
 
 
 class Experience(NamedTuple):
@@ -160,6 +158,7 @@ def train(
                 state.drawn = batch.drawn
                 if stats["kl_noise"] is not None:  # else nothing was trained on
                     state.sigma = aqn.adapted(sigma, stats["kl_noise"], config.sigma_target)
+                # log the step, and count it in state.step
                 run.made(step, batch.stats | stats | dict(sigma=sigma, lr=lr))
                 if evaluating:
                     run.sample(step, batch.answers, experience.advantages.tolist())
@@ -175,14 +174,16 @@ def train(
 def collect(
     config: Config, environment: Environment, sampler: Sampler, step: int, drawn: int
 ) -> Batch:
-    """Sample and judge this rank's answers to the next P problems.
+    """Sample and judge this rank's answers to P of the next problems.
 
     --resample is DAPO's dynamic sampling (arXiv 2503.14476, §3.2): groups of equal rewards are
     replaced by groups of further problems, as long as there are such groups and draws are left. A
     rank that has its P groups stops drawing, and the others go on. In each round every rank learns
-    which ranks draw, so that they share out the next problems and leave the loop together.
+    which ranks draw, so that they share out the next problems and leave the loop together. If of
+    ranks 0, 1 and 2 only 0 and 2 still draw, rank 0 gets the next P problems, rank 2 the P behind
+    them. Without --resample there is one round, and every rank draws.
 
-    drawn: problems that the run has drawn before, over all ranks.
+    drawn: how many problems all ranks have drawn before.
     """
     began = time.perf_counter()
     rank, ranks = rank_and_count()
@@ -221,8 +222,10 @@ def sample_groups(
     step: int,
     first_sequence: int,
 ) -> list[Group]:
-    """→ a Group for each problem. first_sequence: of the first answer in this step, over all ranks
-    and draws: with seed and step it fixes the random bits of every sampled token.
+    """→ a Group for each problem.
+
+    first_sequence: the first answer's number in this step, unique over all ranks and rounds. With
+    seed and step it fixes the random bits of every sampled token.
     """
     G = config.group_size
     prompts = environment.encode_prompts(problems)
@@ -345,7 +348,7 @@ class Trainer:
                 break
             self.optimizer.step()
             lora.refresh(self.model)
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad()  # free the gradients: the sampler needs the memory
         seconds = time.perf_counter() - began
         return stats | dict(update_s=seconds, update_tok_s=tokens / seconds)
 
@@ -367,7 +370,9 @@ class Trainer:
         runs = (trained > 0) & ((experience.advantages != 0) | (config.beta > 0))
         rows = torch.nonzero(runs)[:, 0]
         groups = prompt_groups(rollout, rows)
-        for attempt in self.budget.attempts(groups):  # one, unless memory runs out
+        # One attempt, unless memory runs out. An attempt catches that error, and the next one cuts
+        # the groups into smaller micro-batches.
+        for attempt in self.budget.attempts(groups):
             with attempt as micro_batches:
                 sums, logprobs = self.gradient(experience, micro_batches, normalizer)
         sum_gradients(self.model.parameters())
@@ -514,11 +519,9 @@ def main(arguments: list[str]) -> int:
     for note in notes(source, config.model, config.quant, adapter):
         run.say(note)
     seconds = time.perf_counter() - began
-    style = (
-        ""
-        if environment.tokenizer.chat_template
-        else ", without a chat template: prompts are plain text"
-    )
+    style = ""
+    if not environment.tokenizer.chat_template:
+        style = ", without a chat template: prompts are plain text"
     run.say(
         f"{config.model}: {config.quant} on {model.device}, loaded in {seconds:.0f} s{style}\n"
         f"{config.task}: {environment.summary()}; "
