@@ -98,7 +98,7 @@ def test_kernel_in_the_interpreter(interpret):
 
 @each_generation
 def test_kernel_compiles(cc, everything):
-    """With d_logits and, slowly, without: no spills, and few enough registers for two CTAs per SM."""
+    """With d_logits and, slowly, without: no spills, and so few registers that two CTAs fit an SM."""
     types = {
         "*fp32": "logits logprob entropy",
         "*i64": "targets",
