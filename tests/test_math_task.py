@@ -1,8 +1,15 @@
 """tools/math_task.py and tools/judge.py: which formulas are equal, which answers are refused."""
 
-import functools
+import itertools
+import multiprocessing
+import random
+import signal
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
 import pytest
+from command import ROOT
 from test_tasks import jsonl
 
 from tools import judge, math_task
@@ -13,36 +20,146 @@ STUB = """def parse(text, **limits):
 def verify(gold, answer, **limits):
     while answer == "endless":
         pass
-    return gold == answer or answer == "huge" and len(bytearray(5 << 30)) > 0
+    known = KNOWN.get((gold, answer), gold == answer)
+    return known or answer == "huge" and len(bytearray(MB << 20)) > 0
 """
 
 
-def test_a_judge_that_does_not_run_or_dies_is_an_error_and_no_reward_of_0(tmp_path, monkeypatch):
-    """The next answer gets a new judge. A stub stands for math-verify, which is slow to import.
+@pytest.fixture
+def stub(tmp_path, monkeypatch):
+    """stub(text, …) puts a stub in the place of math-verify, which is slow to import, and forgets
+    children and verdicts.
+    """
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def forget():
+        judge._idle.clear()  # closes a child's input, which ends it
+        judge.equal.cache_clear()
+
+    forget()
+
+    def write(text=STUB, known=judge.KNOWN, megabytes=5000):
+        names = f"KNOWN, MB = {known!r}, {megabytes}\n"
+        (tmp_path / "math_verify.py").write_text(names + text)
+
+    yield write
+    forget()
+
+
+def test_a_judge_that_does_not_run_or_dies_is_an_error_and_no_reward_of_0(tmp_path, stub):
+    """The next answer gets a new judge, and so does this one if the judge has died in between.
 
     One answer takes more than 1 s of the processor, and one more than 4 GB: both score 0, and
     the judge goes on.
     """
-    stub = tmp_path / "math_verify.py"
     data = jsonl(tmp_path / "some.jsonl", [{"problem": str(n), "answer": n} for n in range(4)])
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(judge, "_child", functools.cache(judge._child.__wrapped__))
-    equal = functools.cache(judge.equal.__wrapped__)
-    monkeypatch.setattr(math_task, "equal", equal)
-    stub.write_text("raise ModuleNotFoundError('math_verify')")
+    stub("raise ModuleNotFoundError('math_verify')")
     for _ in range(2):
         with pytest.raises(ValueError, match="pip install math-verify"):
             math(data)
-    stub.write_text(STUB)
+    stub()
     assert len(math(data).train) == 3, "it was installed meanwhile"
-    child = judge._child()
-    verdicts = [equal("7", answer) for answer in ("7", "8", "endless", "huge", "7 ")]
-    assert verdicts == [True, False, False, False, True] and judge._child() is child
+    (child,) = judge._idle
+    verdicts = [judge.equal("7", answer) for answer in ("7", "8", "endless", "huge", "7 ")]
+    assert verdicts == [True, False, False, False, True] and judge._idle == [child]
     child.kill()  # as the kernel does when memory runs out
-    with pytest.raises(ValueError, match="math-verify"):
-        equal("7", " 7")
-    assert equal("7", " 7") is True
-    judge._child().communicate()  # closes its input, which ends it
+    assert judge.equal("7", " 7") is True and judge._idle != [child]
+
+
+# math-verify as it would be with a broken parser of LaTeX, or one that takes all for equal
+USELESS = [{}, {pair: not verdict for pair, verdict in judge.KNOWN.items()}]
+USELESS += [judge.KNOWN | {pair: not verdict} for pair, verdict in judge.KNOWN.items()]
+
+
+@pytest.mark.parametrize("known", USELESS)
+def test_a_judge_that_cannot_judge_is_refused_at_the_start(stub, tmp_path, known):
+    """It would score every answer 0."""
+    data = jsonl(tmp_path / "some.jsonl", [{"problem": str(n), "answer": n} for n in range(4)])
+    stub(known=known)
+    with pytest.raises(ValueError, match="pip install math-verify, or allow it more memory"):
+        math(data)
+
+
+def test_a_hard_limit_below_the_judges_own_holds_and_does_not_stop_it(stub):
+    """No process may raise a hard limit, or set its soft one above it."""
+    stub(megabytes=700)
+    script = """if True:
+        import resource
+        from tools.judge import equal
+        resource.setrlimit(resource.RLIMIT_AS, (600 << 20, 600 << 20))
+        print(equal("7", "7"), equal("7", "8"), equal("7", "huge"))"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "True False False\n", done.stderr
+
+
+PAIRS = [(str(n), str(n + odd)) for odd in (0, 1) for n in range(30)]
+
+
+def verdicts_of(pairs):
+    return [judge.equal(*pair) for pair in pairs]
+
+
+def test_threads_and_forked_processes_get_the_verdicts_of_their_own_questions(stub):
+    stub()
+    shuffled = [random.Random(thread).sample(PAIRS, 60) for thread in range(8)]
+    want = [[gold == answer for gold, answer in pairs] for pairs in shuffled]
+    judge.equal("1", "2")
+    pools = ThreadPoolExecutor(8), ProcessPoolExecutor(2, multiprocessing.get_context("fork"))
+    for pool in pools:
+        judge.equal.cache_clear()
+        with pool:
+            assert list(pool.map(verdicts_of, shuffled)) == want
+
+
+def test_a_time_limit_of_the_users_own_around_a_reward_changes_no_later_verdict(stub):
+    """Also if its error is one that this file handles when a child raises it."""
+    stub()
+    for error in (TimeoutError, ValueError, KeyboardInterrupt):
+
+        def stop(*_, error=error):
+            raise error("too slow")
+
+        old = signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(error, match="too slow"):
+            math_reward({"answer": "7"}, "\\boxed{endless}", True)
+        signal.signal(signal.SIGALRM, old)
+        assert verdicts_of(PAIRS[::6]) == [gold == answer for gold, answer in PAIRS[::6]]
+        judge.equal.cache_clear()
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_an_interrupt_at_any_line_of_the_judge_changes_no_later_verdict(stub, idle):
+    """Whether a child waits already, or has to be started."""
+    stub()
+    lines = itertools.count(1)
+    for line in lines:
+        if not idle:
+            judge._idle.clear()
+        judge.equal.cache_clear()
+        left = line
+
+        def trace(frame, event, _):
+            nonlocal left
+            if frame.f_code.co_filename == judge.__file__:
+                left -= event == "line"
+                if left == 0:
+                    left = -1
+                    raise KeyboardInterrupt
+                return trace
+
+        outer = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            judge.equal("8", "8")
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(outer)
+        assert verdicts_of(PAIRS[25:35]) == [True] * 5 + [False] * 5
+        if left > 0:
+            break
+    assert line > 8
 
 
 VERDICTS = {  # gold: answers that are right ≠ answers that are wrong
@@ -198,8 +315,9 @@ def test_the_guard_refuses_what_may_take_long_and_never_says_equal(answer, monke
 
 
 def test_hostile_answers_end_and_the_honest_beside_them_keep_their_reward():
-    child = judge._child()
+    judge.equal("42", "43")
+    (child,) = judge._idle
     for n, hostile in enumerate(PASS):
         assert math_reward({"answer": "42"}, f"\\boxed{{{hostile}}}", True) == 0
         assert math_reward({"answer": f"\\frac{{{n}}}{{2}}"}, f"\\boxed{{{n}/2}}", True) == 1
-    assert judge._child() is child and child.poll() is None
+    assert judge._idle == [child] and child.poll() is None

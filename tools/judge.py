@@ -2,51 +2,71 @@ r"""The judge of --task math: math-verify's verdict on two formulas, from a chil
 
     equal(r"\frac{1}{2}", "0.5")    → True
 
-    equal ── a line of JSON: [gold, answer] ──────────► the child forks; the fork compares them
-          ◄── a line: the fork's exit status, 0 if equal ──
+    equal ── a line of JSON: [number, gold, answer] ──► the child forks; the fork compares them
+          ◄── a line: number, and the fork's exit status, 0 if equal ──
 
 math-verify compares with sympy, which may compute for hours, and no Python code can interrupt one
 long multiplication. So the kernel does: it ends a fork that takes over 1 s of processor time, and
 gives it no more than 4 GB of memory. An answer that needs more counts as wrong. Only the child
 imports math-verify and sympy, once: a fork inherits them.
 
+A verdict must never answer another question. So a child has one question at a time, threads that
+judge at once have a child each, and a child whose question was interrupted is killed.
+
 Needs: math-verify, and a system with fork.
 """
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
-from functools import cache, lru_cache
+from contextlib import suppress
+from functools import lru_cache
 
 CPU_SECONDS = 1  # for one comparison
 MEMORY = 4 << 30  # bytes of address space for one comparison
-# formulas that make sympy load its parts, so that no fork has to
-WARM_UP = r"\sqrt{3} - x^2", r"(\frac12, 3]", r"\{1, 2\}", r"x = 5\text{ m}", r"50\%", "1,000"
+# What every child must know before it judges: a math-verify without its parser of LaTeX, say, would
+# score each answer 0. These formulas also make sympy load its parts, so that no fork has to.
+KNOWN = {
+    (r"\frac{1}{2}", "0.5"): True,
+    (r"x = \sqrt{12}\text{ m}", r"2\sqrt{3}"): True,
+    (r"\{1, \sqrt{4}\}", r"\{2, 1\}"): True,
+    ("(1, 3]", r"(50\%, 3]"): False,
+}
+
+_idle = []  # children that have no question
+os.register_at_fork(after_in_child=_idle.clear)  # a user's fork must not share its parent's
+_numbers = itertools.count()
 
 
 @lru_cache(4096)  # the answers of a group often agree
 def equal(gold: str, answer: str) -> bool:
     """→ whether math-verify finds two texts in LaTeX equal and close() confirms it. False if
-    the comparison fails or takes more than CPU_SECONDS or MEMORY. ValueError: math-verify does not
-    run.
+    the comparison fails or takes more than CPU_SECONDS or MEMORY. Threads may call it.
+
+    ValueError: math-verify does not run, or does not know what is KNOWN.
     """
-    try:
-        child = _child()
-        print(json.dumps([gold, answer]), file=child.stdin, flush=True)
-        return int(child.stdout.readline()) == 0
-    except (BrokenPipeError, ValueError):  # the child is dead: it reads nothing, or wrote ""
-        _child.cache_clear()  # the next call starts another
-        raise ValueError(
-            "task math needs math-verify, which does not run: pip install math-verify"
-        ) from None
+    for _ in range(2):  # a child that has died, as when memory runs out, is replaced once
+        with suppress(ConnectionError):
+            child = _child()
+            verdict = _ask(child, gold, answer)
+            _idle.append(child)
+            return verdict
+    raise ValueError(
+        "task math needs math-verify, which does not run, or does not know that 1/2 is 0.5: "
+        "pip install math-verify, or allow it more memory (ulimit -v)"
+    )
 
 
-@cache
 def _child() -> subprocess.Popen:
-    """→ this file as a child process. In a session of its own, Ctrl-C does not reach it."""
-    return subprocess.Popen(
+    """→ this file as a child process without a question. In a session of its own, Ctrl-C does not
+    reach it. ConnectionError: it has died, or does not know what is KNOWN.
+    """
+    with suppress(IndexError):
+        return _idle.pop()
+    child = subprocess.Popen(
         [sys.executable, __file__],
         start_new_session=True,
         text=True,
@@ -54,6 +74,26 @@ def _child() -> subprocess.Popen:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )
+    for formulas, verdict in KNOWN.items():
+        if _ask(child, *formulas) != verdict:
+            raise ConnectionError
+    return child
+
+
+def _ask(child: subprocess.Popen, gold: str, answer: str) -> bool:
+    """→ a child's verdict. Whatever leaves this function in between, such as a time limit of the
+    caller's own, kills the child. ConnectionError: it has died, or answers another question.
+    """
+    number = str(next(_numbers))
+    try:
+        print(json.dumps([number, gold, answer]), file=child.stdin, flush=True)
+        echo, _, status = child.stdout.readline().partition(" ")
+        if echo != number:
+            raise ConnectionError
+    except BaseException:
+        child.kill()
+        raise
+    return int(status) == 0
 
 
 def close(one: object, other: object) -> bool:
@@ -81,17 +121,20 @@ def serve() -> None:
         parsed = [parse(f"\\boxed{{{latex}}}", parsing_timeout=None) for latex in (gold, answer)]
         return verify(*parsed, timeout_seconds=None) and all(map(close, *parsed))
 
-    for latex in WARM_UP:
-        compare(latex, "(x + 1)(x - 1)")
+    for formulas in KNOWN:
+        compare(*formulas)
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    soft = min(MEMORY, hard % 2**64)  # no limit is −1
     for line in sys.stdin:
+        number, *formulas = json.loads(line)
         fork = os.fork()
         if fork == 0:
-            resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
             # The timer sends SIGPROF. Nothing handles it, so that the kernel ends the fork.
             signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-            os._exit(not compare(*json.loads(line)))
+            os._exit(not compare(*formulas))
         _, status = os.waitpid(fork, 0)
-        print(status, flush=True)
+        print(number, status, flush=True)
 
 
 if __name__ == "__main__":
