@@ -26,11 +26,13 @@ Left out: partial credit; 1 1/2, 1e3, 1.000,00, m². Needs: nothing; for the hub
 
 import hashlib
 import json
+import math
 import operator
 import os
 import random
 import re
 from collections.abc import Callable, Iterable
+from decimal import Decimal
 from fractions import Fraction
 from functools import partial
 from itertools import combinations
@@ -284,11 +286,15 @@ def _lines(source: str) -> Iterable[str | bytes]:
 
 
 def text_of(record: dict, *keys: str) -> str:
-    """→ the first of these fields that has text or a number, as text. ValueError: none has."""
+    """→ the first of these fields that has text or a finite number, as text: 0.00001 for 1e-05.
+    ValueError: none has.
+    """
     for key in keys:
         value = record.get(key)
-        if type(value) in (str, int, float) and value == value:  # NaN does not equal itself
-            text = str(value).strip()
+        if type(value) in (int, float) and abs(value) < math.inf:  # which NaN is not
+            value = format(Decimal(str(value)), "f")
+        if isinstance(value, str):
+            text = value.strip()
             text.encode()  # raises on half an emoji, which JSON allows, no tokenizer
             if text:
                 return text

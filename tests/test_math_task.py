@@ -256,6 +256,28 @@ def test_a_box_without_braces_ends_with_its_formula(tmp_path):
         assert math_reward({"answer": gold}, text, True) == 1
 
 
+GOLDS = {  # as JSON has it: an answer that is right, one that is wrong
+    '"28."': ("28", "2.8"),
+    '"28 . "': ("28.", "29"),
+    '"It is $\\\\boxed{28.}$."': ("28", "2.8"),
+    "28.0": ("28.", "29"),
+    "1e-05": ("0.00001", "0.00002"),
+    "2.5E-7": ("0.00000025", "0.000000025"),
+    "1e22": ("10^{22}", "10^{21}"),
+    '"1, 2, ..."': ("1,2,...", "1, 2"),
+}
+
+
+@pytest.mark.parametrize("gold, answers", GOLDS.items())
+def test_a_gold_and_an_answer_take_the_same_way_to_their_comparison(tmp_path, gold, answers):
+    """A full stop ends a sentence, and a JSON number is no e times 1, minus 5."""
+    path = tmp_path / "some.jsonl"
+    path.write_text("".join(f'{{"problem": "{n}", "answer": {gold}}}\n' for n in range(4)))
+    problem, *_ = math(str(path)).train
+    scores = [math_reward(problem, f"\\boxed{{{answer}}}", True) for answer in answers]
+    assert scores == [1, 0]
+
+
 PROSE = (
     "The answer is 5|See the figure.|5 (five)|about 5 dollars|(((((((((1)))))))))|"
     "\\boxed{It is 5, because x > 4}"
@@ -268,7 +290,8 @@ BROKEN = [  # record, what its refusal names
     *(({"problem": "a", "answer": gold}, "\\\\text") for gold in PROSE),
     ({"answer": "3"}, "'problem'"),
     ({"problem": "a"}, "'answer'"),
-    ({"problem": "a", "answer": float("nan")}, "'answer'"),
+    *(({"problem": "a", "answer": float(odd)}, "'answer'") for odd in ("nan", "inf", "-inf")),
+    ({"problem": "a", "answer": "{" * 6 + "5" + "}" * 6}, "\\\\text"),
     ({"problem": "a", "answer": "x" * 501}, "500"),
     ({"prompt": [], "answer": "3"}, "chat"),
     ({"prompt": ["hi"], "answer": "3"}, "chat"),

@@ -81,14 +81,18 @@ def math_reward(problem: dict, text: str, finished: bool) -> float:
     r"""→ 1.0 if the formula in the last \boxed{…} equals the solution, and the text is finished;
     else 0.0.
     """
-    answer = _last_box(text).rstrip(" .")
-    return float(finished and _same_formula(problem["answer"], answer))
+    return float(finished and _same_formula(problem["answer"], _last_box(text)))
 
 
 def _last_box(text: str) -> str:
-    r"""→ what is inside the last \boxed{…} or \fbox{…} of a text; "" without one."""
+    r"""→ the formula in the last \boxed{…} or \fbox{…} of a text; "" without one."""
     box = BOX.match(text, max(text.rfind("\\boxed"), text.rfind("\\fbox")))
-    return box[1] or box[2] or "" if box else ""
+    return _bare(box[1] or box[2] or "") if box else ""
+
+
+def _bare(formula: str) -> str:
+    """→ a formula without blanks around it and a full stop behind it, but with three dots."""
+    return re.sub(r"(?<!\.)\s*\.\s*\Z", "", formula).strip()
 
 
 # --- whether two formulas are equal
@@ -153,7 +157,7 @@ def _latex_problem(record: dict) -> dict:
     if isinstance(record.get("reward_model"), dict):
         record["reward_model"] = record["reward_model"].get("ground_truth")
     answer = text_of(record, "answer", "reward_model", "solution")
-    gold = (_last_box(answer) or answer.rpartition("####")[2]).strip()
+    gold = _last_box(answer) or _bare(answer.rpartition("####")[2])
     if not 0 < len(gold) <= MAX_FORMULA:
         raise ValueError(f"its answer must have 1 to {MAX_FORMULA} characters, or a \\boxed{{…}}")
     # math-verify takes the letters of "The answer is 5" for variables, so that 5 would score 0.
@@ -161,13 +165,14 @@ def _latex_problem(record: dict) -> dict:
     number = re.sub(r"(?<![\\{A-Za-z])[A-Za-z]{4,}", "", gold)
     prose = " " in gold and number != gold and "\\text" not in gold and not equal(gold, number)
     # an integer equals itself: do not start math-verify for each of thousands
-    if prose or not (gold.isdecimal() or _same_formula(gold, gold)):
+    problem = {"answer": gold}
+    if prose or not (gold.isdecimal() or math_reward(problem, f"\\boxed{{{gold}}}", True)):
         raise ValueError(
             f"no answer would equal its answer {gold[:60]!r}: write "
             "the formula alone, and words that belong to it as \\text{…}"
         )
     question = text_of(record, "problem", "question", "prompt")
-    return {"problem": DAPO.sub("", question), "answer": gold}
+    return problem | {"problem": DAPO.sub("", question)}
 
 
 def _user_message(chat: list) -> str:
