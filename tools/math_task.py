@@ -10,7 +10,9 @@ comparison that math-verify makes.
 math-verify leaves out some parts of a formula, so this file decides about these. If either text has
 a base (52_8), dots, \prime, a ' behind a digit, ) or }, a negation (\neg, \not) or a word such as
 "million", the whole texts must be the same, but for blanks, braces, \left, \right and \text. If the
-solution has no %, 5\% is 1/20. (1, 2) is not {1, 2}. Of 5 = 6, both sides must be right.
+solution has a unit, the answer has the same one, in the same words, or none: of 8\text{ m}, 8 is
+right, and neither 8\text{ cm} nor 8\text{ meters}. If the solution has no %, 5\% is 1/20. (1, 2) is
+not {1, 2}. Of 5 = 6, both sides must be right.
 
 data is a JSONL file or a dataset of the hub, as in tasks.py, whose records have
 
@@ -60,10 +62,17 @@ IGNORED = re.compile(
     r"[0-9]\}?_|\\[a-z]*dots|\.\.\.|…|[0-9)}]'|\\(?:dot|not|neg|lnot|prime)(?![a-z])"
     r"|hundred|thousand|million|billion|trillion|squared|cubed"
 )
+# A word, and the power behind it: of the units cm and m^2, which math-verify leaves out, too. UNIT
+# tells that a gold has one. A letter before = is a variable.
+WORD = re.compile(r"(?<![\\A-Za-z])([A-Za-z]+)(?![A-Za-z]| *=)(?:[} ]*\^[{ ]*(\d))?")
+UNIT = re.compile(r"\\(?:text|mbox|mathrm)|\d +[a-z]{2}")
+# \frac, perhaps with its first argument, or \sqrt; then an argument such as \pi, without braces
+BARE = re.compile(r"(\\(?:[dtc]?frac(?: *\w|\{[^{}]*\})?|sqrt)) *(\\[a-z]+)")
 TUPLE = re.compile(r"[(\[][^()\[\]]*,[^()\[\]]*[)\]]")
 EQUATION = re.compile(r"=|\\(?:approx|to|implies|[a-zA-Z]*arrow)(?![a-z])")
 # signs that math-verify does not read, each with LaTeX for it
-SIGNS = r"½ \frac12 ⅓ \frac13 ⅔ \frac23 ¼ \frac14 ¾ \frac34 ² ^2 ³ ^3 · \cdot ∞ \infty ° ^\circ – -"
+SIGNS = r"""½ \frac12 ⅓ \frac13 ⅔ \frac23 ¼ \frac14 ¾ \frac34 ² ^2 ³ ^3 · \cdot ∞ \infty ° ^\circ
+– - ∅ \emptyset \varnothing \emptyset"""
 
 
 def math(data: str | None = None, operands: str | None = None, held_out: int = 256) -> Task:
@@ -114,6 +123,8 @@ def _same_formula(gold: str, answer: str) -> bool:
     if IGNORED.search(gold + answer):
         blanks = r"\\(?:left|right|text|[,;:! ])|[\s{}]"
         return re.sub(blanks, "", gold) == re.sub(blanks, "", answer)
+    if UNIT.search(gold) and not set(WORD.findall(answer)) <= set(WORD.findall(gold)):
+        return False
     # math-verify takes "5\%" for 5 and for 1/20. If the gold has no %, 1/20 is meant.
     if "%" not in gold:
         answer = answer.replace("\\%", "/100")
@@ -137,6 +148,8 @@ def _rewrite(formula: str) -> str:
     for sign, latex in zip(signs[::2], signs[1::2], strict=True):
         formula = formula.replace(sign, f"{latex} ")
     formula = re.sub(r"√ *([0-9.]+|\w)", r"\\sqrt{\1}", formula)
+    for _ in range(2):  # both arguments of \frac\pi\alpha
+        formula = BARE.sub(r"\1{\2}", formula)
     formula = re.sub(r"\\?%|(\\text\{)? *percent\b\}?", r"\\%", formula)
     # 20 times the period: math-verify compares 6 digits
     return re.sub(r"(\.[0-9]*)\\overline\{?([0-9]+)\}?", lambda m: m[1] + 20 * m[2], formula)
