@@ -1,5 +1,6 @@
 """python -m pytest tests/test_weights.py -q"""
 
+import copy
 import datetime
 import importlib.util
 import json
@@ -259,16 +260,23 @@ CLOSING = (
         ("<30>", "{{ raise_exception('one message only') }}", [7, 30]),
         ("</s>", "<30>{{ messages[0]['content'] }}", [2, 7]),
         ("</s>", CLOSING.format("*"), [2, 7]),
+        # an answer that is changed or dropped is followed by no end
+        ("</s>", "<29>" + CLOSING.replace("] }", "]|lower }").format("<30>"), [2, 7]),
+        ("</s>", "{{ messages[0]['content'] }}<30>", [2, 7]),
+        # <| is an added token, too
+        ("</s>", CLOSING.format("<|end|>"), [2, 7, 33]),
     ],
 )
 def test_the_tokenizer_and_its_template_name_end_tokens_too(
     tiny_chat, tmp_path, eos, template, ids
 ):
-    """The token that closes an assistant's turn is one: not the first of the chat, no character."""
+    """The token that closes an assistant's turn is one: not the first of the chat, no character,
+    and no token that it begins with.
+    """
     folder = shutil.copytree(tiny_chat, tmp_path / "m")
     edit_json(folder / "config.json", eos_token_id=7)
     tokenizer = weights.open(folder).tokenizer()
-    tokenizer.add_tokens(["<29>", "<30>", "<31>"], special_tokens=True)
+    tokenizer.add_tokens(["<29>", "<30>", "<31>", "<|", "<|end|>"], special_tokens=True)
     tokenizer.eos_token, tokenizer.chat_template = eos, template
     tokenizer.save_pretrained(folder)
     (folder / "generation_config.json").unlink()
@@ -346,18 +354,64 @@ def test_a_chat_without_a_template_is_joined_and_one_that_a_template_refuses_is_
     digits = [turn("system", "1"), turn("user", "2")]
     joined = weights.encode(tokenizer, [*digits, turn("assistant", "3")])
     assert joined == weights.encode(tokenizer, "1\n\n2\n\n3")
-    raising = "{% if messages[0].role == 'system' %}{{ raise_exception('no\nmore') }}{% endif %}1"
+    raising = "{% if messages[0].role == 'system' %}{{ raise_exception('no\nmore') }}{% endif %}12"
     dropping = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
-    for template, reason in ((raising, "no"), (dropping, "it drops the system message")):
+    for template, reason in ((raising, "no"), (dropping, "it drops or changes the system message")):
         tokenizer.chat_template = template
         assert weights.encode(tokenizer, digits[1:])
         with pytest.raises(ValueError, match=f"user message: {reason}$"):
             weights.encode(tokenizer, digits)
 
 
+PARTS = "{% for part in m.content %}{{ part.text }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "shown", ["{{ m.value }}", PARTS, "{{ m.content|lower }}", "{{ m.content[:9] }}", ""]
+)
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_a_template_that_drops_or_changes_a_message_is_refused(smollm2, role, shown):
+    """Every prompt would be the same, or another question. Blanks around one may go, and thoughts
+    of an earlier answer.
+    """
+    _, tokenizer = smollm2
+    chat = [turn("user", " What is 7 * 8? "), turn("assistant", "<think>\n7</think>Is it 56?")]
+    chat += [turn("user", "Yes?"), turn("assistant", "No ")]
+    tokenizer = copy.deepcopy(tokenizer)
+    kept = "{{ m.content.split('</think>')[-1]|trim }}"
+    loop = "{%% for m in messages %%}{%% if m.role == '%s' %%}%s{%% else %%}%s{%% endif %%}"
+    loop += "{%% endfor %%}="
+    tokenizer.chat_template = loop % (role, kept, kept)
+    text = tokenizer.decode(weights.encode(tokenizer, chat))
+    assert text == "What is 7 * 8?Is it 56?Yes?=No "
+    tokenizer.chat_template = loop % (role, shown, kept)
+    with pytest.raises(ValueError, match=f"it drops or changes the {role} message"):
+        weights.encode(tokenizer, chat)
+
+
+# as Qwen3's template, with an empty thought before an answer that the chat holds, or Llama 3's
+THINKING = (
+    "{%- for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "<think>\n\n</think>\n\n{% endif %}{{ m.content|trim }}<|im_end|>\n{%- endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_an_answer_that_is_begun_goes_on_where_it_ends(smollm2):
+    _, tokenizer = smollm2
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = THINKING
+    asked = tokenizer.decode(weights.encode(tokenizer, "1+1"))
+    for begun in ("<think>\nI", "The sum is ", "\n\n1. ", ""):
+        chat = [turn("user", "1+1"), turn("assistant", begun)]
+        assert tokenizer.decode(weights.encode(tokenizer, chat)) == asked + begun
+
+
 def test_a_template_that_asks_for_the_date_writes_the_same_prompt_every_day(tokenizer, monkeypatch):
     date = "{{ strftime_now('%Y-%m-%d %H%M%S %j') }}"
-    tokenizer.chat_template = f"{{% macro today() %}}{date}{{% endmacro %}}{{{{ today() }}}}"
+    tokenizer.chat_template = (
+        f"{{% macro today() %}}{date}{{% endmacro %}}{{{{ today() }}}}{{{{ messages[0].content }}}}"
+    )
     prompts = []
     for day in (1, 2):
         clock = Mock(**{"now.return_value": datetime.datetime(2031, day, day, day, day, day)})

@@ -414,11 +414,14 @@ class Source:
         with suppress(Exception):
             tokenizer = self.tokenizer()
             named.append(tokenizer.eos_token_id)
-            chat = [{"role": role, "content": "Hello."} for role in ("user", "assistant")]
-            _, _, end = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("Hello.")
-            for i, token in tokenizer.added_tokens_decoder.items():
-                if end.strip().startswith(token.content):
-                    named.append(i)
+            turns = {"user": "Why?", "assistant": "Because."}
+            chat = [{"role": role, "content": text} for role, text in turns.items()]
+            text = tokenizer.apply_chat_template(chat, tokenize=False)
+            # Of a template that changes the answer, the end would be the whole chat.
+            _, answer, end = text.rpartition("Because.")
+            first, *_ = tokenizer.encode(end.strip(), add_special_tokens=False)
+            if answer and first in tokenizer.added_tokens_decoder:
+                named.append(first)
         ids = set()
         for found in named:
             ids |= set(found) if isinstance(found, list) else {found}
@@ -532,8 +535,8 @@ def encode(
     prompt: a user message, or a chat, [{"role", "content"}, …]. If the chat ends with a message of
     the assistant, the answer continues it. Without a chat template the ids are those of the plain
     text, its messages joined by an empty line. template: {name: value}, further arguments of the
-    chat template. ValueError: the template refuses the chat or drops its system message, or a
-    message holds the text of a control token.
+    chat template. ValueError: the template refuses the chat, or drops or changes a message of it,
+    or a message holds the text of a control token.
     """
     chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     plain = "\n\n".join(message["content"] for message in chat)
@@ -547,7 +550,10 @@ def encode(
         ids = tokenizer(plain)["input_ids"]
         # Some tokenizers append an end token, after which a model begins another text.
         return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
-    begun = chat[-1]["role"] == "assistant"
+    begun = ""
+    if chat[-1]["role"] == "assistant":
+        *chat, last = chat
+        begun = last["content"]
     with readable(
         "the chat template of this model", "takes no such chat, so write it as one user message"
     ):
@@ -557,12 +563,15 @@ def encode(
         compiled.globals["strftime_now"] = datetime.date(2024, 7, 26).strftime
         text = tokenizer.apply_chat_template(
             chat,
-            add_generation_prompt=not begun,
-            continue_final_message=begun,
+            add_generation_prompt=True,
             tokenize=False,
             **(template or {}),
         )
-        if not all(m["content"].strip() in text for m in chat if m["role"] == "system"):
-            raise ValueError("it drops the system message")
-        # The template has written the special tokens, a first <s> too.
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
+        for message in chat:
+            # some templates drop the thoughts of earlier answers
+            _, _, said = message["content"].rpartition("</think>")
+            if said.strip() not in text:
+                raise ValueError(f"it drops or changes the {message['role']} message")
+        # The template has written the special tokens, a first <s> too. It does not get the begun
+        # answer, which it might trim, or put behind thoughts of its own.
+        return tokenizer(text + begun, add_special_tokens=False)["input_ids"]
