@@ -17,7 +17,7 @@ text is evaluated as code.
 
 data is a JSONL file, or a dataset of the hub as owner/name[/config][:split]. A record of gsm8k has
 a question and an answer, which ends with "#### 18", as openai/gsm8k/main has. Questions that differ
-only in case, or in how many blanks separate their words, are one problem.
+only in how many blanks separate their words or, without LaTeX, in case, are one problem.
 
 tools/math_task.py makes the Task of formulas in LaTeX, tools/own_task.py that of a user's own file.
 
@@ -242,7 +242,7 @@ def final_answer(text: str) -> Fraction | None:
 # --- problems from files
 
 # owner/name[/config][:split], a dataset of the hub. What ends with .json or .jsonl is a file.
-HUB = re.compile(r"(?!.*\.jsonl?\Z)([\w-][\w.-]*/[\w.-]+)(?:/([\w.-]+))?(?::([\w.%:[\]-]+))?")
+HUB = re.compile(r"(?!.*\.jsonl?\Z)([\w-][\w.-]*/[\w.-]+)(?:/([\w.-]+))?(?::([\w.%:[\]+-]+))?")
 
 
 def read(source: str | None, check: Callable[[dict], dict]) -> list[dict]:
@@ -344,8 +344,11 @@ def hold_out(
 
 
 def _asked(prompt: str | list) -> str:
-    """→ a prompt's key. Prompts that differ only in case or in the amount of blanks share a key."""
-    return " ".join(str(prompt).split()).casefold()
+    """→ a prompt's key. Prompts that differ only in the amount of blanks share it, and without
+    LaTeX, where x is not X, those that differ only in case.
+    """
+    key = " ".join(str(prompt).split())
+    return key if "\\" in key else key.casefold()
 
 
 def with_test_set(
@@ -360,11 +363,13 @@ def with_test_set(
     make(data, operands, held_out) makes a Task: gsm8k, or another of TASKS. trains=False without
     data reads only test. ValueError: what make raises; all problems of data are in test.
     """
-    given = make(data, operands) if trains or data else None
+    given = make(data, operands, held_out=0) if trains or data else None
     task = make(test, operands, held_out=0)
     train = []
     if given:
         asked = {_asked(task.prompt(problem)) for problem in task.train}
+        if len(given.train) >= 4:  # the order of earlier runs, which a resume needs
+            given = hold_out(given, 256, data)
         problems = given.train + given.held_out
         train = [problem for problem in problems if _asked(task.prompt(problem)) not in asked]
         if not train:

@@ -1,5 +1,6 @@
 """tools/own_task.py: which Python files are tasks, and what is said of those that are none."""
 
+import os
 import re
 import subprocess
 import sys
@@ -196,6 +197,63 @@ def test_a_task_of_ones_own_imports_what_lies_beside_it(own, tmp_path):
     assert reward({}, "3", True) == 1.5
     with pytest.raises(ValueError, match="own_second.py, line 2: ValueError: .* in reward"):
         reward({}, "three", True)
+
+
+POOLED = """
+import dataclasses, multiprocessing, pickle
+from concurrent.futures import ProcessPoolExecutor
+@dataclasses.dataclass
+class Box:
+    value: int
+def half(box):
+    return box.value / 2
+def problems(): return [{"prompt": str(n)} for n in range(9)]
+def reward(text):
+    box = pickle.loads(pickle.dumps(Box(int(text))))
+    with ProcessPoolExecutor(1, multiprocessing.get_context(HOW)) as pool:
+        return pool.submit(half, box).result()
+"""
+RUN = """
+import sys
+from tools.own_task import load_task_file
+if __name__ == "__main__":
+    print(load_task_file(sys.argv[1]).reward({}, "3", True))
+"""
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_a_reward_may_use_a_process_pool(tmp_path, how):
+    """And so pickle, which finds what the file defines by the name of its module. A process that is
+    not forked imports that module.
+    """
+    (tmp_path / "pooled.py").write_text(f"HOW = {how!r}{POOLED}")
+    (tmp_path / "run.py").write_text(RUN)
+    script = [sys.executable, tmp_path / "run.py", tmp_path / "pooled.py"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(script, env=env, capture_output=True, text=True, cwd="/")
+    assert done.stdout == "1.5\n", done.stderr
+
+
+@pytest.mark.parametrize("name", ["random", "tasks", "my-task.v2", "twice", "twice"])
+def test_a_file_may_have_any_name_and_replaces_no_module(tmp_path, name):
+    """Neither one of ours nor one of Python's, which others import later."""
+    before = sys.modules.copy()
+    (tmp_path / f"{name}.py").write_text(f"HOW = 'fork'{POOLED}\nassert __file__.endswith('.py')")
+    assert load_task_file(f"{tmp_path}/{name}.py").reward({}, "3", True) == 1.5
+    assert sys.modules.items() >= before.items()
+    assert not list(tmp_path.glob("__pycache__")), "the file is read anew by each run"
+
+
+def test_the_folder_of_a_task_hides_none_of_our_modules(tmp_path):
+    """model.py beside mine.py is not the decoder of train.py, whatever imports that next."""
+    (tmp_path / "model.py").write_text("raise AssertionError('the user has one, too')")
+    (tmp_path / "hidden.py").write_text(MINE + "from helper import N")
+    (tmp_path / "helper.py").write_text("N = 1")
+    script = "import sys; from tools.own_task import load_task_file; load_task_file(sys.argv[1])"
+    script += "; import model; print(model.Decoder.__name__)"
+    command = [sys.executable, "-c", script, tmp_path / "hidden.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "Decoder\n", done.stderr
 
 
 HANGS = {  # code behind MINE → the function that is named

@@ -259,6 +259,15 @@ def test_questions_that_differ_in_blanks_or_case_are_one_problem(tmp_path):
     assert len(tasks.with_test_set(tasks.gsm8k, test, data).train) == 7
 
 
+def test_in_mathematics_case_is_meaning(tmp_path):
+    """So is it in a question that has LaTeX."""
+    records = [{"question": f"What is ${a}$?", "answer": "#### 1"} for a in ("x", "X", "y")]
+    data = jsonl(tmp_path / "data.jsonl", [*records, {"question": "Why?", "answer": "#### 2"}])
+    task = math_task.math(data)
+    found = {p["problem"] for p in task.train + task.held_out}
+    assert found == {*(f"What is ${a}$?" for a in ("x", "X", "y")), "Why?"}
+
+
 @pytest.mark.parametrize("make", [tasks.gsm8k, math_task.math])
 def test_two_golds_for_one_question_are_refused(tmp_path, make):
     """5.0 beside 5 is no second one."""
@@ -289,10 +298,19 @@ def test_all_of_a_test_file_is_held_out_and_none_of_it_trained_on(tmp_path):
     """Problems 8 and 9 are in both files. To evaluate, a test file alone is enough."""
     data = word_problems(tmp_path / "data.jsonl", range(10))
     test = word_problems(tmp_path / "test.jsonl", [*range(17, 7, -1)])
-    for more, trains in ((data, True), (data, False), (None, False)):
-        task = tasks.with_test_set(tasks.gsm8k, test, more, trains=trains)
+    few = word_problems(tmp_path / "few.jsonl", [7, 8, 9])
+    for more, trains, left in ((data, 1, 8), (data, 0, 8), (None, 0, 0), (few, 1, 1)):
+        task = tasks.with_test_set(tasks.gsm8k, test, more, trains=bool(trains))
         assert numbers(task.held_out) == [*range(17, 7, -1)]
-        assert sorted(numbers(task.train)) == [*range(8 if more else 0)]
+        assert sorted(numbers(task.train)) == [*range(8)][8 - left :]
+
+
+def test_problems_beside_a_test_set_keep_the_order_of_earlier_runs(tmp_path):
+    """Those that are held out without a test set come last: a resumed run draws by numbers."""
+    data = word_problems(tmp_path / "data.jsonl", range(9))
+    test = word_problems(tmp_path / "test.jsonl", [99])
+    alone, beside = tasks.gsm8k(data), tasks.with_test_set(tasks.gsm8k, test, data)
+    assert alone.held_out and beside.train == alone.train + alone.held_out
 
 
 MISFITS = [  # task, test, data, operands, trains; what is named
@@ -353,6 +371,14 @@ def test_a_gold_that_would_be_read_in_part_is_refused(gold, tmp_path):
         tasks.gsm8k(path)
 
 
+HUB_NAMES = {  # the name of a dataset: its config and split
+    "o/n": "None train",
+    "o/n/c:test[:50%]": "c test[:50%]",
+    "o/n:train+test": "None train+test",
+    "o/n:train[:1%]+test[-80:]": "None train[:1%]+test[-80:]",
+}
+
+
 def test_a_dataset_of_the_hub_is_read_through_datasets(monkeypatch):
     """owner/name[/config][:split]. A name that ends like a file is never looked up on the hub."""
 
@@ -362,7 +388,7 @@ def test_a_dataset_of_the_hub_is_read_through_datasets(monkeypatch):
         return [{"question": f"{config} {split} {n}?", "answer": f"#### {n}"} for n in range(7)]
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    for name, asked in (("o/n", "None train"), ("o/n/c:test[:50%]", "c test[:50%]")):
+    for name, asked in HUB_NAMES.items():
         assert tasks.gsm8k(name).train[0]["question"].startswith(asked)
     for name, names in (("o/none", r"no such dataset\)"), ("data/x.jsonl", "No such file")):
         with pytest.raises(ValueError, match=f"{name} .*{names}"):

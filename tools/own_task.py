@@ -11,7 +11,8 @@
 Arguments are passed by these names, in any order, and those that a function does not name are left
 out: reward(text) is a reward, too. **kwargs gets problem and text. Any other parameter needs a
 default. The text of an answer includes special tokens, except the end token. The file may import
-from its own folder. Every error in it becomes one sentence with the file, the reason and, if the
+from its own folder, but no file that is called as one of ours: `import model` gets our model.py.
+Every error in it becomes one sentence with the file, the reason and, if the
 error passed through the user's code, the line. If a call takes over 20 s, its traceback is printed
 to stderr, and the call goes on.
 
@@ -21,10 +22,11 @@ Left out: async functions. Needs: tasks.py.
 import faulthandler
 import inspect
 import os
-import runpy
 import sys
 import traceback
+import types
 from collections.abc import Callable
+from pathlib import Path
 
 import tasks
 
@@ -48,7 +50,7 @@ def load_task_file(path: str, held_out: int = 32) -> tasks.Task:
     # Behind our own folder, so that no file of the user hides one of our modules. The folder stays
     # on the path, because reward() may import from it much later.
     sys.path.insert(1, os.path.dirname(path))
-    module = _call(path, "import", runpy.run_path, path_name=path)
+    module = _call(path, "import", _run, file=path)
     missing = {"problems", "reward"} - module.keys()
     if missing:
         raise ValueError(
@@ -64,6 +66,21 @@ def load_task_file(path: str, held_out: int = 32) -> tasks.Task:
                 "return a list of dicts, as frame.to_dict('records') of pandas is"
             )
     return tasks.hold_out(tasks.Task(problems, [], prompt, reward), held_out, path)
+
+
+def _run(file: str) -> dict:
+    """Run a Python file → what it defines.
+
+    pickle, and so a process pool in reward(), finds its functions by the name of their module. That
+    is mine for mine.py, which any process can import, or mine_ if another module is called mine.
+    """
+    name = Path(file).stem.replace(".", "_")
+    while name in sys.modules:
+        name += "_"
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__file__ = file
+    exec(compile(Path(file).read_bytes(), file, "exec"), vars(module))
+    return vars(module)
 
 
 def _takes(path: str, name: str, function: Callable, *names: str) -> list[str]:
