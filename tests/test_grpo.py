@@ -73,29 +73,32 @@ def test_each_loss_equals_its_papers_formula_however_the_batch_is_cut(kind, beta
     assert grpo.normalizer(kind, LENGTHS[LENGTHS == 0], MAX) == 0
 
 
-def test_on_policy_gradients_are_reinforce():
-    """At ρ = 1 a token's gradient is −A / Σ lengths (dapo, cispo), −A / (|o| · rows) (grpo, gspo)
-    or −A / (rows · max length) (dr_grpo).
+@pytest.mark.parametrize("kind", grpo.LOSSES)
+def test_on_policy_gradients_are_reinforce(kind):
+    """At ρ = 1 a token's gradient is −A / the normalizer, of a loss that counts answers also / |o|.
+    So a good answer's tokens become likelier, whatever the loss.
     """
     new, adv = random_tokens(), torch.randn(6, dtype=torch.float64)
-    row_mean = LENGTHS.clamp(min=1)[:, None] * 5
-    divisors = dict(dapo=20, cispo=20, dr_grpo=5 * MAX, grpo=row_mean, gspo=row_mean)
-    for kind, divisor in divisors.items():
-        n = grpo.normalizer(kind, LENGTHS, MAX)
-        loss, clipped = grpo.policy_loss(new, new, adv, MASK, n, kind)
-        (grad,) = torch.autograd.grad(loss, new)
-        assert (grad + adv[:, None] * MASK / divisor).abs().max() < 1e-15 and clipped == 0
+    *_, counted = grpo.LOSSES[kind]
+    n = {"tokens": 20, "answers": 5, "max_tokens": 5 * MAX}[counted]
+    per_answer = LENGTHS.clamp(min=1)[:, None] if counted == "answers" else 1
+    loss, clipped = grpo.policy_loss(new, new, adv, MASK, n, kind)
+    (grad,) = torch.autograd.grad(loss, new)
+    assert (grad + adv[:, None] * MASK / n / per_answer).abs().max() < 1e-15 and clipped == 0
+    assert grpo.normalizer(kind, LENGTHS, MAX) == n
 
 
-@pytest.mark.parametrize(
-    "kind, low, high",
-    [("dapo", 0.2, 0.28), ("grpo", 0.2, 0.2), ("dr_grpo", 0.2, 0.2), ("gspo", 3e-4, 4e-4)],
-)
-def test_the_clip_stops_the_gradient_on_the_gaining_side_only(kind, low, high):
+# ε_low and ε_high by the papers; a loss without them has another bound, and a test of its own
+EPSILONS = {"dapo": (0.2, 0.28), "grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "gspo": (3e-4, 4e-4)}
+
+
+@pytest.mark.parametrize("kind", sorted(grpo.LOSSES.keys() - {"cispo"}))
+def test_the_clip_stops_the_gradient_on_the_gaining_side_only(kind):
     """Clipped: a good answer that is likelier already, a bad one that is rarer. The third token is
     padding.
     """
     mask = torch.tensor([[True, True, False]])
+    low, high = EPSILONS[kind]
     for sign, epsilon in ((1, high), (-1, low)):
         for gain, stopped in ((0.99 * epsilon, 0), (1.01 * epsilon, 2), (-0.5, 0)):
             new = torch.full((1, 3), 1 + sign * gain, dtype=torch.float64).log().requires_grad_()

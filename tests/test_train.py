@@ -20,7 +20,7 @@ from rollout import Rollout, Sampler, SamplingParams
 from tasks import Task
 from tools import diagnostics, weights
 from tools.environment import Answer, load_environment, load_task
-from tools.flags import Config
+from tools.flags import FIELDS, Config
 from tools.memory import prompt_groups
 
 G = 4
@@ -532,7 +532,7 @@ def test_noise_is_on_while_sampling_and_off_in_update_and_evaluation_and_the_toy
 
 
 @pytest.mark.parametrize("steps, warmup", [(20, 8), (100, 99), (7, 0)])
-@pytest.mark.parametrize("name", ["linear", "cosine", "constant"])
+@pytest.mark.parametrize("name", FIELDS["schedule"].metadata["choices"])
 def test_the_rate_is_that_of_transformers_without_its_first_step(name, steps, warmup):
     """Which has a rate of 0 and is lost."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=3.0)

@@ -12,9 +12,9 @@ Arguments are passed by these names, in any order, and those that a function doe
 out: reward(text) is a reward, too. **kwargs gets problem and text. Any other parameter needs a
 default. The text of an answer includes special tokens, except the end token. The file may import
 from its own folder, but no file that is called as one of ours: `import model` gets our model.py.
-Every error in it becomes one sentence with the file, the reason and, if the
-error passed through the user's code, the line. If a call takes over 20 s, its traceback is printed
-to stderr, and the call goes on.
+Every error in it becomes one sentence with the file, the reason and, if the error passed through
+the user's code, the line. If a call takes over 20 s, its traceback is printed to stderr, and the
+call goes on.
 
 Left out: async functions. Needs: tasks.py.
 """
