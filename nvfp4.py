@@ -12,8 +12,8 @@ global_scale 1 stores the weight -4.4 as follows. -4.4 / 1.5 = -2.93; the neares
 which is code 5; with the sign it is code 13; decoded it is -3 · 1.5 = -4.5.
 
 This is the format of QeRL (arXiv 2510.11696, §3.3, eq. 6), of compressed-tensors and of ModelOpt.
-The quantizer chooses each block's scale by one of two methods, then rounds each weight to the
-nearest code:
+The quantizer chooses each block's scale, then rounds each weight to the nearest code. There are
+three methods:
 
     "rtn"    round to nearest, as in the paper: the scale is amax / 6, rounded to e4m3, with amax
              the block's largest magnitude. So with a scale of 2⁻⁶ or more, amax is stored as 6.
@@ -21,6 +21,24 @@ nearest code:
              with the least squared error. E2M1 has nothing between 4 and 6, so a block often loses
              less when its largest weight is stored as 4 or 3, or is clipped. Sweep costs time only
              while quantizing: the format and the speed of the kernels are the same.
+    "gptq"   also reads inputs of the layer, and lets later weights correct the errors of earlier
+             ones (arXiv 2210.17323). Its scales are sweep's, of the weights as corrected.
+
+Sweep minimizes the error of the weights. GPTQ minimizes what the error does to the layer's output.
+X (K, tokens) holds inputs of the layer. A row of weights w becomes q, and the squared error of its
+output is
+
+    ‖(w − q) X‖² = (w − q) H (w − q)ᵀ        with the Hessian H = X Xᵀ, (K, K)
+
+Inputs are correlated. Where input 7 is nearly twice input 3, an error of +2 in weight 3 is nearly
+undone by -1 in weight 7. So GPTQ rounds one column after the other, and moves the columns that are
+not rounded yet to where the output's error is least. With H⁻¹ = UᵀU and U upper triangular, this
+least-squares solution is (eq. 2 of the paper, in the form of its §3.3)
+
+    w[j] −= (w[k] − q[k]) · U[k, j] / U[k, k]        for each j > k, once column k is rounded
+
+A block's scale is chosen when its first column is next: its 16 weights are then corrected for all
+columns before them. With H = I nothing is corrected, and GPTQ is sweep.
 
 global_scale is the tensor's amax / (6 · 448), rounded up to a power of two. So no block scale
 exceeds 448, the largest e4m3 number, and a multiplication by global_scale never rounds. E2M1 × E4M3
@@ -28,7 +46,7 @@ has at most 2 + 4 = 6 significant bits and bf16 has 8, so bf16 holds every dequa
 exactly, and a kernel may apply the scales in any order.
 
 Use: q = quantize(w); dequantize(q) is then close to w, a (N, K) matrix with K a multiple of 16.
-Left out: quantized activations, stochastic rounding, calibration data (AWQ, GPTQ).
+Left out: quantized activations, stochastic rounding, AWQ, GPTQ's reordering of columns.
 Needs: torch.
 """
 
@@ -41,11 +59,12 @@ BLOCK = 16  # neighbors in k that share a block scale
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitude of code & 7; bit 3 is the sign
 FP4_MAX = 6.0  # the largest E2M1 number
 FP8_MAX = 448.0  # the largest e4m3 number
-# The scales that sweep tries, as offsets in e4m3 codes from amax / 6. Larger scales gain nothing:
-# with a scale above amax / 3.5 no magnitude exceeds 3, and half that scale represents the same
-# weights.
-SWEEP = range(-2, 8)
-CHUNK = 1 << 18  # weights that quantize works on at once on a CPU: its cache holds them
+# The scales that a method tries, as offsets in e4m3 codes from amax / 6. Larger scales gain
+# nothing: with a scale above amax / 3.5 no magnitude exceeds 3, and half that scale represents the
+# same weights.
+OFFSETS = {"rtn": range(1), "sweep": range(-2, 8), "gptq": range(-2, 8)}
+CHUNK = 1 << 18  # numbers that quantize works on at once on a CPU: its cache holds them
+LAZY = 128  # columns that GPTQ rounds before it corrects all later columns at once
 
 
 class NVFP4Tensor(NamedTuple):
@@ -58,48 +77,52 @@ class NVFP4Tensor(NamedTuple):
 
 @torch.no_grad()
 def quantize(
-    w: torch.Tensor, method: str = "sweep", global_scale: float | torch.Tensor | None = None
+    w: torch.Tensor,
+    method: str = "sweep",
+    global_scale: float | torch.Tensor | None = None,
+    hessian: torch.Tensor | None = None,
+    damping: float = 0.01,
 ) -> NVFP4Tensor:
     """Quantize w (N, K), of any floating-point dtype, on its device.
 
-    method: "sweep" or "rtn". global_scale: a number to use in place of the tensor's own. vLLM and
-    TensorRT-LLM require one global scale for all parts of a fused matrix product (q, k, v or gate,
-    up): pass shared_global_scale(q, k, v) to all three calls.
+    method: "sweep", "rtn" or "gptq". global_scale: a number to use in place of the tensor's own.
+    vLLM and TensorRT-LLM require one global scale for all parts of a fused matrix product (q, k, v
+    or gate, up): pass shared_global_scale(q, k, v) to all three calls.
+
+    For gptq alone: hessian (K, K), the sum of x xᵀ over inputs x of the layer, times any factor.
+    Weights of inputs that are always 0 are rounded as by sweep. damping: the share of the Hessian's
+    mean diagonal that is added to its diagonal (the paper's is 0.01).
 
     ValueError: w is not a matrix, K is not a multiple of 16, a weight is NaN or infinite, unknown
-    method.
+    method, hessian is missing, misshapen or not positive definite with this damping.
     """
-    if method not in ("sweep", "rtn"):
-        raise ValueError(f"method={method!r} must be 'sweep' or 'rtn'")
+    if method not in OFFSETS:
+        raise ValueError(f"method={method!r} must be one of {', '.join(OFFSETS)}")
     if w.dim() != 2 or w.shape[1] % BLOCK:
         raise ValueError(f"a weight {tuple(w.shape)} must be (N, K) with K a multiple of {BLOCK}")
     own_scale = shared_global_scale(w)  # refuses NaN and infinity
     global_scale = own_scale if global_scale is None else global_scale
     N, K = w.shape
-    packed = torch.empty(N, K // 2, dtype=torch.uint8, device=w.device)
-    block_scale = torch.empty(N, K // BLOCK, dtype=torch.float8_e4m3fn, device=w.device)
     # Work on some rows at a time: the fp32 copies below would fill the memory for a whole matrix.
-    weights_at_once = CHUNK if w.device.type == "cpu" else 64 * CHUNK
-    rows = max(1, weights_at_once // K)
-    for start in range(0, N, rows):
-        part = slice(start, start + rows)
-        blocks = w[part].float().view(-1, K // BLOCK, BLOCK) / global_scale  # (n, K/16, 16)
-        magnitude = blocks.abs()
-        scale = _choose_scale(magnitude, SWEEP if method == "sweep" else (0,))  # (n, K/16) e4m3
-        block_scale[part] = scale
-        # Divide by the scale as rounded to e4m3, because dequantize() multiplies by that one.
-        rounded = _nearest_e2m1(magnitude / _divisor(scale.float())[..., None])
-        # The index of a magnitude v in E2M1, without a search. v grows by ½ a code up to 2, by 1 up
-        # to 4, by 2 up to 6. So the index is 2v, then v + 2, then v/2 + 4. Each is the least of the
-        # three on its own range, so take the minimum:
-        #     v = 1½    min(3, 3½, 4¾)  = 3        0 ½ 1 [1½] …
-        #     v = 3     min(6, 5, 5½)   = 5        0 ½ 1 1½ 2 [3] …
-        #     v = 6     min(12, 8, 7)   = 7        0 ½ 1 1½ 2 3 4 [6]
-        code = torch.minimum(2 * rounded, rounded + 2).minimum(rounded / 2 + 4).to(torch.uint8)
-        sign = (blocks < 0).to(torch.uint8) << 3
-        code = (code | sign).view(-1, K)
-        packed[part] = code[:, 0::2] | code[:, 1::2] << 4
-    return NVFP4Tensor(packed, block_scale, torch.tensor(float(global_scale), device=w.device))
+    numbers_at_once = CHUNK if w.device.type == "cpu" else 64 * CHUNK
+    rows = max(1, numbers_at_once // (K * len(OFFSETS[method])))
+    if method == "gptq":
+        factor = _correction_factors(hessian, K, damping)
+        rows = N  # on a GPU a column of all rows takes as long as one of a few
+    packed, block_scale = [], []
+    for part in w.split(rows):
+        scaled = part.float() / global_scale  # (n, K)
+        if method == "gptq":
+            scaled, scale = _correct(scaled, factor)
+        else:
+            scale = _choose_scale(scaled, OFFSETS[method])
+        packed.append(_pack(scaled, scale))
+        block_scale.append(scale)
+    return NVFP4Tensor(
+        torch.cat(packed),
+        torch.cat(block_scale),
+        torch.tensor(float(global_scale), device=w.device),
+    )
 
 
 def shared_global_scale(*weights: torch.Tensor) -> float:
@@ -121,28 +144,40 @@ def shared_global_scale(*weights: torch.Tensor) -> float:
     return 2.0 ** max(-126, exponent)
 
 
-def _choose_scale(magnitude, offsets):
-    """magnitude (n, K/16, 16) f32, |weights| / global_scale → (n, K/16) e4m3, each block's scale.
+def _choose_scale(scaled, offsets):
+    """scaled (n, K) f32, weights / global_scale → (n, K/16) e4m3, each block's scale.
 
     For each block, try the scale amax / 6, rounded to e4m3 and then moved by each of `offsets` e4m3
     codes. Take the scale with the least squared error, and on a tie the one tried first. offsets
-    (0,) is the method "rtn".
+    range(1) is the method "rtn".
     """
-    nearest = (magnitude.amax(-1) / FP4_MAX).clamp(max=FP8_MAX).to(torch.float8_e4m3fn)
+    blocks = scaled.view(len(scaled), -1, 1, BLOCK)
+    nearest = (blocks.abs().amax(-1) / FP4_MAX).clamp(max=FP8_MAX).to(torch.float8_e4m3fn)
     # Positive e4m3 numbers sort as their bytes, so byte + 1 is the next larger scale. Byte 126 is
     # 448, and 127 would be NaN.
-    base = nearest.view(torch.uint8).int()
-    best = base
-    least = torch.full_like(magnitude[..., 0], math.inf)
-    for offset in offsets:
-        code = (base + offset).clamp(0, 126)
-        scale = code.to(torch.uint8).view(torch.float8_e4m3fn).float()[..., None]
-        rounded = _nearest_e2m1(magnitude / _divisor(scale))
-        error = rounded.mul_(scale).sub_(magnitude).square_().sum(-1)
-        better = error < least
-        best = torch.where(better, code, best)
-        least = torch.where(better, error, least)
-    return best.to(torch.uint8).view(torch.float8_e4m3fn)
+    moves = torch.arange(offsets.start, offsets.stop, device=scaled.device)
+    codes = (nearest.view(torch.uint8) + moves).clamp(0, 126).to(torch.uint8)  # (n, K/16, offsets)
+    scale = codes.view(torch.float8_e4m3fn).float()[..., None]
+    rounded = _nearest_e2m1(blocks / _divisor(scale))  # (n, K/16, offsets, 16)
+    error = rounded.mul_(scale).sub_(blocks).square_().sum(-1)
+    best = error.argmin(-1, keepdim=True)
+    return codes.gather(-1, best)[..., 0].view(torch.float8_e4m3fn)
+
+
+def _pack(scaled, block_scale):
+    """scaled (n, K) f32, weights / global_scale, and their scales (n, K/16) → bytes (n, K/2)."""
+    # Divide by the scale as rounded to e4m3, because dequantize() multiplies by that one.
+    divisor = _divisor(block_scale.float()).repeat_interleave(BLOCK, 1)
+    rounded = _nearest_e2m1(scaled / divisor).abs()
+    # The index of a magnitude v in E2M1, without a search. v grows by ½ a code up to 2, by 1 up
+    # to 4, by 2 up to 6. So the index is 2v, then v + 2, then v/2 + 4. Each is the least of the
+    # three on its own range, so take the minimum:
+    #     v = 1½    min(3, 3½, 4¾)  = 3        0 ½ 1 [1½] …
+    #     v = 3     min(6, 5, 5½)   = 5        0 ½ 1 1½ 2 [3] …
+    #     v = 6     min(12, 8, 7)   = 7        0 ½ 1 1½ 2 3 4 [6]
+    code = torch.minimum(2 * rounded, rounded + 2).minimum(rounded / 2 + 4).to(torch.uint8)
+    code |= (scaled < 0).to(torch.uint8) << 3
+    return code[:, 0::2] | code[:, 1::2] << 4
 
 
 def _divisor(scale):
@@ -154,15 +189,15 @@ def _divisor(scale):
 
 
 def _nearest_e2m1(x):
-    """x ≥ 0 (…) f32 → the nearest of 0 ½ 1 1½ 2 3 4 6. A tie takes the even code, because
+    """x (…) f32 → the nearest of 0 ±½ ±1 ±1½ ±2 ±3 ±4 ±6. A tie takes the even code, because
     torch.round rounds halves to even.
 
     Divide by the distance of the two magnitudes around x, round to an integer, multiply again.
     """
-    # With its mantissa bits set to 0, an fp32 x becomes 2^⌊log2 x⌋.
+    # With its sign and mantissa bits set to 0, an fp32 x becomes 2^⌊log2 |x|⌋.
     power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
-    step = power.clamp_(1, 4).mul_(0.5)  # ½ for x below 2, 1 below 4, 2 from 4 on
-    return x.div(step).round_().mul_(step).clamp_(max=FP4_MAX)
+    step = power.clamp_(1, 4).mul_(0.5)  # ½ for |x| below 2, 1 below 4, 2 from 4 on
+    return x.div(step).round_().mul_(step).clamp_(-FP4_MAX, FP4_MAX)
 
 
 def dequantize(q: NVFP4Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -179,14 +214,67 @@ def dequantize(q: NVFP4Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Ten
     return (value * scale[..., None]).view(N, K).to(dtype)
 
 
+# --- GPTQ
+
+
+def _correction_factors(hessian, K, damping):
+    """hessian (K, K) → factor (K, K) f32, upper triangular: factor[k, j] = U[k, j] / U[k, k] is how
+    much of the error of column k is taken off column j.
+
+    A direction that no input has would leave H without an inverse. Damping gives it a small weight.
+    """
+    if hessian is None or hessian.shape != (K, K):
+        raise ValueError(f"method='gptq' needs hessian=H of the layer's inputs, ({K}, {K})")
+    # The paper inverts H, and then takes the Cholesky factor of the inverse. One Cholesky does, if
+    # it begins at the last column: H = R Rᵀ with R upper triangular, so U = R⁻¹.
+    flipped = hessian.float().flip(0, 1)
+    flipped.diagonal().add_(damping * flipped.diagonal().mean())
+    lower, failed = torch.linalg.cholesky_ex(flipped)
+    if failed or not lower.isfinite().all():
+        raise ValueError(
+            f"with damping={damping} the Hessian is not positive definite, or it has NaN: check "
+            "the inputs that it sums, or raise damping"
+        )
+    identity = torch.eye(K, device=hessian.device)
+    U = torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)
+    return U / U.diagonal()[:, None]
+
+
+def _correct(scaled, factor):
+    """scaled (N, K) f32, weights / global_scale → the same, each weight as it is corrected when
+    GPTQ rounds it; and the scales of its blocks, (N, K/16) e4m3.
+
+    All rows are independent, so each step below is of a whole column. Only LAZY columns are
+    corrected at once after each of them; the others wait for one matrix product.
+    """
+    columns = scaled.T.contiguous()  # (K, N): a row of it is a column of the weights
+    scales = []
+    for start in range(0, len(columns), LAZY):
+        end = start + LAZY
+        lazy = columns[start:end]
+        errors = torch.empty_like(lazy)
+        for k, column in enumerate(lazy):
+            if k % BLOCK == 0:
+                block = lazy[k : k + BLOCK].T.contiguous()  # (N, 16)
+                scales.append(_choose_scale(block, OFFSETS["gptq"]))
+                scale = scales[-1][:, 0].float()
+                divisor = _divisor(scale)
+            errors[k] = column - _nearest_e2m1(column / divisor) * scale
+            later = factor[start + k, start + k + 1 : end]
+            lazy[k + 1 :].addr_(later, errors[k], alpha=-1)
+        columns[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
+    return columns.T, torch.cat(scales, 1)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
-    w = torch.randn(1, BLOCK)
-    q = quantize(w)
-    print(
-        "one block of 16, then what NVFP4 keeps of it", w, dequantize(q, torch.float32), q, sep="\n"
-    )
     w = torch.randn(512, 1024)
-    for method in ("rtn", "sweep"):
-        error = dequantize(quantize(w, method), torch.float32) - w
-        print(f"{method:5} squared error {100 * error.square().sum() / w.square().sum():.3f}%")
+    block = quantize(w[:1, :BLOCK])
+    print("one block of 16, then what NVFP4 keeps of it", w[0, :BLOCK], dequantize(block), sep="\n")
+    X = torch.randn(1024, 128) @ torch.randn(128, 4096) + torch.randn(1024, 4096)  # correlated
+    print("relative error of the weights, and of the output")
+    for method in ("rtn", "sweep", "gptq"):
+        q = quantize(w, method, hessian=X @ X.T)
+        error = dequantize(q, torch.float32) - w
+        of_output = (error @ X).norm() / (w @ X).norm()
+        print(f"{method:5} {error.norm() / w.norm():8.2%} {of_output:8.2%}")
