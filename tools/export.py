@@ -34,6 +34,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import huggingface_hub
@@ -88,19 +89,12 @@ def export(
     `destination` cannot be made or written.
     """
     place = Path(destination)
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise ValueError(f"{place} exists and is not an empty folder: name a new one")
-    name, quant, adapter = resolve(source, format, adapter, quant)
-    decoder, base = load(name, quant, adapter)
-    if format == "bf16" and not quant and not base.packed:
-        print(f"note: {name} is rounded to 4 bits first; --quant bf16 copies it")
-    expected = probe(decoder)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    # Write into a temporary folder beside `place`: on the same disk, so that a rename moves it.
-    # Python removes it after an error or Ctrl-C.
-    with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent) as temporary:
-        new = Path(temporary) / "new"
-        new.mkdir()
+    with new_folder(place) as new:
+        name, quant, adapter = resolve(source, format, adapter, quant)
+        decoder, base = load(name, quant, adapter)
+        if format == "bf16" and not quant and not base.packed:
+            print(f"note: {name} is rounded to 4 bits first; --quant bf16 copies it")
+        expected = probe(decoder)
         # On a full disk safetensors raises an error that names no file: readable() adds the name.
         with weights.readable(place, "cannot be written"):
             copy_tokenizer(base, new)
@@ -115,16 +109,34 @@ def export(
         del decoder  # hold one model in memory at a time
         again, _ = load(new, quant, adapter)
         deviation = ((probe(again) - expected).norm() / expected.norm()).item()
-        if deviation <= TOLERANCE[format]:  # False if it is NaN
-            os.replace(new, place)
-            return deviation
-        wrong = f"{place}.wrong"
-        shutil.rmtree(wrong, ignore_errors=True)  # an earlier export may have left one
-        os.replace(new, wrong)
-    raise ValueError(
-        f"{place} was not made: the logits of what was written, now in {wrong}, "
-        f"are off by {deviation:.1e} of their size, more than {TOLERANCE[format]:.1e}"
-    )
+        if not deviation <= TOLERANCE[format]:  # also if it is NaN
+            wrong = f"{place}.wrong"
+            shutil.rmtree(wrong, ignore_errors=True)  # an earlier export may have left one
+            os.replace(new, wrong)
+            raise ValueError(
+                f"{place} was not made: the logits of what was written, now in {wrong}, "
+                f"are off by {deviation:.1e} of their size, more than {TOLERANCE[format]:.1e}"
+            )
+    return deviation
+
+
+@contextmanager
+def new_folder(place: Path) -> Iterator[Path]:
+    """Context manager: yield a folder to write into, which is renamed to `place` at the end. After
+    an error or Ctrl-C `place` is as it was.
+
+    ValueError: `place` exists and is not an empty folder. OSError: the folder around it cannot be
+    made or written.
+    """
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise ValueError(f"{place} exists and is not an empty folder: name a new one")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    # beside `place`, so on the same disk: a rename moves it. Python removes the temporary folder.
+    with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent) as temporary:
+        new = Path(temporary) / "new"
+        new.mkdir()
+        yield new
+        os.replace(new, place)
 
 
 # --- what is exported
