@@ -12,19 +12,25 @@
 A step samples a rollout, updates the model on it, then is counted, logged and, when it is due,
 saved. What an accident costs depends on the moment:
 
-    moment                          accident                what happens
-    sampling, evaluating            signal, error           the last finished step is saved
-    updating, logging, saving       signal                  it waits until all three are done
-    updating, before AdamW's step   error                   the last finished step is saved
-    updating, after AdamW's step    error                   no save: that model is between two steps
-    any                             a file cannot be        no save: the log may lack a step, and
-                                    written (a full disk)   the disk has no room
-    any                             SIGKILL, power cut      no save
+    moment                          accident             what is lost
+    sampling, evaluating            signal, any error    the step that samples
+    updating, before AdamW's step   any error            the step that updates
+    updating, after AdamW's step    any error            the steps since the last checkpoint: the
+                                                         model is between two steps
+    updating, logging, saving       signal               nothing: it waits until all three are done
+    logging                         any error            nothing: the save writes the record, too
+    saving                          any error            nothing if a second try succeeds, else (a
+                                                         full disk) the steps since the last
+                                                         checkpoint
+    drawing the curves, at the end  any error            the drawing
+    any                             SIGKILL, power cut   the steps since the last checkpoint, even
+                                                         in the midst of a save
 
-A signal is Ctrl-C, SIGTERM or SIGHUP. An error is a ValueError or a RuntimeError; after any other
-nothing is saved. Where nothing is saved, a resume loads the checkpoint that is on the disk. A
-resumed run replays the steps after its checkpoint and appends their records again; tools/report.py
-takes the last record of a step. Every random draw is a function of the seed and of counters, such
+A signal is Ctrl-C, SIGTERM or SIGHUP. An error is whatever Python can raise: a bug, a child process
+that was killed, no memory, no file descriptor. After it the last finished step is saved. What is
+lost is computed again: a resumed run loads the newest checkpoint, replays the steps after it and
+appends their records again; tools/report.py takes the last record of a step. Without a checkpoint
+it begins at step 0. Every random draw is a function of the seed and of counters, such
 as the step. The checkpoint stores what else the next step depends on: the parameters, AdamW's
 state, and train.State: the steps done, the problems drawn so far (for --resample) and σ (for
 adaptive noise). So on a CPU a resumed run ends with the same bytes as a run without a stop.
@@ -52,7 +58,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import lora
-from tools.adapter import save_adapter
+from tools.adapter import TENSORS, save_adapter
 from tools.environment import Answer
 from tools.flags import Config, flags_of_run
 from tools.ranks import alike, gather
@@ -103,12 +109,13 @@ class Run:
         self.is_resumed = bool(config.resume)
         self.quiet = quiet
         self.history = []  # measurements of this segment's steps
+        self.unlogged = []  # records that could not be appended to the log yet
         self.warned = set()  # names of problems: each is told once
         self.problems = problems
         if quiet or config.preflight:
             return
         self._lock_folder()
-        self._read_log(config.save_every)
+        self._read_log()
         self.say(f"run folder: {self.folder}")
 
     def _lock_folder(self):
@@ -117,10 +124,7 @@ class Run:
         """
         log = self.folder / "metrics.jsonl"
         if self.is_resumed and not log.exists():
-            raise ValueError(
-                f"{log} is gone: bring it back, or begin another run with "
-                f"--adapter {self.folder}/adapter"
-            )
+            raise ValueError(f"{log} is gone: bring it back, or {self.another_run()}")
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = open(log, "ab")
         try:
@@ -136,26 +140,47 @@ class Run:
                 f"{self.folder} holds a run already: go on with --resume, or take another --out"
             )
 
-    def _read_log(self, save_every):
-        """Number this segment, find the best evaluation so far, refuse too few --steps."""
+    def _read_log(self):
+        """Number this segment, find the best evaluation so far, refuse too few --steps, and a run
+        that had a checkpoint and has none now.
+        """
         records = list(logged(self.folder))  # those of replayed steps occur more than once
         self.segment = max((record["segment"] + 1 for record in records), default=0)
         for record in records:
             score = record.get("eval_greedy")
             if score is not None:
                 self._rank(record["step"], score)
-        made = len({record["step"] for record in records if record["kind"] == "step"})
-        saved = made >= save_every or self._weights()
-        if self.is_resumed and saved and not self.checkpoints():
-            raise ValueError(
-                f"{self.folder} has made {made} steps and lost its checkpoint: "
-                f"begin another run with --adapter {self.folder}/adapter"
-            )
+        steps = {
+            record["step"]: record["segment"] for record in records if record["kind"] == "step"
+        }
+        made = len(steps)
+        if self.is_resumed and not self.checkpoints():
+            # A run makes no step more than --save-every without a checkpoint, and without one each
+            # segment begins at step 0. An adapter alone proves nothing: it is written before the
+            # checkpoint, and that of the best evaluation at any time. A log without steps is none.
+            if made:
+                limit = flags_of_run(self.folder)["save_every"]
+                lost = made > limit or steps.get(0, -1) < max(steps.values())
+            else:
+                lost = self._weights()
+            if lost:
+                raise ValueError(
+                    f"{self.folder} has made {made} steps and lost its checkpoint: "
+                    f"{self.another_run()}"
+                )
+            self.say("no step of this run was saved before it ended: it begins again at step 0")
         if self.steps < made:
             raise ValueError(
                 f"--steps {self.steps}: {self.folder} has made {made} steps; "
                 f"take at least as many, or evaluate with --steps 0 --adapter {self.folder}/adapter"
             )
+
+    def another_run(self):
+        """→ the way on from a folder that cannot be resumed: with an adapter, if it has one."""
+        for name in ("adapter", "adapter-best"):
+            if (self.folder / name / TENSORS).exists():
+                return f"begin another run with --adapter {self.folder / name}"
+        return "begin another run"
 
     def _weights(self):
         """→ the paths of all weights that a run has saved here, half a file included."""
@@ -178,11 +203,10 @@ class Run:
         """Context manager around the training loop.
 
         model, optimizer, state (a train.State): what checkpoints store. guarded() first loads the
-        newest whole checkpoint into them. When KeyboardInterrupt, SystemExit, a
-        ValueError or a RuntimeError ends the loop, it saves the last finished step, unless the
-        model is between two steps. Then it prints how to resume and raises the error again. An
-        OSError or a SafetensorError saves nothing and becomes an OSError that names the folder. Any
-        other error saves nothing and passes unchanged.
+        newest whole checkpoint into them. Whatever ends the loop, it saves the last finished step,
+        unless the model is between two steps. Then it prints how to resume and raises the error
+        again. An OSError or a SafetensorError, of the loop or of this save, becomes an OSError that
+        names the folder.
         """
         self.model = model
         self.optimizer = optimizer
@@ -200,7 +224,7 @@ class Run:
             # the inner try saves, and the outer one also handles what fails in that save
             try:
                 yield
-            except (KeyboardInterrupt, SystemExit, ValueError, RuntimeError):
+            except BaseException:
                 if state.step > self.first_step:
                     # A second Ctrl-C waits until the save is complete. It is suppressed then,
                     # because the first one is about to end the run.
@@ -251,6 +275,8 @@ class Run:
         """
         if self.quiet or not self.consistent:
             return
+        with suppress(OSError):  # a checkpoint is worth more than a line of the log
+            self._write_log()
         tensors = checkpoint_tensors(self.model, self.optimizer)
         metadata = {name: str(value) for name, value in vars(self.state).items()}
         metadata["problems"] = self.problems
@@ -289,7 +315,7 @@ class Run:
                 if self.problems and metadata.get("problems", self.problems) != self.problems:
                     raise ValueError(
                         f"{path} is of other problems: prompts or answers have changed; bring "
-                        f"them back, or begin another run with --adapter {self.folder}/adapter"
+                        f"them back, or {self.another_run()}"
                     )
                 restore(path, tensors, self.model, self.optimizer)
                 # until November 2026 each step drew the same number of problems
@@ -305,8 +331,7 @@ class Run:
             else:  # no checkpoint was restored
                 if self.newest_damaged:
                     raise ValueError(
-                        f"every checkpoint in {self.folder} is damaged: begin another run with "
-                        f"--adapter {self.folder}/adapter"
+                        f"every checkpoint in {self.folder} is damaged: {self.another_run()}"
                     )
             facts.append(self.state)
         if not self.quiet:
@@ -333,10 +358,10 @@ class Run:
         stats: its measurements, by the keys of metrics.jsonl. ValueError: five steps in a row were
         skipped.
         """
+        self.state.step = step + 1
+        self.consistent = True  # before anything that can fail
         stats["memory_gb"] = peak_memory_gb()
         self.history.append(stats)
-        self.state.step = step + 1
-        self.consistent = True
         self.log("step", step, stats)
         for name, advice in diagnose(self.history):
             if name not in self.warned:
@@ -357,13 +382,20 @@ class Run:
                 # The adapter before the record: a resumed run reads `best` from the log, so the log
                 # must not hold a score whose adapter a crash has lost.
                 save_adapter(self.model, self.folder / "adapter-best", self.model_name)
-            append(self.folder / "metrics.jsonl", record | {"segment": self.segment})
+            self.unlogged.append(record | {"segment": self.segment})
+            self._write_log()
         text = line(record, any_reward=self.any_reward)
         if kind == "step":
             minutes = (time.perf_counter() - self.began) / 60  # of this segment
             left = minutes * (self.steps - step - 1) / (step + 1 - self.first_step)
             text += f" | {minutes:.1f} min, {left:.1f} min left"
         self.say(text)
+
+    def _write_log(self):
+        """Append the records that are not in the log yet."""
+        while self.unlogged:
+            append(self.folder / "metrics.jsonl", self.unlogged[0])
+            del self.unlogged[0]
 
     def sample(self, step: int, answers: list[Answer], advantages: list[float]) -> None:
         """Keep and print the worst and the best answer of a step."""
@@ -446,7 +478,7 @@ def one_sentence(command: str):
         yield
     except KeyboardInterrupt:  # Ctrl-C, or nobody reads our output any more
         sys.exit(130)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, MemoryError):
         print(
             f"{command}: out of memory: lower --max-new-tokens or --rank, or take a smaller model; "
             "python -m tools.memory says what fits",
