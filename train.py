@@ -509,10 +509,10 @@ def main(arguments: list[str]) -> int:
         began = time.perf_counter()
         source = weights.open(config.model)
         environment = load_environment(config, task, source)
-        problems = hash_of(task)
-        facts.append(problems)
-        run = Run(config, quiet=rank > 0, problems=problems)
+        run = Run(config, quiet=rank > 0)
         model = load(source, config.quant, config.rank, config.alpha, device, config.seed)
+        run.hashes = dict(problems=hash_of(task), model=source.fingerprint.hex())
+        facts.append(run.hashes)
         adapter = "" if run.checkpoints() else config.adapter  # a resumed run has its own
         if adapter:
             load_adapter(model, adapter)

@@ -5,6 +5,7 @@ python -m pytest tests/test_run.py
 
 import errno
 import itertools
+import json
 import math
 import os
 import re
@@ -20,7 +21,7 @@ import pytest
 import torch
 from command import FLAGS, Command, lines, main, outcome
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save, save_file
+from safetensors.torch import load_file, save, save_file
 
 import aqn
 import train
@@ -635,6 +636,61 @@ def test_a_checkpoint_goes_on_with_its_own_problems_only(start, tmp_path):
         main("--resume", folder, "--steps", 2, "--task", task)
 
 
+MOVED = ["--model --data --test", "--model --task"]
+
+
+@pytest.fixture(params=MOVED)
+def moved(request, tiny_chat, start, tmp_path):
+    """→ a run's folder and its flags with the new paths of its model, data, test set or own task,
+    which were moved after a step.
+    """
+    old, new = tmp_path / "old", tmp_path / "new"
+    shutil.copytree(tiny_chat, old / "model")
+    for name, numbers in (("data", range(9)), ("test", range(20, 24))):
+        rows = [json.dumps({"question": f"{n}+1?", "answer": f"#### {n + 1}"}) for n in numbers]
+        (old / name).write_text("\n".join(rows))
+    (old / "task.py").write_text(
+        "problems = lambda: [{'prompt': f'{n}*'} for n in range(10)]\nreward = lambda text: 0\n"
+    )
+    own = "--task" in request.param
+    name = {"--model": "model", "--data": "data", "--test": "test", "--task": "task.py"}
+    flags = request.param.split()
+    given = [word for flag in flags for word in (flag, old / name[flag])]
+    assert start(*given, *([] if own else ["--task", "gsm8k"]), "--steps", 1) == 0
+    old.rename(new)
+    return tmp_path / "run", [word for flag in flags for word in (flag, new / name[flag])]
+
+
+def test_a_run_goes_on_with_what_was_moved(moved):
+    """By the new paths beside --resume, because a checkpoint knows the hashes."""
+    folder, flags = moved
+    assert main("--resume", folder, "--steps", 2, *flags) == 0
+    assert saved(folder)["step"] == "2"
+    assert main("--resume", folder, "--steps", 3, *flags[-2:] * flags.count("--task")) == 0
+
+
+@pytest.mark.parametrize("change", ["model", "problems", "no hash"])
+def test_a_path_with_another_content_is_refused_and_spoils_nothing(moved, change):
+    """Another model of the same shape, other problems, or a checkpoint from before the hashes,
+    which cannot tell.
+    """
+    folder, flags = moved
+    file = flags[1] / "model.safetensors"
+    if change == "model":
+        save_file({k: t * (1 + 2**-7) for k, t in load_file(file).items()}, file)
+    elif change == "problems":
+        flags[3].write_text(flags[3].read_text().replace("1", "2", 1))
+    else:
+        path = folder / "checkpoint.safetensors"
+        tensors, _ = run_file.read_checkpoint(path)
+        old = {"step": "1"}
+        save_file(tensors, path, metadata=old | {"sha256": run_file.checksum(tensors, old)})
+    before = contents(folder)
+    with pytest.raises(ValueError, match="of another model or of other problems"):
+        main("--resume", folder, "--steps", 2, *flags)
+    assert contents(folder) == before
+
+
 @pytest.mark.parametrize("where", ["train", "held_out"])
 @pytest.mark.parametrize(
     "then, now, same",
@@ -662,8 +718,8 @@ def test_a_checkpoint_from_before_the_hash_resumes_where_it_would_have(ended):
     tensors, _ = run_file.read_checkpoint(path)
     old = {"step": "6"}
     save_file(tensors, path, metadata=old | {"sha256": run_file.checksum(tensors, old)})
-    (ended / "config.json").write_text('{"resample": 2, "prompts": 8}')
-    run.problems = "others"
+    (ended / "config.json").write_text(json.dumps(run.flags | dict(resample=2, prompts=8)))
+    run.hashes = dict(problems="others", model="another")
     run.load()
     assert run.state == State(step=6, drawn=6 * 3 * 8, sigma=0.0)
 

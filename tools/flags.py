@@ -21,6 +21,7 @@ from tools.weights import QUANT
 # Flags of earlier versions, and their defaults: a run whose config.json has another value of one
 # cannot be resumed.
 GONE = {"stop": "", "gradient_checkpointing": None}
+MOVABLE = "model", "data", "test", "task"  # paths that a resume may give anew
 LITTLE = 1e-9  # above 0
 # what flag() takes besides the default and the help; no number sensibly exceeds this high
 ABOUT = dict(group="", choices=(), low=0, high=10**9, fixed=False, scored=False)
@@ -212,6 +213,11 @@ def spelled(name):
     return f"--{name.replace('_', '-')}"
 
 
+def is_path(value):
+    """Whether a flag's value is a file or a folder, and no name that the flag knows."""
+    return os.path.exists(value) and value not in ("smollm2", "math", *TASKS)
+
+
 def parse(arguments):
     """→ a checked Config. Flags not given are those of the run in --resume, and the scored ones
     those of --adapter's run. SystemExit, ValueError: a wrong flag."""
@@ -227,9 +233,9 @@ def parse(arguments):
             f"the run's task is {config.task}, a program that would be started: "
             f"if you trust it, add --task {config.task}"
         )
-    for name in ("model", "data", "test", "adapter", "task"):
+    for name in ("adapter", *MOVABLE):
         value = getattr(config, name)
-        if os.path.exists(value) and value not in ("smollm2", "math", *TASKS):
+        if is_path(value):
             setattr(config, name, os.path.abspath(value))  # a resume may start elsewhere
     warn_of_idle_flags(check(config), given)
     return config
@@ -263,6 +269,8 @@ def _of_resumed_run(given):
     # the present epoch anew.
     kept = FIXED | {"out", "adapter", "updates_per_step", "eval_problems", "seed"}
     for name in given.keys() & kept:
+        if name in MOVABLE and is_path(given[name]):
+            continue  # it may have moved: tools/run.py compares hashes with the checkpoint's
         if os.path.abspath(str(given[name])) != os.path.abspath(str(stored[name])):
             raise ValueError(
                 f"{spelled(name)} {given[name]} beside --resume {folder}: that run has its own "

@@ -60,7 +60,7 @@ from safetensors.torch import save_file
 import lora
 from tools.adapter import TENSORS, save_adapter
 from tools.environment import Answer
-from tools.flags import Config, flags_of_run
+from tools.flags import MOVABLE, Config, flags_of_run
 from tools.ranks import alike, gather
 from tools.report import diagnose, line, logged, plot
 
@@ -75,7 +75,8 @@ class Run:
     checkpoint.previous as it is: renaming the damaged file would destroy the only good one.
     best: the highest eval_greedy of the trained model so far, in all segments. first: that of the
     model before its first step.
-    problems: the hash of all prompts and problems, from tools.environment.hash_of.
+    hashes: {"problems": tools.environment.hash_of(task), "model": source.fingerprint.hex()}, which
+    train.py sets. A checkpoint stores them, so that each may lie elsewhere when the run goes on.
     print_error: why say() could not print, which stops the run.
     """
 
@@ -84,12 +85,11 @@ class Run:
     newest_damaged = False
     print_error = ""
 
-    def __init__(self, config: Config, quiet: bool = False, problems: str = ""):
+    def __init__(self, config: Config, quiet: bool = False):
         """Lock the folder of --resume or --out, or a new one. guarded() loads the checkpoint later.
         With --preflight, lock nothing.
 
-        quiet: do not print, write or lock; of several ranks all but the first are quiet. problems:
-        what tools.environment.hash_of returns; with "", load() does not compare it.
+        quiet: do not print, write or lock; of several ranks all but the first are quiet.
 
         ValueError: another process has locked the folder; the folder holds a run and --resume is
         not given; the run to resume has lost its metrics.jsonl or its checkpoint; the run has made
@@ -111,7 +111,7 @@ class Run:
         self.history = []  # measurements of this segment's steps
         self.unlogged = []  # records that could not be appended to the log yet
         self.warned = set()  # names of problems: each is told once
-        self.problems = problems
+        self.hashes = {}
         if quiet or config.preflight:
             return
         self._lock_folder()
@@ -279,7 +279,7 @@ class Run:
             self._write_log()
         tensors = checkpoint_tensors(self.model, self.optimizer)
         metadata = {name: str(value) for name, value in vars(self.state).items()}
-        metadata["problems"] = self.problems
+        metadata |= self.hashes
         metadata["sha256"] = checksum(tensors, metadata)
         # The checkpoint last: after a crash between the two, a resumed run replays the steps and
         # writes both again. With the checkpoint first, it would have no step to replay after the
@@ -312,14 +312,10 @@ class Run:
                         sys.stderr,
                     )
                     continue
-                if self.problems and metadata.get("problems", self.problems) != self.problems:
-                    raise ValueError(
-                        f"{path} is of other problems: prompts or answers have changed; bring "
-                        f"them back, or {self.another_run()}"
-                    )
+                flags = flags_of_run(self.folder)
+                self._compare_hashes(path, metadata, flags)
                 restore(path, tensors, self.model, self.optimizer)
                 # until November 2026 each step drew the same number of problems
-                flags = flags_of_run(self.folder)
                 each = flags["prompts"] * (1 + flags["resample"])
                 stored = {"drawn": int(metadata["step"]) * each} | metadata
                 for name, value in vars(self.state).items():
@@ -337,6 +333,18 @@ class Run:
         if not self.quiet:
             text = json.dumps(self.flags, indent=2) + "\n"
             write_atomically(self.folder / "config.json", lambda path: path.write_text(text))
+
+    def _compare_hashes(self, path, metadata, flags):
+        """ValueError: the checkpoint in `path` is of another model or of other problems; or it has
+        no hash, as until November 2026, and the flags now name another path than they did.
+        """
+        moved = any(flags[name] != self.flags[name] for name in MOVABLE)
+        for name, value in self.hashes.items():
+            if metadata.get(name, "" if moved else value) != value:
+                raise ValueError(
+                    f"{path} is of another model or of other problems: {name} has changed since; "
+                    f"bring it back, name it by its path, or {self.another_run()}"
+                )
 
     def checkpoints(self):
         """→ the paths of the existing checkpoints, the newest first.
@@ -544,7 +552,8 @@ def checksum(tensors, metadata):
     """→ SHA-256, in hex, of a checkpoint's metadata {name: text} and of its tensors' names, types,
     shapes and bytes. Until November 2026 the metadata had the step alone.
     """
-    known = [metadata[name] for name in ("step", "drawn", "problems", "sigma") if name in metadata]
+    names = "step", "drawn", "problems", "sigma", "model"
+    known = [metadata[name] for name in names if name in metadata]
     sha = hashlib.sha256(" ".join(known).encode())
     for name, tensor in sorted(tensors.items()):
         sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

@@ -32,6 +32,7 @@ Needs: torch, transformers, safetensors, huggingface_hub; nvfp4.py, fp4_gemm.py,
 """
 
 import datetime
+import hashlib
 import importlib.util
 import json
 import re
@@ -212,11 +213,14 @@ class Source:
     packed   True if projections are in NVFP4. Those that are not keep their 16 bits.
     inexact  True when a projection was read whose weights bf16 does not hold: its global scale is
              no power of two. train.py warns of it.
+    fingerprint  SHA-256 of the first numbers of each tensor that was read so far: when the model is
+             built, it tells it from others of its shape, wherever they lie.
 
     Names are transformers', with compressed-tensors' suffixes for a projection in NVFP4.
     """
 
     packed = inexact = False
+    fingerprint = b""
 
     def projection(
         self,
@@ -301,6 +305,8 @@ class Source:
             return self._nvfp4(name, *shape)
         self.unread.discard(name)
         tensor = self.read(name)
+        first = tensor.flatten()[:4096].view(torch.uint8).numpy().tobytes()
+        self.fingerprint = hashlib.sha256(self.fingerprint + first).digest()
         if shape and tuple(tensor.shape) != tuple(shape):
             raise ValueError(
                 f"{self.path}: {name} is {tuple(tensor.shape)}, its config says {tuple(shape)}"
