@@ -412,6 +412,18 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(begun, monkeypatch):
     assert " ".join(calls) == "fsync replace fsync replace fsync replace replace fsync"
 
 
+@pytest.mark.parametrize("mask", [0o022, 0o027])
+def test_files_have_the_permissions_that_the_umask_leaves(start, tmp_path, mask):
+    """Those of safetensors too: another user's server may read the adapter."""
+    before = os.umask(mask)
+    try:
+        assert start("--steps", 2, "--eval-every", 1) == 0
+    finally:
+        os.umask(before)
+    for path in [tmp_path / "run", *(tmp_path / "run").rglob("*")]:
+        assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~mask, path
+
+
 # renames of a run that is resumed after two steps: config.json (1), the best adapter (2, 3), two
 # saves of four files each (4 to 7, 8 to 11); the seventh is that of the checkpoint itself
 @pytest.mark.parametrize(

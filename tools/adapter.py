@@ -15,9 +15,10 @@ import os
 import re
 from pathlib import Path
 
+import safetensors.torch
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 import lora
@@ -79,7 +80,7 @@ def save_adapter(model: nn.Module, folder: str | Path, base_name: str | Path = "
         inference_mode=True,
         target_modules=sorted({k.split(".")[-3] for k in tensors}),
     )
-    save_file(tensors, folder / f"{TENSORS}.tmp", metadata={"format": "pt"})
+    save_file(tensors, folder / f"{TENSORS}.tmp", {"format": "pt"})
     (folder / f"{CONFIG}.tmp").write_text(json.dumps(config, indent=2) + "\n")
     for file in (TENSORS, CONFIG):
         temporary = folder / f"{file}.tmp"
@@ -88,6 +89,16 @@ def save_adapter(model: nn.Module, folder: str | Path, base_name: str | Path = "
         with open(temporary, "rb") as written:
             os.fsync(written.fileno())
         os.replace(temporary, folder / file)
+
+
+def save_file(tensors: dict[str, torch.Tensor], path: str | Path, metadata: dict[str, str]):
+    """safetensors' save_file, but with the permissions of other files, by the umask: safetensors
+    from 0.8 on lets nobody but the owner read, not even the server of another user.
+    """
+    safetensors.torch.save_file(tensors, path, metadata=metadata)
+    mask = os.umask(0)
+    os.umask(mask)
+    os.chmod(path, 0o666 & ~mask)
 
 
 def read_adapter(folder: str | Path) -> tuple[dict, dict[str, torch.Tensor]]:

@@ -55,10 +55,9 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 import lora
-from tools.adapter import TENSORS, save_adapter
+from tools.adapter import TENSORS, save_adapter, save_file
 from tools.environment import Answer
 from tools.flags import MOVABLE, Config, flags_of_run
 from tools.ranks import alike, gather
@@ -287,7 +286,7 @@ class Run:
         save_adapter(self.model, self.folder / "adapter", self.model_name)
         write_atomically(
             self.folder / "checkpoint.safetensors",
-            lambda path: save_file(tensors, path, metadata=metadata),
+            lambda path: save_file(tensors, path, metadata),
             keep_previous=not self.newest_damaged,
         )
         self.newest_damaged = False
