@@ -1,5 +1,6 @@
 """tools/export.py: others' tools read what it writes, and a failure leaves nothing at its place."""
 
+import errno
 import functools
 import json
 import os
@@ -11,20 +12,20 @@ import sys
 from pathlib import Path
 from unittest.mock import Mock
 
-import huggingface_hub
 import peft
 import pytest
 import torch
 from conftest import ROPE, tiny_checkpoint
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from test_weights import IDS, LISTED, foreign, logits
+from safetensors.torch import load_file
+from test_weights import IDS, LISTED, edit_json, foreign, logits
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     CompressedTensorsConfig,
     GenerationConfig,
+    LlamaConfig,
 )
 
 import fp4_gemm
@@ -37,6 +38,12 @@ from tools import adapter, export, weights
 FAMILIES = ["qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen3"))]
 O_PROJ = "model.layers.0.self_attn.o_proj.weight"
 DENSE = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+
+
+def damage(monkeypatch, what):
+    """From now on what(tensors) is written in the place of an export's tensors."""
+    real = export.write_tensors
+    monkeypatch.setattr(export, "write_tensors", lambda tensors, f: real(what(tensors), f))
 
 
 def projections(m):
@@ -360,8 +367,8 @@ def command(monkeypatch, capsys):
 REFUSED = [  # arguments, what the refusal names
     ("run full --format bf16", "full"),
     ("plain out --format nvfp4", "--format bf16"),
-    ("base out --format bf16 --adapter absent", "absent/adapter_config.json"),
-    ("base out --format bf16 --adapter full", "full/adapter_config.json"),
+    ("base out --format bf16 --adapter absent", "absent holds no adapter_config.json"),
+    ("base out --format bf16 --adapter full", "full holds a damaged adapter"),
     ("base out --format bf16 --adapter text", "lora_alpha='16'"),
     ("base out --format bf16 --quant int3", "quant='int3'"),
     ("unsaved out --format nvfp4", "train.py --resume"),
@@ -380,6 +387,7 @@ def test_the_command_exports_a_run_or_says_why_not(runs, tmp_path, monkeypatch, 
         Path(name).mkdir()
     Path("full/mine").write_text("")
     Path("full/adapter_config.json").write_text('[{"r": 8, "x": 1}]')
+    Path("full/adapter_model.safetensors").touch()
     shutil.copy(run / "config.json", "unsaved")
     config = Path(shutil.copytree(run / "adapter", "text"), "adapter_config.json")
     config.write_text(config.read_text().replace('"lora_alpha": 8', '"lora_alpha": "16"'))
@@ -405,23 +413,136 @@ def test_an_export_that_is_interrupted_or_wrong_is_not_there(exported, tmp_path,
     A wrong one is moved to another name, which the message has.
     """
 
-    def interrupted(tensors, folder):
-        save_file(tensors, folder / "model.safetensors")
+    def interrupted(tensors):
+        yield next(tensors)
         raise KeyboardInterrupt
 
-    def damaged(tensors, folder):
-        name = f"{O_PROJ}_scale" if f"{O_PROJ}_scale" in tensors else O_PROJ
-        half = (tensors[name].float() / 2).to(tensors[name].dtype)
-        save_file(tensors | {name: half}, folder / "model.safetensors")
+    def damaged(tensors):
+        for name, tensor in tensors:
+            if name in (O_PROJ, f"{O_PROJ}_scale"):
+                tensor = (tensor.float() / 2).to(tensor.dtype)
+            yield name, tensor
 
-    full = Mock(side_effect=SafetensorError("No space left on device"))
-    for write, format, error, says in (
+    def full(tensors):
+        raise SafetensorError("No space left on device")
+
+    for what, format, error, says in (
         (interrupted, "nvfp4", KeyboardInterrupt, None),
         (full, "nvfp4", ValueError, "out cannot be written: No space left on device$"),
         (damaged, "nvfp4", ValueError, r"out\.wrong"),
-        (damaged, "bf16", ValueError, r"out\.wrong"),
+        (damaged, "bf16", ValueError, r"out\.wrong\.wrong"),  # the first one stays
     ):
-        monkeypatch.setattr(huggingface_hub, "save_torch_state_dict", write)
-        with pytest.raises(error, match=says):
+        with monkeypatch.context() as patch, pytest.raises(error, match=says):
+            damage(patch, what)
             export.export(exported("qwen2", "nvfp4"), tmp_path / "out", format)
-        assert os.listdir(tmp_path) == (["out.wrong"] if write is damaged else [])
+    assert sorted(os.listdir(tmp_path)) == ["out.wrong", "out.wrong.wrong"]
+
+
+@pytest.mark.parametrize("place", ["empty", ".", "link", "dangling", "mount"])
+def test_an_export_onto_a_folder_that_exists_ends_whole(exported, tmp_path, monkeypatch, place):
+    """An empty one, the current one, one behind a symlink, a symlink to one that does not exist
+    yet, and a mount point, which nothing can be renamed to. An interrupted one leaves it empty.
+    """
+    folder = tmp_path / "empty"
+    if place != "dangling":
+        folder.mkdir()
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.chdir(folder if place == "." else tmp_path)
+    if place == "mount":
+        rename = os.replace
+
+        def replace(old, new):
+            if Path(new).resolve() == folder or ".." in os.path.relpath(new, folder):
+                raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+            rename(old, new)
+
+        monkeypatch.setattr(os, "replace", replace)
+    name = {"mount": "empty", "dangling": "link"}.get(place, place)
+    source = exported("qwen2", "nvfp4")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(export, "write_config", Mock(side_effect=KeyboardInterrupt))
+        export.export(source, name, "nvfp4")
+    assert folder.exists() == (place != "dangling") and not list(tmp_path.glob("empty/*"))
+    export.export(source, name, "nvfp4", adapter=source / "adapter")
+    assert stored_weights(folder).keys() == stored_weights(source).keys()
+    base = said(folder / "adapter", adapter.CONFIG, "base_model_name_or_path")
+    assert base == str(folder)  # no relative one, which PEFT would look for elsewhere
+
+
+def test_what_an_export_does_not_copy_is_not_named(tmp_path):
+    """Code of the base's folder, and a folder named as a tokenizer's files are. Others may read
+    what was written.
+    """
+    tiny_checkpoint(tmp_path / "in")
+    edit_json(tmp_path / "in/config.json", auto_map={"AutoModel": "modeling_x.Model"})
+    text = '{"auto_map": {"AutoTokenizer": ["tokenization_x.Tokenizer", null]}}'
+    (tmp_path / "in/tokenizer_config.json").write_text(text)
+    (tmp_path / "in/tokenizer").mkdir()
+    before = os.umask(0o022)
+    try:
+        export.export(tmp_path / "in", tmp_path / "out", "bf16")
+    finally:
+        os.umask(before)
+    for file in ("config.json", "tokenizer_config.json"):
+        assert "auto_map" not in json.loads((tmp_path / "out" / file).read_text())
+    for path in [tmp_path / "out", *(tmp_path / "out").iterdir()]:
+        assert path.stat().st_mode & 0o777 == (0o755 if path.is_dir() else 0o644), path
+
+
+# --- memory
+
+
+def test_weights_are_written_in_files_of_a_limited_size(runs, tmp_path, monkeypatch):
+    """transformers reads them by their index, and finds what one file would hold."""
+    monkeypatch.setattr(export, "SHARD", 50_000)
+    export.export(runs()[0], tmp_path / "many", "bf16")
+    sizes = {path: path.stat().st_size for path in (tmp_path / "many").glob("*.safetensors")}
+    assert len(sizes) > 3 and max(sizes.values()) < 54_000  # with a header
+    monkeypatch.undo()
+    export.export(runs()[0], tmp_path / "one", "bf16")
+    many, one = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
+        for name in ("many", "one")
+    )
+    assert many.keys() == one.keys() and all(torch.equal(many[k], one[k]) for k in one)
+
+
+PEAK = """
+import sys, threading, time
+from tools import export
+export.SHARD = 1e8
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+peak = start = resident()
+def watch():
+    global peak
+    while True:
+        peak = max(peak, resident())
+        time.sleep(0.001)
+threading.Thread(target=watch, daemon=True).start()
+export.export(sys.argv[1], sys.argv[2], "bf16", quant="bf16")
+print(peak - start)
+"""
+
+
+def test_an_export_holds_a_layer_and_a_file_at_a_time(tmp_path):
+    """Of a model of 252 MB in bf16: 1.5 times a layer of 42 MB, a file of 100 MB, and 64 MB that
+    Python and torch take in their first calls.
+    """
+    config = LlamaConfig(
+        hidden_size=1024,
+        intermediate_size=5504,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        vocab_size=512,
+        dtype="bfloat16",
+    )
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config)
+    model = empty.to_empty(device="cpu").bfloat16()
+    for p in model.parameters():
+        p.data.fill_(0.01)
+    model.save_pretrained(tmp_path / "in")
+    command = [sys.executable, "-c", PEAK, tmp_path / "in", tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 1.5 * 42.2e6 + 1e8 + 64e6

@@ -126,11 +126,9 @@ def load_adapter(model: nn.Module, folder: str | Path):
     tensors, or a NaN or infinite value. A refused adapter changes nothing.
     """
     config, stored = read_adapter(folder)
-    own = adapter_tensors(model)
-    _check_settings(config, _first_layer(model), Path(folder) / CONFIG)
-    _check_tensors(stored, own, folder)
-    for name, tensor in stored.items():
-        own[name].copy_(tensor)
+    layer = _first_layer(model)
+    check_settings(config, Path(folder) / CONFIG, r=layer.rank, lora_alpha=layer.alpha)
+    copy_tensors(stored, adapter_tensors(model), folder)
     lora.refresh(model)
 
 
@@ -157,9 +155,9 @@ def _first_layer(model):
     return next(iter(lora.lora_layers(model).values()))
 
 
-def _check_settings(config, layer, file):
-    """ValueError: the adapter is no plain LoRA, or of another rank or alpha than `layer`. config:
-    the settings in `file`.
+def check_settings(config, file, r="a number", lora_alpha="a number"):
+    """ValueError: the adapter is no plain LoRA, or of another rank or alpha than those given.
+    config: the settings in `file`.
     """
     kind = config.get("peft_type")
     if kind != "LORA":
@@ -177,13 +175,16 @@ def _check_settings(config, layer, file):
             "the base too: PEFT converts most of these as it saves them, see its "
             "path_initial_model_for_weight_conversion"
         )
-    for key, value in {"r": layer.rank, "lora_alpha": layer.alpha}.items():
-        if config.get(key) != value:
-            raise ValueError(f"{file} has {key}={config.get(key)!r}, this model takes {value}")
+    for key, takes in dict(r=r, lora_alpha=lora_alpha).items():
+        value = config.get(key)
+        if type(value) not in (int, float) or takes not in (value, "a number"):
+            raise ValueError(f"{file} has {key}={value!r}, this model takes {takes}")
 
 
-def _check_tensors(stored, own, folder):
-    """ValueError: tensors of `stored` are not finite, or have other names or shapes than `own`."""
+def copy_tensors(stored, own, folder):
+    """Copy the tensors of an adapter's file into those of a model, by name. ValueError: they are
+    not finite, or have other names or shapes; then nothing is copied.
+    """
     for name, tensor in stored.items():
         if not tensor.isfinite().all():
             raise ValueError(
@@ -198,3 +199,5 @@ def _check_tensors(stored, own, folder):
             f"{folder}: {len(odd)} tensors do not fit the model's layers; {name} is "
             f"{has.get(name, 'missing')}, the model has {takes.get(name, 'no such tensor')}"
         )
+    for name, tensor in stored.items():
+        own[name].copy_(tensor)

@@ -21,10 +21,10 @@ of what the adapter learned. To do it all the same, export bf16, then that folde
 
 An export is checked before it appears. export() writes a temporary folder beside DST, loads it
 again, compares logits and renames it to DST, or to DST.wrong if the logits differ. All of this runs
-on the CPU, in fp32.
+on the CPU, in fp32, and holds one layer and one file of at most 1 GB at a time.
 
-Needs: torch, transformers, safetensors, huggingface_hub; model.py, lora.py, fp4_gemm.py,
-ops/attention.py, tools/weights.py, tools/adapter.py.
+Needs: torch, tqdm, transformers; model.py, nvfp4.py, ops/attention.py, tools/weights.py,
+tools/adapter.py.
 """
 
 import argparse
@@ -33,20 +33,27 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
-import huggingface_hub
 import torch
+from tqdm import tqdm
 from transformers import GenerationConfig
 
-import fp4_gemm
-import lora
 import model
+import nvfp4
 from ops.attention import Packed
 from tools import weights
-from tools.adapter import CONFIG, FUSED, load_adapter, save_adapter
+from tools.adapter import (
+    CONFIG,
+    TENSORS,
+    check_settings,
+    copy_tensors,
+    read_adapter,
+    save_file,
+)
 
 # The formats, and how far the logits of what was written may deviate, as a share of their norm.
 # bf16 rounds each weight, by at most 2⁻⁸ of itself. The 4-bit formats keep every bit, with one
@@ -62,6 +69,9 @@ LAYOUTS = {
     },
     "modelopt": {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"},
 }
+NO_ADAPTER = {"r": 1, "lora_alpha": 1}
+SHARD = 1e9  # most bytes of a file of weights
+ROWS = 128  # of a matrix, which are decoded at a time
 # how the names of a tokenizer's files begin, and that of generation_config.json
 TOKENIZER_FILES = "(tokenizer|vocab|merges|special_t|added_t|chat_template|generation_c)"
 
@@ -88,33 +98,33 @@ def export(
     case what was written stays in the folder `destination`.wrong. OSError: the folder around
     `destination` cannot be made or written.
     """
-    place = Path(destination)
-    with new_folder(place) as new:
+    with new_folder(Path(destination)) as new:
         name, quant, adapter = resolve(source, format, adapter, quant)
-        decoder, base = load(name, quant, adapter)
-        if format == "bf16" and not quant and not base.packed:
+        base = LayerByLayer(name, quant, adapter)
+        if format == "bf16" and not quant and not base.source.packed:
             print(f"note: {name} is rounded to 4 bits first; --quant bf16 copies it")
-        expected = probe(decoder)
         # On a full disk safetensors raises an error that names no file: readable() adds the name.
-        with weights.readable(place, "cannot be written"):
-            copy_tokenizer(base, new)
+        with weights.readable(destination, "cannot be written"):
+            copy_tokenizer(base.source, new)
+            write_tensors(base.tensors(format), new)
+            expected = base.logits()
+            write_config(base.source, new, format)
             # From here on, quant and adapter are those of what is written.
             if format == "bf16":
-                quant, adapter = "bf16", ""  # write_tensors merges the adapter
+                quant, adapter = "bf16", ""  # tensors() merges the adapter
             elif adapter:
-                adapter = new / "adapter"
-                save_adapter(decoder, adapter, place)  # names `place` as its base
-            write_config(base, new, format)
-            write_tensors(decoder, base, new, format)
-        del decoder  # hold one model in memory at a time
-        again, _ = load(new, quant, adapter)
-        deviation = ((probe(again) - expected).norm() / expected.norm()).item()
+                adapter = copy_adapter(adapter, new / "adapter", Path(destination).resolve())
+        again = LayerByLayer(new, quant, adapter)
+        for _ in again.blocks():
+            pass
+        deviation = ((again.logits() - expected).norm() / expected.norm()).item()
         if not deviation <= TOLERANCE[format]:  # also if it is NaN
-            wrong = f"{place}.wrong"
-            shutil.rmtree(wrong, ignore_errors=True)  # an earlier export may have left one
+            wrong = new.parent.with_name(f"{Path(destination).name}.wrong")
+            while wrong.exists():  # of an earlier export, or the user's own
+                wrong = wrong.with_name(f"{wrong.name}.wrong")
             os.replace(new, wrong)
             raise ValueError(
-                f"{place} was not made: the logits of what was written, now in {wrong}, "
+                f"{destination} was not made: the logits of what was written, now in {wrong}, "
                 f"are off by {deviation:.1e} of their size, more than {TOLERANCE[format]:.1e}"
             )
     return deviation
@@ -122,21 +132,29 @@ def export(
 
 @contextmanager
 def new_folder(place: Path) -> Iterator[Path]:
-    """Context manager: yield a folder to write into, which is renamed to `place` at the end. After
-    an error or Ctrl-C `place` is as it was.
+    """Context manager: yield a folder to write into, which at the end is renamed to `place`. If
+    `place` exists, perhaps as a mount point, "." or a symlink, what was written moves into it.
+    After an error or Ctrl-C `place` is as it was.
 
     ValueError: `place` exists and is not an empty folder. OSError: the folder around it cannot be
     made or written.
     """
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise ValueError(f"{place} exists and is not an empty folder: name a new one")
+    place = place.resolve()  # where a symlink leads
     place.parent.mkdir(parents=True, exist_ok=True)
-    # beside `place`, so on the same disk: a rename moves it. Python removes the temporary folder.
-    with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent) as temporary:
+    # On the same disk as `place`, so that a rename moves it. Python removes the temporary folder.
+    around = place if place.exists() else place.parent
+    with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=around) as temporary:
         new = Path(temporary) / "new"
         new.mkdir()
         yield new
-        os.replace(new, place)
+        if around == place:
+            # config.json last: without it nobody takes the folder for a model
+            for file in sorted(new.iterdir(), key=lambda file: file.name == "config.json"):
+                os.replace(file, place / file.name)
+        else:
+            os.replace(new, place)
 
 
 # --- what is exported
@@ -168,36 +186,117 @@ def resolve(
     return source, quant, adapter
 
 
-def load(name: str | Path, quant: str, adapter: str | Path) -> tuple[model.Decoder, weights.Source]:
-    """Load a base model on the CPU, and an adapter unless it is "".
-
-    name: as weights.open takes it. ValueError: the base or the adapter is refused.
-    """
-    # The decoder must be built with the adapter's rank and alpha. A value of a wrong type becomes
-    # 1, and load_adapter then refuses the adapter with a sentence that names the value.
-    settings = read_json(Path(adapter) / CONFIG) if adapter else {}
-    rank, alpha = settings.get("r"), settings.get("lora_alpha")
-    rank = rank if type(rank) is int else 1
-    alpha = alpha if type(alpha) in (int, float) else 1
-    # Open the base only now: it may be a download, for which a missing adapter should not wait.
-    source = weights.open(name)
-    decoder = model.load(source, quant or "nvfp4", rank, alpha)
-    if adapter:
-        load_adapter(decoder, adapter)
-    return decoder, source
-
-
 def read_json(path: Path) -> dict:
     """→ the object in a JSON file. ValueError: there is none."""
     with weights.readable(path):
         return {**json.loads(path.read_text())}
 
 
-def probe(decoder: model.Decoder) -> torch.Tensor:
-    """→ logits (32, V) f32 of one fixed text of 32 tokens, by which two models are compared."""
-    attend = Packed([(32, [])], torch.device("cpu"))
-    ids = (attend.positions + 1) * 7919 % decoder.config.vocab_size  # a prime spreads them over V
-    return decoder.logits(decoder(ids, attend.positions, attend))
+# --- a model, one layer at a time
+
+
+class Projections(torch.nn.Module):
+    """Projections that run as one matrix, such as q, k and v, each (N_i, K). They stay as they are
+    stored or quantised, and a few rows at a time are decoded and merged with the adapter.
+    """
+
+    def __init__(self, build: "LayerByLayer", names: dict[str, int], K: int, biased: bool):
+        super().__init__()
+        parts, self.bias = build.source.parts(names, K, biased, build.quant, build.device)
+        self.weights = dict(zip(names, parts, strict=True))
+        self.low_rank = {name: build.low_rank(name, N, K) for name, N in names.items()}
+
+    def rows(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield W + (alpha/rank) B A of a projection, ROWS rows at a time, in fp32."""
+        A, B = self.low_rank[name]
+        for i in range(0, len(B), ROWS):
+            part = slice(i, i + ROWS)
+            w = self.weights[name]
+            if not torch.is_tensor(w):
+                some = nvfp4.NVFP4Tensor(w.packed[part], w.block_scale[part], w.global_scale)
+                w = nvfp4.dequantize(some, torch.float32)
+                part = slice(None)
+            yield w[part].float() + B[i : i + ROWS] @ A
+
+    def forward(self, x: torch.Tensor, compute_output: bool = True) -> torch.Tensor:
+        y = torch.cat([x @ w.T for name in self.weights for w in self.rows(name)], 1)
+        return y if self.bias is None else y + self.bias
+
+
+class LayerByLayer(model.Builder):
+    """A model on the CPU, of which one layer at a time is in memory. blocks() runs one fixed text
+    of 32 tokens through it; logits() are then the text's, by which two models are compared.
+
+    name: as weights.open takes it. adapter: a folder, or "". ValueError: one of them is refused.
+    """
+
+    def __init__(self, name: str | Path, quant: str, adapter: str | Path):
+        settings, self.adapter, self.folder = NO_ADAPTER, {}, adapter
+        # Open the base last: it may be a download, for which a missing adapter should not wait.
+        if adapter:
+            settings, self.adapter = read_adapter(adapter)
+            check_settings(settings, Path(adapter) / CONFIG)
+        rank, alpha = settings["r"], settings["lora_alpha"]
+        cpu = torch.device("cpu")
+        super().__init__(weights.open(name), quant or "nvfp4", rank, alpha, cpu, seed=0)
+
+    def linear(self, names: dict[str, int], K: int, biased: bool = False) -> Projections:
+        return Projections(self, names, K, biased)
+
+    def low_rank(self, name: str, N: int, K: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """→ A (r, K) and (alpha/r) B (N, r) of a projection, 0 without an adapter."""
+        A, B = torch.zeros(self.rank, K), torch.zeros(N, self.rank)
+        if self.folder:
+            at = f"base_model.model.{name}"
+            own = {f"{at}.lora_A.weight": A, f"{at}.lora_B.weight": B}
+            stored = {key: self.adapter.pop(key) for key in own.keys() & self.adapter}
+            copy_tensors(stored, own, self.folder)
+        return A, self.alpha / self.rank * B
+
+    def blocks(self) -> Iterator[model.Block]:
+        """Yield each layer, then run the text through it."""
+        attend = Packed([(32, [])], self.device)
+        ids = (attend.positions + 1) * 7919 % self.config.vocab_size  # a prime spreads them over V
+        inv_freq, scale = model.rope_frequencies(self.config)
+        angle = attend.positions[:, None] * inv_freq
+        attend = partial(attend, cos=angle.cos() * scale, sin=angle.sin() * scale)
+        self.stream = self.embeddings()[ids].float(), None
+        for i in tqdm(range(self.config.num_hidden_layers), leave=False, disable=None):
+            block = model.Block(self, i)
+            yield block
+            self.stream = block(*self.stream, attend)
+            del block  # before the next one is built
+        copy_tensors(self.adapter, {}, self.folder)  # refuses those that are left
+
+    def embeddings(self) -> torch.Tensor:
+        """→ (V, D) in the stored dtype."""
+        shape = self.config.vocab_size, self.config.hidden_size
+        return self.source.tensor("model.embed_tokens.weight", shape)
+
+    def logits(self) -> torch.Tensor:
+        """→ (32, V) f32, after blocks()."""
+        _, hidden = self.norm("model.norm", self.config.hidden_size)(*self.stream)
+        head = self.source.lm_head(self.embeddings(), self.device)
+        self.source.finish()
+        return torch.cat([hidden @ rows.float().T for rows in head.split(ROWS)], 1)
+
+    def tensors(self, format: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each tensor of the model in a format, with its name.
+
+        The projections are those of blocks(), because loading may have quantised them. All other
+        tensors are the source's, in the dtype that source.read() returns (fp32 for a GGUF), or in
+        bf16 for the format bf16.
+        """
+        for name in weights.tensor_names(self.config):
+            if name in self.source.names and not name.endswith("_proj.weight"):
+                tensor = self.source.read(name)
+                yield name, tensor.bfloat16() if format == "bf16" else tensor
+        for block in self.blocks():
+            for layer in block.modules():
+                for name, weight in getattr(layer, "weights", {}).items():
+                    if format == "bf16":  # merged: the sum is rounded once
+                        weight = torch.cat([rows.bfloat16() for rows in layer.rows(name)])
+                    yield from packed(name, weight, format)
 
 
 # --- what is written
@@ -212,27 +311,28 @@ def copy_tokenizer(source: weights.Source, folder: Path) -> None:
         GenerationConfig.from_model_config(source.config).save_pretrained(folder)
     else:
         for file in source.path.iterdir():
-            if re.match(TOKENIZER_FILES, file.name):
+            if re.match(TOKENIZER_FILES, file.name) and file.is_file():
                 shutil.copyfile(file, folder / file.name)
     file = folder / "tokenizer_config.json"
     if file.is_file():
         # transformers 4 has no class TokenizersBackend, and takes no list as extra_special_tokens;
         # 4 and 5 both know the older names
         text = file.read_bytes().replace(b"TokenizersBackend", b"PreTrainedTokenizerFast")
-        file.write_bytes(
-            text.replace(b'"extra_special_tokens": [', b'"additional_special_tokens": [')
-        )
+        text = text.replace(b'"extra_special_tokens": [', b'"additional_special_tokens": [')
+        file.write_bytes(text.replace(b'"auto_map"', b'"_auto_map"'))
 
 
 def write_config(source: weights.Source, folder: Path, format: str) -> None:
     """Write config.json, and for modelopt hf_quant_config.json.
 
     source: the base. Its config is changed in place. A quantization_config of the base is removed,
-    because it describes the base's layout. The 4-bit formats get one of their own.
+    because it describes the base's layout, and so is an auto_map, which names code that does not
+    travel. The 4-bit formats get a quantization_config of their own.
     """
     config = source.config
     config.dtype = torch.bfloat16
-    config.__dict__.pop("quantization_config", None)
+    for key in ("quantization_config", "auto_map"):
+        config.__dict__.pop(key, None)
     ignored = ["lm_head"]
     for name in source.names:
         if source.packed and name.endswith("_proj.weight"):
@@ -275,81 +375,65 @@ def quantization_config(format: str, ignored: list[str]) -> dict:
     return LAYOUTS[format] | {"ignore": ignored, "config_groups": groups}
 
 
-def write_tensors(
-    decoder: model.Decoder, source: weights.Source, folder: Path, format: str
-) -> None:
-    """Write model.safetensors, or several numbered files and their index if it is large.
+def copy_adapter(folder: str | Path, new: Path, base: Path) -> Path:
+    """Copy an adapter's files into the folder `new`, which it returns. base: the model it names."""
+    settings, tensors = read_adapter(folder)
+    new.mkdir()
+    save_file(tensors, new / TENSORS, {"format": "pt"})
+    settings["base_model_name_or_path"] = str(base)
+    (new / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+    return new
 
-    The projections are the decoder's, because loading may have quantised them and merging changes
-    them. All other tensors are the source's, in the dtype that source.read() returns (fp32 for a
-    GGUF), or in bf16 for the format bf16. Each layer's weight is freed as soon as it is copied, so
-    that no second copy of all weights exists. The decoder is unusable afterwards.
+
+def write_tensors(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
+    """Write named tensors as model.safetensors or, if they are large, as several numbered files and
+    their index. A file has at most SHARD bytes, unless one tensor has more.
     """
-    tensors = {}
-    for name in weights.tensor_names(source.config):
-        if name in source.names and not name.endswith("_proj.weight"):
-            tensor = source.read(name)
-            tensors[name] = tensor.bfloat16() if format == "bf16" else tensor
-    for name, layer in lora.lora_layers(decoder).items():
-        parent, _, module = name.rpartition(".")
-        projections = FUSED.get(module, (module,))  # qkv_proj → q_proj, k_proj, v_proj
-        names = [f"model.{parent}.{projection}" for projection in projections]
-        parts = merged(layer) if format == "bf16" else packed(layer, format, source, names)
-        for projection, part in zip(names, parts, strict=True):
-            for end, tensor in part.items():
-                # clone: the parts of a fused weight may share one storage, which safetensors
-                # refuses to write
-                tensors[f"{projection}.{end}"] = tensor.clone()
-        layer.base = None  # free the weight
-    huggingface_hub.save_torch_state_dict(tensors, folder)
+    shard, size, files = {}, 0, []
 
+    def write():
+        save_file(shard, folder / f"{len(files)}.tmp", {"format": "pt"})
+        files.append([*shard])
+        shard.clear()  # before the next one is filled
 
-def merged(layer: lora.LoRALinear) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield {"weight": W + (alpha/rank) B A} of each projection of a layer, (N_i, K) bf16.
-
-    The sum is computed in fp32 and rounded once.
-    """
-    W = fp4_gemm.dequantize(layer.base.weight, torch.float32).split(layer.splits)  # (N_i, K) each
-    A = layer.lora_A.split(layer.rank)  # (r, K) each
-    B = layer.lora_B.split(layer.splits)  # (N_i, r) each
-    for w, a, b in zip(W, A, B, strict=True):
-        yield {"weight": (w + layer.scale * b @ a).bfloat16()}
+    for name, tensor in tensors:
+        size += tensor.nbytes
+        if shard and size > SHARD:
+            write()
+            size = tensor.nbytes
+        shard[name] = tensor
+    write()
+    places = {}
+    for i, names in enumerate(files):
+        of = f"-{i + 1:05}-of-{len(files):05}" if len(files) > 1 else ""
+        places |= dict.fromkeys(names, f"model{of}.safetensors")
+        os.replace(folder / f"{i}.tmp", folder / f"model{of}.safetensors")
+    if len(files) > 1:
+        index = {"metadata": {}, "weight_map": places}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
 def packed(
-    layer: lora.LoRALinear, format: str, source: weights.Source, names: list[str]
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield {end of a tensor's name: tensor} of each projection of a layer, by the format's layout.
+    name: str, weight: torch.Tensor | nvfp4.NVFP4Tensor, format: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a projection with their names, by the format's layout.
 
-    names: of these projections, as source.tensor() takes them, without their ".weight".
-
-    Codes are (N_i, K/2) uint8, block scales (N_i, K/16) float8_e4m3fn. The global scale is fp32.
+    Codes are (N, K/2) uint8, block scales (N, K/16) float8_e4m3fn. The global scale is fp32.
     Readers of ModelOpt's layout multiply by it, as we do: shape (). Those of compressed-tensors'
     divide, so the stored number is its inverse: shape (1,). A projection that the base leaves in 16
-    bits is copied.
+    bits is written as it is.
     """
-    if source.packed:
-        # Read again what is stored: the decoder dequantises codes beside a projection in 16 bits.
-        K = layer.base.in_features
-        parts = [
-            source.tensor(f"{name}.weight", (N, K))
-            for name, N in zip(names, layer.splits, strict=True)
-        ]
+    if torch.is_tensor(weight):
+        yield f"{name}.weight", weight
+        return
+    modelopt = format == "modelopt"
+    codes, block_scale, scale = weight
+    yield f"{name}.weight" if modelopt else f"{name}.weight_packed", codes
+    yield f"{name}.weight_scale", block_scale
+    if modelopt:
+        yield f"{name}.weight_scale_2", scale
     else:
-        parts = layer.base.weight.parts
-    for part in parts:
-        if torch.is_tensor(part):
-            yield {"weight": part}
-            continue
-        codes, block_scale, global_scale = part
-        if format == "modelopt":
-            yield {"weight": codes, "weight_scale": block_scale, "weight_scale_2": global_scale}
-        else:
-            yield {
-                "weight_packed": codes,
-                "weight_scale": block_scale,
-                "weight_global_scale": 1 / global_scale.view(1),
-            }
+        yield f"{name}.weight_global_scale", 1 / scale.view(1)
 
 
 if __name__ == "__main__":

@@ -233,19 +233,32 @@ class Source:
     ) -> tuple[PackedNVFP4 | Dense, Tensor | None]:
         """→ the weight and the bias (N,) of projections that run as one matrix, such as q, k and v.
 
+        dtype: of the bias and of a Dense; all else as for parts().
+        """
+        parts, bias = self.parts(names, K, biased, quant, device)
+        if bias is not None:
+            bias = bias.to(dtype)
+        if QUANT[quant] is None or any(map(torch.is_tensor, parts)):
+            return _dense(parts, dtype), bias
+        return pack(*parts), bias
+
+    def parts(
+        self, names: dict[str, int], K: int, biased: bool, quant: str, device: torch.device
+    ) -> tuple[list[Tensor | nvfp4.NVFP4Tensor], Tensor | None]:
+        """→ the weights of projections that run as one matrix, each (N_i, K) as it is stored or
+        quantised now, and their bias (N,).
+
         names: {a projection's name: N_i, its rows}, N in all. biased: whether they have a bias.
-        quant: a key of QUANT. dtype: of the bias and of a Dense. The table above says which weight
-        is packed. ValueError: as tensor()'s, an unknown quant, or a K that 4 bits do not divide.
+        quant: a key of QUANT. The table above says which weight is in 4 bits. ValueError: as
+        tensor()'s, an unknown quant, or a K that 4 bits do not divide.
         """
         if quant not in QUANT:
             raise ValueError(f"quant={quant!r} must be one of {', '.join(QUANT)}")
-        method = QUANT[quant]
-        weights = [self.tensor(f"{name}.weight", (N, K)) for name, N in names.items()]
+        weights = [_on(self.tensor(f"{name}.weight", (N, K)), device) for name, N in names.items()]
         biases = [self.tensor(f"{name}.bias", (N,)) for name, N in names.items() if biased]
-        bias = torch.cat(biases).to(device, dtype) if biased else None
-        left_in_16_bits = self.packed and any(map(torch.is_tensor, weights))
-        if method is None or left_in_16_bits:
-            return _dense(weights, device, dtype), bias
+        bias = torch.cat(biases).to(device) if biased else None
+        if QUANT[quant] is None or self.packed:
+            return weights, bias
         if K % nvfp4.BLOCK:
             first, *others = names
             listed = ", ".join([first, *(name.rpartition(".")[2] for name in others)])
@@ -253,7 +266,9 @@ class Source:
                 f"{self.path}: {listed} have rows of {K} weights, "
                 "and 4 bits need a multiple of 16: take --quant bf16"
             )
-        return _packed(weights, device, method), bias
+        # vLLM and TensorRT-LLM require one global scale for all weights of one GEMM.
+        shared = nvfp4.shared_global_scale(*weights)
+        return [nvfp4.quantize(weight, QUANT[quant], shared) for weight in weights], bias
 
     def embeddings(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """→ embed_tokens (V, D) on `device`. Untied embeddings stay in pinned host memory instead,
@@ -440,23 +455,10 @@ class Source:
         return sorted(ids)
 
 
-def _dense(weights, device, dtype):
+def _dense(weights, dtype):
     """Tensors or NVFP4Tensors (N_i, K), joined along N → Dense."""
-    weights = [_on(weight, device) for weight in weights]
     plain = [w if torch.is_tensor(w) else nvfp4.dequantize(w, torch.float32) for w in weights]
     return Dense(torch.cat(plain).to(dtype))
-
-
-def _packed(weights, device, method):
-    """All tensors, or all NVFP4Tensors (N_i, K), joined along N → PackedNVFP4. An NVFP4Tensor keeps
-    its codes.
-    """
-    weights = [_on(weight, device) for weight in weights]
-    if torch.is_tensor(weights[0]):
-        # vLLM and TensorRT-LLM require one global scale for all weights of one GEMM.
-        shared = nvfp4.shared_global_scale(*weights)
-        weights = [nvfp4.quantize(weight, method, shared) for weight in weights]
-    return pack(*weights)
 
 
 def _on(weight, device):
