@@ -98,7 +98,7 @@ def test_kernel_in_the_interpreter(interpret):
 
 @each_generation
 def test_kernel_compiles(cc, everything):
-    """With d_logits and, slowly, without: no spills, and so few registers that two CTAs fit an SM."""
+    """With d_logits and, slowly, without: no spills, and registers for two CTAs on an SM."""
     types = {
         "*fp32": "logits logprob entropy",
         "*i64": "targets",
