@@ -102,7 +102,7 @@ def test_what_cannot_be_calibrated_is_one_sentence_and_leaves_nothing(
     for source, target, flags, words in (
         (tiny_chat, full, (), "not an empty folder"),
         (calibrated[0], place, (), "is in NVFP4"),
-        (tiny_chat, place, ("--prompts", "1"), "96 tokens.*--prompts [0-9]"),
+        (tiny_chat, place, ("--prompts", "1"), "96 weights.*--prompts [0-9]"),
         (tiny_chat, place, ("--prompts", "0"), "--prompts 0"),
         (tiny_chat, place, ("--data", "x"), "--data"),
         (tiny_chat, place, ("--prmpts", "9"), "--prompts"),

@@ -4,9 +4,12 @@
     python train.py --model DST --task gsm8k --data train.jsonl
 
 GPTQ (nvfp4.py) rounds a matrix by what its inputs are. Here they come from prompts of the task and
-the answers that the model itself, quantised by the sweep, samples to them. So nobody needs a
-corpus, and the texts are like those of the training to come. Problems that are held out are never
-used.
+the answers that the model itself samples to them. So nobody needs a corpus, and the texts are like
+those of the training to come. Problems that are held out are never used.
+
+Flags of train.py that are about the task and sampling mean the same here. --prompts (default 128)
+is how many texts to calibrate on. --quant (default nvfp4, the sweep) is how the model that samples
+the answers is quantised.
 
 One layer is in memory at a time, in 16 bits:
 
@@ -19,7 +22,7 @@ So a layer is calibrated on what the quantised layers before it return, as in GP
 2210.17323). Embeddings, lm_head, norms and biases are copied. DST appears when it is complete.
 
 Needs: torch, tqdm, huggingface_hub; nvfp4.py, fp4_gemm.py, lora.py, model.py, rollout.py,
-ops/{attention,elementwise}.py, tools/{adapter,environment,export,flags,run,weights}.py.
+ops/attention.py, tools/{adapter,environment,export,flags,run,weights}.py.
 """
 
 import sys
@@ -32,11 +35,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from tqdm import tqdm
 
 import nvfp4
-from fp4_gemm import Dense, dequantize
+from fp4_gemm import Dense
 from lora import LoRALinear, disabled, lora_layers
 from model import Block, Builder, Decoder, load
 from ops.attention import Packed
-from ops.elementwise import embed
 from rollout import Sampler
 from tools import weights
 from tools.adapter import FUSED
@@ -60,7 +62,7 @@ def calibrate(config: Config, place: Path) -> None:
         problems = draw_problems(environment.task.train, config.seed, 0, config.prompts)
         prompts = environment.encode_prompts(problems)
         device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        decoder = load(source, device=device)
+        decoder = load(source, config.quant, device=device)
         rollout = Sampler(decoder).generate(prompts, 1, environment.params, 0, progress="answers")
         texts = [prompt + ids for prompt, ids in zip(prompts, rollout.answers(), strict=True)]
         tensors = quantise(decoder, source, texts)
@@ -86,48 +88,41 @@ def quantise(
 
     ValueError: the texts have fewer tokens than a matrix has columns, or its inputs have NaN.
     """
-    tokens = sum(map(len, texts))
-    K = max(layer.base.in_features for layer in lora_layers(decoder).values())
+    attend = Packed([(len(text), []) for text in texts], decoder.device)
+    tokens = len(attend.positions)
+    K = source.config.intermediate_size  # of down_proj, whose rows are the longest
     if tokens < K:
         raise ValueError(
-            f"{len(texts)} texts have {tokens} tokens; rows of {K} weights need at least {K} "
-            f"tokens: give --prompts {len(texts) * K // tokens + 1}"
+            f"{len(texts)} texts have {tokens} tokens, and rows of {K} weights need as many: "
+            f"give --prompts {len(texts) * K // tokens + 1}"
         )
-    del decoder.layers
     build = Builder(source, "bf16", 1, 1, decoder.device, 0)
-    attend = Packed([(len(text), []) for text in texts], decoder.device)
-    cos, sin = decoder.rotary(attend.positions)
-    attend = partial(attend, cos=cos, sin=sin)
-    ids = torch.tensor(sum(texts, []), device=decoder.device)
-    residual = embed(ids, decoder.embed_tokens)  # (n, D) f32, of all texts at once
+    hessians = {}
     tensors = {
         name: source.read(name) for name in source.names if not name.endswith("_proj.weight")
     }
-    for i in tqdm(range(source.config.num_hidden_layers), "calibrate", unit="layer", disable=None):
-        block = Block(build, i)
-        with disabled(block):  # there is no adapter yet
-            hessians, unquantised = observe(block, residual, attend)
-            for name, layer in lora_layers(block).items():
-                name = f"model.layers.{i}.{name}"
-                tensors |= quantise_layer(layer, name, hessians.pop(layer), damping)
-            residual = block.summed(residual, attend) if quantised_inputs else unquantised
-    return tensors
 
-
-def observe(
-    block: Block, residual: torch.Tensor, attend: partial
-) -> tuple[dict[LoRALinear, torch.Tensor], torch.Tensor]:
-    """→ the Hessian of each matrix's inputs, (K, K) f32, and the residual after the block."""
-    hessians = {}
-
-    def sum_products(layer, inputs):
+    def observe(layer, inputs):
         if isinstance(layer, LoRALinear):
-            x = inputs[0].float()  # (n, K)
+            x = inputs[0].float()  # (tokens, K)
             hessians[layer] = x.T @ x
 
-    with register_module_forward_pre_hook(sum_products):
-        residual = block.summed(residual, attend)
-    return hessians, residual
+    def calibrated(i, *inputs):
+        """What layer i returns for the texts."""
+        block = Block(build, i)
+        with disabled(block):  # there is no adapter yet
+            with register_module_forward_pre_hook(observe):
+                outputs = block(*inputs)
+            for name, layer in lora_layers(block).items():
+                place = f"model.layers.{i}.{name}"
+                tensors.update(quantise_layer(layer, place, hessians.pop(layer), damping))
+            return block(*inputs) if quantised_inputs else outputs
+
+    layers = [partial(calibrated, i) for i in range(len(decoder.layers))]
+    del decoder.layers
+    decoder.layers = tqdm(layers, "calibrate", disable=None)
+    decoder(torch.tensor(sum(texts, []), device=decoder.device), attend.positions, attend)
+    return tensors
 
 
 def quantise_layer(
@@ -138,22 +133,21 @@ def quantise_layer(
     Projections that run as one matrix, such as q, k and v, are quantised as one, so they share
     their global scale.
     """
-    dead = int((hessian.diagonal() == 0).sum())
+    dead = (hessian.diagonal() == 0).sum()
     if dead:
-        tqdm.write(f"note: {name}: {dead} inputs are always 0, so GPTQ rounds them as the sweep")
-    W = dequantize(layer.base.weight)
+        tqdm.write(f"note: {name}: {dead} inputs are always 0, so GPTQ is the sweep there")
+    W = layer.base.weight.weight
     with weights.readable(name, "cannot be calibrated"):
         q = nvfp4.quantize(W, "gptq", hessian=hessian, damping=damping)
     layer.base.weight = Dense(nvfp4.dequantize(q, W.dtype))
     parent, _, module = name.rpartition(".")
-    codes, scales = q.packed.split(layer.splits), q.block_scale.split(layer.splits)
+    projections = FUSED.get(module, (module,))
     tensors = {}
-    for projection, code, scale in zip(FUSED.get(module, (module,)), codes, scales, strict=True):
-        weight = f"{parent}.{projection}.weight"
-        # copy: safetensors refuses parts of one storage
-        tensors[f"{weight}_packed"] = code.to("cpu", copy=True)
-        tensors[f"{weight}_scale"] = scale.to("cpu", copy=True)
-        tensors[f"{weight}_global_scale"] = 1 / q.global_scale.cpu().view(1)
+    for end, whole in (("packed", q.packed), ("scale", q.block_scale)):
+        for projection, part in zip(projections, whole.split(layer.splits), strict=True):
+            # copy: safetensors refuses parts of one storage
+            tensors[f"{parent}.{projection}.weight_{end}"] = part.to("cpu", copy=True)
+            tensors[f"{parent}.{projection}.weight_global_scale"] = 1 / q.global_scale.cpu().view(1)
     return tensors
 
 
@@ -162,7 +156,9 @@ def main(arguments: list[str]) -> None:
     if len(arguments) < 2:
         raise ValueError("usage: python -m tools.calibrate MODEL DST [flags of train.py]")
     name, place, *flags = arguments
-    calibrate(parse(["--model", name, "--prompts", "128", *flags]), Path(place))
+    # --steps 1: load_task is to read the problems to train on
+    config = parse(["--model", name, "--prompts", "128", *flags, "--steps", "1"])
+    calibrate(config, Path(place))
 
 
 if __name__ == "__main__":
