@@ -26,6 +26,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,6 +42,7 @@ from tools.adapter import load_adapter
 from tools.budget import Budget, grow_segments, limit_memory
 from tools.diagnostics import (
     PREFLIGHT_PROMPTS,
+    factor,
     means_of,
     mismatch,
     preflight_report,
@@ -87,10 +89,12 @@ class Group(NamedTuple):
     rollout: Rollout  # G rows
     answers: list[Answer]  # one a row
 
-    @property
-    def has_signal(self) -> bool:
-        """Equal rewards give advantages of 0, which teach nothing."""
-        return len({answer.reward for answer in self.answers}) > 1
+    def has_signal(self, overlong: str) -> bool:
+        """Equal rewards teach nothing, and nor do answers that are all masked. Rewards of the task:
+        a penalty of --overlong is not yet in them.
+        """
+        trains = overlong != "mask" or self.rollout.finished.any()
+        return trains and len({answer.reward for answer in self.answers}) > 1
 
 
 class Batch(NamedTuple):
@@ -156,7 +160,10 @@ def train(
             with run.signals_deferred():  # until the step is made, logged and saved
                 stats = trainer.update(experience, lr)
                 state.drawn = batch.drawn
-                if stats["kl_noise"] is not None:  # else nothing was trained on
+                if config.sigma_schedule == "adaptive":
+                    # Without signal no answer was trained, which too much noise may cause: measure.
+                    if stats["kl_noise"] is None:
+                        stats["kl_noise"] = trainer.mismatch(batch.rollout, grpo.kl_k3)
                     state.sigma = aqn.adapted(sigma, stats["kl_noise"], config.sigma_target)
                 # log the step, and count it in state.step
                 run.made(step, batch.stats | stats | dict(sigma=sigma, lr=lr))
@@ -176,19 +183,21 @@ def collect(
 ) -> Batch:
     """Sample and judge this rank's answers to P of the next problems.
 
-    --resample is DAPO's dynamic sampling (arXiv 2503.14476, §3.2): groups of equal rewards are
+    --resample is DAPO's dynamic sampling (arXiv 2503.14476, §3.2): groups without signal are
     replaced by groups of further problems, as long as there are such groups and draws are left. A
     rank that has its P groups stops drawing, and the others go on. In each round every rank learns
     which ranks draw, so that they share out the next problems and leave the loop together. If of
     ranks 0, 1 and 2 only 0 and 2 still draw, rank 0 gets the next P problems, rank 2 the P behind
     them. Without --resample there is one round, and every rank draws.
 
+    The length penalty is added later: it makes no signal of answers that are all wrong.
+
     drawn: how many problems all ranks have drawn before.
     """
     began = time.perf_counter()
     rank, ranks = rank_and_count()
     P, G = config.prompts // ranks, config.group_size
-    useful, flat = [], []  # groups with unequal rewards, and those with equal ones
+    useful, flat = [], []  # groups with signal, and those without
     for attempt in range(1 + config.resample):
         drawing = gather(len(useful) < P)  # of each rank: whether it draws P more problems
         if not any(drawing):
@@ -198,13 +207,21 @@ def collect(
             problems = draw_problems(environment.task.train, config.seed, start, P)
             first_sequence = (attempt * ranks + rank) * P * G
             groups = sample_groups(config, environment, sampler, problems, step, first_sequence)
-            useful += [group for group in groups if group.has_signal]
-            flat += [group for group in groups if not group.has_signal]
+            for group in groups:
+                kind = useful if group.has_signal(config.overlong) else flat
+                kind.append(group)
         drawn += P * sum(drawing)
 
     groups = useful + flat
     rollout = Rollout.join([group.rollout for group in groups[:P]])
     answers = [answer for group in groups[:P] for answer in group.answers]
+    if config.overlong == "penalty":
+        last = max(1, config.max_new_tokens // 4)  # tokens over which the penalty falls to −1
+        due = grpo.overlong_penalty(rollout.lengths.cpu(), config.max_new_tokens, last)
+        answers = [
+            answer._replace(reward=round(answer.reward + penalty, 9))
+            for answer, penalty in zip(answers, due.tolist(), strict=True)
+        ]
     counts = dict(
         useful=min(len(useful), P) * G,
         resampled=len(groups) - P,
@@ -232,16 +249,6 @@ def sample_groups(
     progress = f"step {step}"
     rollout = sampler.generate(prompts, G, environment.params, step, first_sequence, progress)
     answers = environment.judge(problems, rollout)
-    rewards = torch.tensor([answer.reward for answer in answers], dtype=torch.float64)
-    if config.overlong == "penalty":
-        last = max(1, config.max_new_tokens // 4)  # tokens over which the penalty falls to −1
-        rewards += grpo.overlong_penalty(rollout.lengths.cpu(), config.max_new_tokens, last)
-    # Round: 0.1 + 0.2 ≠ 0.3 gives a tiny advantage, and Adam rescales a tiny gradient to a full
-    # step.
-    answers = [
-        answer._replace(reward=round(reward, 9))
-        for answer, reward in zip(answers, rewards.tolist(), strict=True)
-    ]
     return [
         Group(rollout.rows(range(row, row + G)), answers[row : row + G])
         for row in range(0, len(answers), G)
@@ -445,11 +452,11 @@ class Trainer:
             )
         return loss, logprobs, measured
 
-    def mismatch(self, rollout: Rollout) -> float:
+    def mismatch(self, rollout: Rollout, measure: Callable = factor) -> float:
         """→ by what factor the trainer's probability of a token differs from the sampler's: 1 is
-        perfect.
+        perfect. Or another measure of ln(trainer / sampler).
         """
-        return mismatch(self.model, self.budget, rollout, self.config.temperature)
+        return mismatch(self.model, self.budget, rollout, self.config.temperature, measure)
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int, schedule: str) -> float:

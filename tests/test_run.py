@@ -736,19 +736,30 @@ def test_a_checkpoint_from_before_the_hash_resumes_where_it_would_have(ended):
     assert run.state == State(step=6, drawn=6 * 3 * 8, sigma=0.0)
 
 
+def sometimes(folder):
+    """→ the flags of a task whose rewards differ in some groups of random answers."""
+    path = folder / "sometimes.py"
+    path.write_text(
+        "problems = lambda: [{'prompt': f'{n}*{n}='} for n in range(40)]\n"
+        "reward = lambda problem, text, finished: float(text[:1] in set('012345678'))\n"
+    )
+    return "--task", path
+
+
 def test_a_resumed_run_ends_like_an_unbroken_one(tiny_chat, tmp_path, monkeypatch):
     """Where it stands in the data depends on how many groups were replaced, and its noise on the
     noise before: σ grows while it moves the policy by less than the target. One of two runs is
     stopped while it samples for the fourth step.
     """
     straight, run = tmp_path / "straight", tmp_path / "run"
+    task = sometimes(tmp_path)
     flags = "--resample 2 --eval-problems 0 --sigma-schedule adaptive --sigma-start .3"
-    flags = *FLAGS, *flags.split(), "--sigma-target", 1e-3, "--model", tiny_chat, "--out"
+    flags = *FLAGS, *flags.split(), "--sigma-target", 1e-3, "--model", tiny_chat, *task, "--out"
     assert main(*flags, straight) == 0
     with monkeypatch.context() as patch:
         from_call(patch, 4, train, "collect", sys.exit, 143)
         assert main(*flags, run) == 143
-    assert main("--resume", run) == 0
+    assert main("--resume", run, *task) == 0
     assert saved(run) == saved(straight)
     assert 6 * 4 < int(saved(run)["drawn"]) < 6 * 3 * 4
     made = report.read(run).values()
@@ -756,8 +767,28 @@ def test_a_resumed_run_ends_like_an_unbroken_one(tiny_chat, tmp_path, monkeypatc
     sigma = 0.3
     for record in made:
         assert record["sigma"] == pytest.approx(sigma, rel=1e-4)
-        if record["kl_noise"] is not None:  # else nothing was trained on
-            sigma = aqn.adapted(sigma, record["kl_noise"], 1e-3)
+        sigma = aqn.adapted(sigma, record["kl_noise"], 1e-3)
+
+
+@pytest.mark.parametrize(
+    "first, then, begins",
+    [
+        ("--sigma-schedule adaptive", "", False),
+        ("--sigma-schedule adaptive", "--sigma-start .2", True),
+        ("--sigma-schedule adaptive", "--sigma-start .3", False),  # the run's own
+        ("--sigma-schedule linear", "--sigma-schedule adaptive", True),
+        ("--sigma-schedule adaptive --sigma-start .2", "--sigma-start .3", True),
+    ],
+)
+def test_a_resume_begins_at_a_new_start_of_adaptive_noise(start, tmp_path, first, then, begins):
+    """Neither where a falling schedule was, nor where noise of another start was."""
+    flags = "--eval-problems", 0, "--steps", 2, "--sigma-start", 0.3, "--sigma-target", 1e-9
+    assert start(*flags, *first.split()) == 0
+    assert main("--resume", tmp_path / "run", "--steps", 3, *then.split()) == 0
+    *_, before, after = report.read(tmp_path / "run").values()
+    fell = before["sigma"] / aqn.FACTOR
+    want = float(then.split()[-1]) if "start" in then else 0.3
+    assert after["sigma"] == pytest.approx(want if begins else fell, rel=1e-4)
 
 
 def test_a_checkpoint_of_another_rank_is_refused(ended):
@@ -854,17 +885,19 @@ def test_a_diagnosis_needs_five_steps_or_a_mismatch_and_comes_once(
 def test_preflight_changes_nothing_and_says_whether_training_would_work(
     whole, tiny_chat, tmp_path, monkeypatch, capsys
 ):
-    """Rewards for short answers: exit code 0. Times tables, which a random model cannot do: 3.
-    No folder is made, and one that holds a run stays as it is.
+    """Rewards for some answers: exit code 0. Times tables, which a random model cannot do: 3, also
+    if short answers earn more. No folder is made, and one that holds a run stays as it is.
     """
     before, done = contents(whole), []
     monkeypatch.setattr(train, "load_adapter", lambda _, folder: done.append(folder))
     from_call(monkeypatch, 1, Trainer, "backward", done.append, "backward")
     flags = *FLAGS, "--model", tiny_chat, "--out", tmp_path / "run", "--preflight"
     more = "--out", whole, "--adapter", whole / "adapter-best"
-    assert [main(*flags), main(*flags, *more), main(*flags, "--overlong", "none")] == [0, 0, 3]
-    assert done == ["backward", str(whole / "adapter-best"), "backward", "backward"]
-    assert capsys.readouterr().out.count("mismatch     1.0000") == 3
+    task = sometimes(tmp_path)
+    assert [main(*flags, *task), main(*flags, *more, *task), main(*flags)] == [0, 0, 3]
+    assert main(*flags, "--overlong", "none") == 3
+    assert done == ["backward", str(whole / "adapter-best"), *["backward"] * 3]
+    assert capsys.readouterr().out.count("mismatch     1.0000") == 4
     assert not (tmp_path / "run").exists() and contents(whole) == before
 
 
@@ -891,6 +924,3 @@ def test_preflight_judges_as_the_training_does(change, code, advice):
     for words in ("40.0%", f"{stats['finished']:.1%}", f"{1 - stats['signal']:.1%}"):
         assert f" {words}   " in said
     assert re.search("10.0 .* 4.0 .* 30 steps 5 minutes", said)
-    config.overlong = "mask"  # then answers that were cut off teach nothing
-    _, exit_code = preflight_report(stats, answers, 4.0, config)
-    assert exit_code == (code if stats["finished"] else 3)

@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import sys
 from collections import Counter
 from types import SimpleNamespace
 
@@ -416,6 +417,23 @@ def test_a_long_answer_pays_the_overlong_penalty(tiny_chat, limit, cache):
     assert len(set(due)) > min(cache, 2)
 
 
+@pytest.mark.parametrize("overlong, resampled", [("none", 0), ("mask", 4), ("penalty", 0)])
+def test_answers_that_are_all_masked_are_no_signal(tiny_chat, monkeypatch, overlong, resampled):
+    """Although a reward that judges cut answers tells them apart."""
+    monkeypatch.setattr(sys.modules[__name__], "STOPS", [])
+    flags = dict(overlong=overlong, resample=1)
+    batch, *_ = collected(tiny_chat, lambda i, g: float(g), **flags)
+    assert not batch.rollout.finished.any()
+    assert (batch.stats["signal"], batch.stats["resampled"]) == (resampled == 0, resampled)
+
+
+def test_a_length_penalty_makes_no_signal_of_wrong_answers(tiny_chat):
+    """DAPO resamples a prompt whose answers are all wrong. Their rewards differ by the penalty."""
+    batch, _, rewards = collected(tiny_chat, lambda i, g: 0.0, overlong="penalty", resample=2)
+    assert len(set(rewards)) > 1
+    assert batch.stats["signal"] == 0 and batch.stats["resampled"] == 8 and batch.drawn == 12
+
+
 def test_ranks_take_turns_in_the_data_and_skip_nothing(tiny_chat, monkeypatch, watch):
     """The second of two ranks draws three times, and the first one only for the first and the last
     of them: each time, they take the next problems, two for each rank that draws. Each draw of each
@@ -526,6 +544,43 @@ def test_noise_is_on_while_sampling_and_off_in_update_and_evaluation_and_the_toy
     assert measured == pytest.approx({0: 1, 10: 1}, abs=1e-4)
     rewards = [r["reward"] for r in steps]
     assert rewards[0] + rewards[1] < 0.8 and min(rewards[-3:]) > 0.8
+
+
+def adaptive(folder, out, reward, *flags):
+    """Train on a task with adaptive noise from .5 on → the records of the steps."""
+    path = out / "mine.py"
+    path.write_text(
+        "problems = lambda: [{'prompt': f'What is {n} * 7?'} for n in range(40)]\n"
+        f"reward = lambda problem, text: {reward}\n"
+    )
+    given = "--sigma-schedule adaptive --prompts 4 --group-size 4 --max-new-tokens 8 --device cpu "
+    given += "--quant bf16 --rank 4 --eval-problems 0"
+    run = *given.split(), "--model", folder, "--task", path, "--out", out / "run"
+    assert main(*run, *flags) == 0
+    return lines(out / "run")
+
+
+@pytest.mark.parametrize("start, target, grows", [(0.5, 1e-4, False), (1e-3, 0.1, True)])
+def test_adaptive_noise_moves_without_any_signal(tiny_chat, tmp_path, start, target, grows):
+    """Which too much noise may cause, so that it would stay for ever."""
+    flags = "--steps", 4, "--sigma-start", start, "--sigma-target", target
+    records = adaptive(tiny_chat, tmp_path, 0, *flags)
+    assert all(record["signal"] == 0 and record["rows"] == 0 for record in records)
+    assert [(record["kl_noise"] < target) for record in records] == [grows] * 4
+    factor = aqn.FACTOR if grows else 1 / aqn.FACTOR
+    want = [start * factor**n for n in range(4)]
+    assert [record["sigma"] for record in records] == pytest.approx(want, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_whose_noise_drowned_every_signal_learns_again(tmp_path):
+    """The default model from σ = .5, at which it writes no digit that is paid."""
+    reward = "float(text.lstrip()[:1].isdigit())"
+    flags = "--steps", 45, "--sigma-start", 0.5, "--sigma-target", 0.02, "--lr", 1e-3
+    records = adaptive("smollm2", tmp_path, reward, *flags)
+    first, last = records[:10], records[-10:]
+    assert sum(r["signal"] for r in first) < 2 < sum(r["signal"] for r in last)
+    assert sum(r["reward"] for r in last) > 10 * sum(r["reward"] for r in first)
 
 
 # --- the learning rate

@@ -7,6 +7,7 @@ Needs: torch; model.py, rollout.py; tools/{budget,environment,flags,memory,ranks
 """
 
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 
@@ -26,8 +27,8 @@ PREFLIGHT_PROMPTS = 32
 def rollout_stats(rollout: Rollout, answers: list[Answer], counts: dict, seconds: float) -> dict:
     """→ measurements of the answers that a step trains on, by name.
 
-    rollout, answers: of this rank, a row each. counts: of this rank, {"useful": rows in groups of
-    unequal rewards, "resampled": groups that were drawn beyond the first P, "sampled_tokens": of
+    rollout, answers: of this rank, a row each. counts: of this rank, {"useful": rows in groups
+    with signal, "resampled": groups that were drawn beyond the first P, "sampled_tokens": of
     these groups' answers too}. seconds: until this rank had sampled and judged all of them.
     """
     _, ranks = rank_and_count()
@@ -77,28 +78,42 @@ def means_of(sums: dict) -> dict:
     )
 
 
-@torch.no_grad()
-def mismatch(model: Decoder, budget: Budget, rollout: Rollout, temperature: float) -> float:
-    """→ mean of exp|ln π_trainer − ln π_sampler| over answer tokens: 1 if the two agree.
+def factor(drift: torch.Tensor) -> torch.Tensor:
+    """Differences of ln π → the factors between the probabilities, each at least 1."""
+    return drift.abs().exp()
 
-    Both use the same weights and the same noise, so they differ in the order of sums in their
-    kernels. On a GPU they also differ if a packed weight's global scale is no power of two: a pass
-    over more than 256 tokens (training, prefill) rounds the decoded weight to bf16, and a decode
-    step does not. Call this inside the noise that the rollout was sampled under. It reads at most
-    127 of the rollout's answers, evenly spread. All tokens of all ranks weigh the same.
+
+@torch.no_grad()
+def mismatch(
+    model: Decoder,
+    budget: Budget,
+    rollout: Rollout,
+    temperature: float,
+    measure: Callable[[torch.Tensor], torch.Tensor] = factor,
+) -> float:
+    """→ mean of measure(ln π_trainer − ln π_sampler) over answer tokens.
+
+    Inside the noise that the rollout was sampled under, both use the same weights and the same
+    noise, so they differ in the order of sums in their kernels, and the mean factor is about 1. On
+    a GPU they also differ if a packed weight's global scale is no power of two: a pass over more
+    than 256 tokens (training, prefill) rounds the decoded weight to bf16, and a decode step does
+    not. Outside the noise, it moves the two apart, and grpo.kl_k3 tells by how many nats a token.
+
+    This reads at most 127 of the rollout's answers, evenly spread. All tokens of all ranks weigh
+    the same.
     """
     every = max(1, len(rollout.tokens) // 64)
     rows = torch.arange(0, len(rollout.tokens), every)
     groups = prompt_groups(rollout, rows)
     micro_tokens = budget.size(groups).micro_tokens  # a forward pass takes less than an update
-    factors = []
+    measured = []
     for micro in micro_batches(groups, min(micro_tokens, PREFILL_TOKENS)):
         some = rollout.rows(micro.rows)
         logprobs, _ = some.scored_by(model, temperature)
-        factors.append((logprobs - some.logprobs)[some.answer_mask()].abs().exp())
-    factors = torch.cat(factors)
-    sums = sum_over_ranks(dict(factors=factors.double().sum(), tokens=len(factors)))
-    return sums["factors"] / sums["tokens"]
+        measured.append(measure((logprobs - some.logprobs)[some.answer_mask()]))
+    measured = torch.cat(measured)
+    sums = sum_over_ranks(dict(measured=measured.double().sum(), tokens=len(measured)))
+    return sums["measured"] / sums["tokens"]
 
 
 def preflight_report(
@@ -114,10 +129,8 @@ def preflight_report(
         dict(answers=len(answers), solved=sum(answer.reward > 0 for answer in answers))
     )
     stats = stats | dict(memory_gb=peak_memory_gb())
-    # Neither equal rewards nor, with --overlong mask, answers that were cut give a gradient.
-    all_masked = config.overlong == "mask" and stats["finished"] == 0
     accurate = stats["mismatch"] <= 1.5  # NaN is not
-    pointless = stats["signal"] == 0 or all_masked or not accurate
+    pointless = stats["signal"] == 0 or not accurate
     share = config.prompts * config.group_size / sums["answers"]  # of a step in the trial
     update_s = backward_s * share * config.updates_per_step
     # on a GPU fewer prompts than these take about the same time
@@ -131,7 +144,7 @@ def preflight_report(
         f"finished    {stats['finished']:7.1%}   "
         "answers that ended; --max-new-tokens cut the others",
         f"no signal   {1 - stats['signal']:7.1%}   "
-        "groups of equal rewards; --resample replaces them",
+        "groups of equal rewards, or all masked; --resample replaces them",
         f"mismatch    {stats['mismatch']:7.4f}   sampler against trainer; 1 is perfect",
         f"memory      {stats['memory_gb']:7.1f}   GB at most",
         f"a step      {seconds:7.1f}   seconds, {update_s:.1f} of them the "

@@ -91,7 +91,9 @@ class Environment(NamedTuple):
             text = self.tokenizer.decode(ids)
             reward = self.task.reward(problems[number], text, finished[row])
             parts = getattr(reward, "parts", {})  # tools/own_task.py's rewards have it
-            answers.append(Answer(prompts[number], text, reward, parts))
+            # 0.1 + 0.2 ≠ 0.3 would give a tiny advantage, and Adam rescales a tiny gradient to a
+            # full step.
+            answers.append(Answer(prompts[number], text, round(reward, 9), parts))
         return answers
 
 

@@ -134,7 +134,8 @@ class Config:
     )
     sigma_target: float = flag(
         0.02,
-        "kl_noise that adaptive noise aims at: nats a token from the clean policy",
+        "kl_noise that adaptive noise aims at: nats a token from the clean policy, "
+        "over the answers that are trained, or if none is, over some",
         low=LITTLE,
     )
 

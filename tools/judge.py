@@ -55,7 +55,7 @@ def equal(gold: str, answer: str) -> bool:
             _idle.append(child)
             return verdict
     raise ValueError(
-        "task math needs math-verify, which does not run, or does not know that 1/2 is 0.5: "
+        "task math needs math-verify, which does not run, or takes 1/2 for no 0.5: "
         "pip install math-verify, or allow it more memory (ulimit -v)"
     )
 

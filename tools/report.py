@@ -58,12 +58,13 @@ SAMPLE = (
 ADVICE = dict(
     flat=(
         "{seen} without one group of unequal rewards: nothing can be learnt. "
-        "Try a harder or easier task (--operands 2-5), "
-        "a larger --group-size or --max-new-tokens."
+        "Try a harder or easier task (--operands 2-5), less noise if σ is not 0 "
+        "(--sigma-start), or a larger --group-size or --max-new-tokens."
     ),
     unfinished=(
         "{seen} in which no answer ended: raise --max-new-tokens, or check that the "
-        "model's chat template and end token are the ones it was trained with."
+        "model's chat template and end token are the ones it was trained with, "
+        "and that σ is not so large that noise is all it says (--sigma-start)."
     ),
     skipped="a NaN or infinite loss or gradient: the step was skipped, try a lower --lr.",
     mismatch=(

@@ -319,6 +319,9 @@ class Run:
                 stored = {"drawn": int(metadata["step"]) * each} | metadata
                 for name, value in vars(self.state).items():
                     setattr(self.state, name, type(value)(stored.get(name, value)))
+                # adaptive noise that is new, or has another start, begins there
+                if any(flags[x] != self.flags[x] for x in ("sigma_schedule", "sigma_start")):
+                    self.state.sigma = 0.0
                 self.say(
                     f"resumed at {self.state.step / self.steps:.0%} of the schedules of lr and σ"
                 )
