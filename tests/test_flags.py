@@ -208,6 +208,14 @@ def test_an_adapter_of_a_run_is_used_as_it_was_trained(ended, tmp_path, monkeypa
         assert (f" {spelled(key)} {value}" in said) == (key not in given)
 
 
+def test_a_reference_that_is_not_the_adapter_one_starts_from_is_told(tmp_path, capsys):
+    for flags, told in (("--beta .1", 1), ("", 0)):
+        parse(["--adapter", str(tmp_path), *flags.split()])
+        assert capsys.readouterr().out.count(f"not to {tmp_path}") == told
+    parse(["--beta", ".1"])
+    assert not capsys.readouterr().out
+
+
 def test_an_adapter_from_elsewhere_brings_no_flags(tmp_path, capsys):
     """Even in a folder with a config.json, if that is a model's."""
     adapter = tmp_path / "peft"

@@ -42,6 +42,29 @@ def test_a_list_shows_a_dash_for_what_a_config_does_not_tell(tmp_path, text):
     assert report.summary(tmp_path)[1:] == ("–", "–", "0/–", "–", "–", "–", "0.0")
 
 
+ODD = [None, "1", [], {}, True, float("nan"), float("inf")]
+
+
+@pytest.mark.parametrize("command", ["list", "show", "plot"])
+@pytest.mark.parametrize("key", ["eval_greedy", "rollout_s", "update_s", "reward", "advantage"])
+def test_an_odd_record_takes_no_other_runs_from_the_list(
+    whole, tmp_path, monkeypatch, capsys, command, key
+):
+    """A value of another type, or none."""
+    shutil.copytree(whole, tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    kinds = dict(kind="step", segment=0), dict(kind="eval", segment=0), dict(which="best")
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        with open(f"run/{name}", "a") as log:
+            for number, value in enumerate([*ODD, "absent"]):
+                for kind in kinds:
+                    record = kind | dict(step=50 + number)
+                    record |= {} if value == "absent" else {key: value}
+                    print(json.dumps(record), json.dumps([record]), file=log, sep="\n")
+    flags = ["list", "."] if command == "list" else [command, "run"]
+    assert "run" in report_command(monkeypatch, capsys, *flags) or command == "show"
+
+
 def test_a_list_has_a_line_for_each_run(tmp_path, monkeypatch, capsys):
     """The last record of a replayed step counts."""
     config = dict(task="/home/mine.py", model="/home/qwen", steps=16, updates_per_rollout=2)

@@ -215,7 +215,7 @@ def test_the_best_adapter_is_kept_over_a_resume_and_the_first_of_equals(tmp_path
     assert (record["rollout_s"], record["eval_sampled"]) == (66.6667, None)
 
 
-def test_the_best_adapter_has_its_accuracy(start, tmp_path, monkeypatch):
+def test_the_best_adapter_has_its_accuracy(start, tmp_path, monkeypatch, capsys):
     """The run is stopped before the last evaluation, so that the last adapter is not the best."""
     task, folder, again = (tmp_path / name for name in ("digits.py", "run", "again"))
     task.write_text(
@@ -229,7 +229,9 @@ def test_the_best_adapter_has_its_accuracy(start, tmp_path, monkeypatch):
     adapter, _, best = outcome(folder)
     assert adapter != best
     score = "--steps", 0, "--adapter", folder / "adapter-best", "--device", "cpu", "--out", again
+    capsys.readouterr()
     assert main(*score, "--task", task) == 0
+    assert "\neval | greedy" in capsys.readouterr().out, "not after 0 steps"
     scores = itemgetter("eval_greedy", "eval_greedy_loose", "eval_sampled", "problems")
     assert scores(report.read(again)["eval", 0]) == scores(report.read(folder)["eval", 1])
 

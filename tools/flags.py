@@ -239,6 +239,8 @@ def parse(arguments):
         if is_path(value):
             setattr(config, name, os.path.abspath(value))  # a resume may start elsewhere
     warn_of_idle_flags(check(config), given)
+    if config.adapter and config.beta:
+        say(f"note: --beta pulls to {config.model} alone, not to {config.adapter}")
     return config
 
 

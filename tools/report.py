@@ -131,6 +131,11 @@ def logged(folder):
             yield record
 
 
+def measured(record, key):
+    """Whether a record has a number under a key: it may be absent, null, or anything in JSON."""
+    return type(record.get(key)) in (int, float)
+
+
 def read(folder):
     """→ {(kind, step): the last such record of a run}, in the order of steps.
 
@@ -182,7 +187,7 @@ def plot(folders):
         named = sorted({key for record in records for key in record if key.startswith("reward/")})
         curves += [(left, key, key, f"{'^v<>dpx'[n % 7]}--") for n, key in enumerate(named)]
         for axis, key, label, style in curves:
-            found = [record for record in records if record.get(key) is not None]
+            found = [record for record in records if measured(record, key)]
             axis.plot(
                 [record["step"] for record in found],
                 [record[key] for record in found],
@@ -217,8 +222,9 @@ def show(folders):
     last = {}
     for folder in folders:
         for sample in jsonl(Path(folder) / "samples.jsonl"):
-            last[folder, sample["step"], sample["which"]] = sample
-    return "\n".join(SAMPLE.format(**sample) for sample in last.values())
+            with suppress(LookupError, TypeError, ValueError):  # made by hand
+                last[folder, sample["step"], sample["which"]] = SAMPLE.format(**sample)
+    return "\n".join(last.values())
 
 
 def table(folders):
@@ -252,11 +258,12 @@ def summary(folder):
     # rollout. The config.json of such a run holds the number of updates.
     with suppress(TypeError, ValueError):
         made *= int(known.get("updates_per_rollout", 1))
-    greedy = [r["eval_greedy"] for r in records if r.get("eval_greedy") is not None]
+    greedy = [r["eval_greedy"] for r in records if measured(r, "eval_greedy")]
     scores = ["–"] * 3
     if greedy:
         scores = [f"{score:.2f}" for score in (greedy[0], max(greedy), greedy[-1])]
-    seconds = sum(r["rollout_s"] + r.get("update_s", 0) for r in records)
+    times = "rollout_s", "update_s"
+    seconds = sum(r[key] for r in records for key in times if measured(r, key))
     return (
         str(folder),
         Path(str(known["task"])).stem,

@@ -319,9 +319,8 @@ class Run:
                 stored = {"drawn": int(metadata["step"]) * each} | metadata
                 for name, value in vars(self.state).items():
                     setattr(self.state, name, type(value)(stored.get(name, value)))
-                # adaptive noise that is new, or has another start, begins there
-                if any(flags[x] != self.flags[x] for x in ("sigma_schedule", "sigma_start")):
-                    self.state.sigma = 0.0
+                if self.flags["sigma_start"] != flags["sigma_start"]:
+                    self.state.sigma = 0.0  # adaptive noise begins there
                 self.say(
                     f"resumed at {self.state.step / self.steps:.0%} of the schedules of lr and σ"
                 )
@@ -395,6 +394,8 @@ class Run:
             self.unlogged.append(record | {"segment": self.segment})
             self._write_log()
         text = line(record, any_reward=self.any_reward)
+        if not self.steps:  # the adapter that is evaluated may have been trained for many
+            text = f"eval |{text.partition('|')[2]}"
         if kind == "step":
             minutes = (time.perf_counter() - self.began) / 60  # of this segment
             left = minutes * (self.steps - step - 1) / (step + 1 - self.first_step)
