@@ -254,7 +254,7 @@ class LayerByLayer(model.Builder):
         return A, self.alpha / self.rank * B
 
     def blocks(self) -> Iterator[model.Block]:
-        """Yield each layer, then run the text through it."""
+        """Run the text through each layer, and yield the layer."""
         attend = Packed([(32, [])], self.device)
         ids = (attend.positions + 1) * 7919 % self.config.vocab_size  # a prime spreads them over V
         inv_freq, scale = model.rope_frequencies(self.config)
@@ -263,9 +263,10 @@ class LayerByLayer(model.Builder):
         self.stream = self.embeddings()[ids].float(), None
         for i in tqdm(range(self.config.num_hidden_layers), leave=False, disable=None):
             block = model.Block(self, i)
-            yield block
             self.stream = block(*self.stream, attend)
-            del block  # before the next one is built
+            yield block
+            for layer in block.modules():  # free them: the caller may hold the block still
+                getattr(layer, "weights", {}).clear()
         copy_tensors(self.adapter, {}, self.folder)  # refuses those that are left
 
     def embeddings(self) -> torch.Tensor:
@@ -293,9 +294,11 @@ class LayerByLayer(model.Builder):
                 yield name, tensor.bfloat16() if format == "bf16" else tensor
         for block in self.blocks():
             for layer in block.modules():
-                for name, weight in getattr(layer, "weights", {}).items():
+                for name in [*getattr(layer, "weights", ())]:
+                    weight = layer.weights[name]
                     if format == "bf16":  # merged: the sum is rounded once
                         weight = torch.cat([rows.bfloat16() for rows in layer.rows(name)])
+                    del layer.weights[name]
                     yield from packed(name, weight, format)
 
 
@@ -379,6 +382,7 @@ def copy_adapter(folder: str | Path, new: Path, base: Path) -> Path:
     """Copy an adapter's files into the folder `new`, which it returns. base: the model it names."""
     settings, tensors = read_adapter(folder)
     new.mkdir()
+    tensors = {key: tensor.float() for key, tensor in tensors.items()}
     save_file(tensors, new / TENSORS, {"format": "pt"})
     settings["base_model_name_or_path"] = str(base)
     (new / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
