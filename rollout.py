@@ -80,6 +80,7 @@ SLOTS = 256  # most rows that run at once
 STEPS = 8  # most decode steps before the host reads which rows have ended
 PREFILL_TOKENS = 8192  # most in one forward pass, unless one row may need more
 MIN_SPLITS = 4  # splits that a graph has room for even if its rows are shorter: fewer captures
+CPU_CACHE = 10**9  # bytes of keys and values on a CPU
 CPU_PAGE = 16  # positions of a page on a CPU, where attention gathers copies of a row's pages
 
 
@@ -252,11 +253,12 @@ class Sampler:
 
     def _fitting(self, slots, length, prefill, top_p):
         """→ how many pages fit into a GPU's free memory beside all else that generate needs. A CPU
-        has no limit.
+        has those of one row, or of CPU_CACHE bytes.
         """
         c = self.model.config
         if self.model.device.type == "cpu":
-            return math.inf
+            page = self.page_size * 2 * cached_bytes(c)  # fp32
+            return max(self._pages_of(length), CPU_CACHE // page)
         # A prefill decodes one packed weight at a time to bf16. The largest is that of gate and up.
         decoded = 4 * c.hidden_size * c.intermediate_size
         # A decoding row has its logits in fp32, and as much again as a reserve. With top-p a logit

@@ -49,6 +49,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -263,6 +264,23 @@ class Run:
                 signal.signal(number, handler)
         for number in pending:
             signal.raise_signal(number)
+
+    @contextmanager
+    def signs_of_life(self, sampler):
+        """Context manager: inside, print a line every 15 seconds, for a CPU may take minutes."""
+        ended = threading.Event()
+        began = time.perf_counter()
+
+        def report():
+            while not ended.wait(15):
+                steps = sampler.stats.get("steps", 0)
+                self.say(f"{time.perf_counter() - began:.0f} s: {steps} decode steps")
+
+        threading.Thread(target=report, daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
 
     # --- save and load
 
