@@ -1,4 +1,4 @@
-"""One small decoder, the only forward of this project: Llama, Qwen2 / Qwen2.5 and Qwen3.
+"""One small decoder, the only forward of this project: Llama, Mistral, Qwen2 / Qwen2.5 and Qwen3.
 
     residual = embed(ids)                                                  (n,) → (n, D)
     in each layer:  residual += o(attention(rope(qkv(norm(residual)))))
@@ -408,6 +408,7 @@ FAMILIES = {
     "LlamaForCausalLM": lambda config: Family(
         qkv_bias=config.attention_bias, o_bias=config.attention_bias
     ),
+    "MistralForCausalLM": lambda config: Family(qkv_bias=False),
     "Qwen2ForCausalLM": lambda config: Family(qkv_bias=True),
     "Qwen3ForCausalLM": lambda config: Family(
         qkv_bias=config.attention_bias, o_bias=config.attention_bias, head_norm=True
@@ -421,19 +422,23 @@ def family(config: PreTrainedConfig) -> Family:
     if name not in FAMILIES:
         raise ValueError(f"{name} is not supported: this decoder is {', '.join(FAMILIES)}")
     rope = config.rope_parameters
+    theta = rope.get("rope_theta")
     known = {"default", *ROPE_INIT_FUNCTIONS} - {"dynamic", "longrope"}
     unknown_rope = rope.get("rope_type", "default") not in known
     refused = {
         "hidden_act": config.hidden_act != "silu",
         "mlp_bias": getattr(config, "mlp_bias", False),
         "use_sliding_window": getattr(config, "use_sliding_window", False),
+        "sliding_window": config.model_type == "mistral" and config.sliding_window,
+        "is_causal": not getattr(config, "is_causal", True),
+        "per_layer_config": getattr(config, "is_heterogeneous", False),
         "rope_parameters": unknown_rope or rope.get("partial_rotary_factor", 1) != 1,
+        "rope_theta": type(theta) not in (int, float) or theta <= 0,
     }
     for key, bad in refused.items():
         if bad:
-            raise ValueError(
-                f"{name} with {key}={getattr(config, key)!r} is not supported by this decoder"
-            )
+            value = getattr(config, key, theta)  # rope_theta is in rope_parameters
+            raise ValueError(f"{name} with {key}={value!r} is not supported by this decoder")
     return FAMILIES[name](config)
 
 

@@ -76,7 +76,7 @@ def tiny_checkpoint(folder, family="llama", **changes):
     """
     import transformers
 
-    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
+    name = family.capitalize()
     config = getattr(transformers, f"{name}Config")(**(TINY | changes))
     torch.manual_seed(1)
     oracle = getattr(transformers, f"{name}ForCausalLM")(config).eval()

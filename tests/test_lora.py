@@ -221,6 +221,28 @@ def test_a_file_of_an_adapter_that_is_damaged_or_missing_is_refused(refuses, tmp
         (tmp_path / name).write_bytes(whole)
 
 
+DTYPES = "float16 bfloat16 float32 float64 float8_e4m3fn float8_e5m2"
+DTYPES += " uint8 int8 int16 int32 int64 bool complex64"
+
+
+@pytest.mark.parametrize("name", DTYPES.split())
+def test_an_adapter_of_any_floating_point_dtype_loads_and_no_other_does(tiny, tmp_path, name):
+    """What safetensors can store, as PEFT does. Integers and complex numbers are named."""
+    dtype = getattr(torch, name)
+    model = load(tiny)
+    adapter.save_adapter(model, tmp_path)
+    file = tmp_path / adapter.TENSORS
+    tensors = load_file(file)
+    last = torch.arange(-64, 64).view(tensors[LAST].shape) / 64
+    save_file(tensors | {LAST: last.to(dtype)}, file)
+    if dtype.is_floating_point:
+        adapter.load_adapter(model, tmp_path)
+        assert torch.equal(adapter.adapter_tensors(model)[LAST], last.to(dtype).float())
+    else:
+        with pytest.raises(ValueError, match=f"{tmp_path}.*{re.escape(LAST)} is {dtype}"):
+            adapter.load_adapter(model, tmp_path)
+
+
 def test_an_adapter_of_other_tensors_is_refused(refuses, tmp_path):
     """One is missing, one too many, one has another shape, one has a NaN."""
     file = tmp_path / adapter.TENSORS

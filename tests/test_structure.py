@@ -64,6 +64,15 @@ def test_imports_point_one_way():
             assert not [other for other in others if other.startswith("tools")], name
 
 
+def test_no_private_name_of_a_library_is_imported():
+    """Any release may change it."""
+    for path in product().values():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                names = [*node.module.split("."), *(alias.name for alias in node.names)]
+                assert not [n for n in names if n.startswith("_")], f"{path.name}: {node.module}"
+
+
 def test_functions_are_short():
     """But for Triton's kernels."""
     for path in product().values():

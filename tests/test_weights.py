@@ -127,12 +127,66 @@ def test_a_gguf_of_another_family_or_one_part_of_several_is_refused(tmp_path):
         ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
         ("qwen3", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}}),
         ("qwen2", {"use_sliding_window": True}),
+        ("mistral", {"sliding_window": 8}),
     ],
 )
 def test_a_model_that_is_not_ours_is_refused(tmp_path, family, changes):
     """Every config under which this decoder would compute something else."""
     tiny_checkpoint(tmp_path, family, **changes)
     refuses(tmp_path, *changes)
+
+
+@pytest.mark.parametrize("family", model.FAMILIES)
+def test_a_familys_logits_are_transformers(tmp_path, family):
+    """Also if the config names no architecture, but has the family's model_type."""
+    name = family.removesuffix("ForCausalLM").lower()
+    oracle = tiny_checkpoint(
+        tmp_path, name, **{"sliding_window": None} if name == "mistral" else {}
+    )
+    equals(oracle, tmp_path)
+    edit_json(tmp_path / "config.json", architectures=None)
+    equals(oracle, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "granite"},
+        {"model_type": "qwen2"},
+        {"architectures": ["MistralForCausalLM"]},
+        {"is_causal": False},
+        {"per_layer_config": {"1": {"intermediate_size": 96}}},
+        {"rope_theta": "10000.0", "rope_parameters": None},
+        {"rope_theta": [1e4], "rope_parameters": None},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": "8"}},
+    ],
+)
+def test_a_config_that_contradicts_itself_or_says_more_is_one_sentence(tmp_path, change):
+    """Another class for its model_type than its architecture names, keys that transformers honours
+    in every decoder, and numbers of RoPE that are none.
+    """
+    tiny_checkpoint(tmp_path)
+    edit_json(tmp_path / "config.json", **change)
+    refuses(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_the_code_of_a_strangers_folder_never_runs(tiny, tmp_path, monkeypatch, file):
+    """transformers would ask on the terminal, and run it on "y"."""
+    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "evil.py").write_text("raise KeyboardInterrupt('it ran')")
+    auto = {name: "evil.Evil" for name in ("AutoConfig", "AutoModelForCausalLM")}
+    auto["AutoTokenizer"] = ["evil.Evil", None]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Evil"}))
+    edit_json(tmp_path / "config.json", model_type="evil" if file == "config.json" else "llama")
+    edit_json(tmp_path / file, auto_map=auto)
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setattr("transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE", 3)
+    for use in (weights.config_of, lambda name: weights.open(name).tokenizer()):
+        if file == "config.json" or use is not weights.config_of:
+            with pytest.raises(ValueError, match=f"^{tmp_path} has no "):
+                use(tmp_path)
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path):
@@ -418,6 +472,20 @@ def test_a_template_that_asks_for_the_date_writes_the_same_prompt_every_day(toke
         monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock)
         prompts.append(weights.encode(tokenizer, "1"))
     assert len(prompts[0]) > 7 and prompts[0] == prompts[1]
+
+
+@pytest.mark.parametrize(
+    "begin", ["", "\n", "  ", "\n  {% if true %}\n1{% endif %}\n", "{# 7 #}\n1"]
+)
+@pytest.mark.parametrize("form", ["%d %b %Y", "%A, %-d. %B %y"])
+def test_a_template_that_asks_for_the_date_is_otherwise_what_it_was(tokenizer, begin, form):
+    """As transformers renders it with the date written out."""
+    date = f"{datetime.date(2024, 7, 26):{form}}"
+    tokenizer.chat_template = begin + f"{{{{ strftime_now('{form}') }}}} 1{{{{ bos_token }}}}\n"
+    asked = weights.encode(tokenizer, "1")
+    tokenizer.chat_template = begin + date + " 1{{ bos_token }}\n"
+    text = tokenizer.apply_chat_template([turn("user", "1")], tokenize=False)
+    assert asked == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.parametrize(

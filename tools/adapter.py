@@ -186,7 +186,11 @@ def copy_tensors(stored, own, folder):
     not finite, or have other names or shapes; then nothing is copied.
     """
     for name, tensor in stored.items():
-        if not tensor.isfinite().all():
+        if not tensor.is_floating_point():
+            raise ValueError(
+                f"{folder}: {name} is {tensor.dtype}, no floating point: take another adapter"
+            )
+        if not tensor.float().isfinite().all():  # float(): fp8 has no isfinite
             raise ValueError(
                 f"{folder}: {name} has NaN or infinite values: take an earlier adapter"
             )

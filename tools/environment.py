@@ -14,12 +14,13 @@ tools/{adapter,flags,math_task,own_task,weights}.py.
 import hashlib
 import json
 import random
+import re
 from collections.abc import Callable
 from numbers import Number
 from typing import NamedTuple
 
+import jinja2
 from jinja2.meta import find_undeclared_variables
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from rollout import Rollout, SamplingParams
 from tasks import TASKS, Task, with_test_set
@@ -161,8 +162,10 @@ def template_arguments(text: str, tokenizer) -> dict:
         given = {**json.loads(text or "{}")}  # TypeError: no object
         if given:
             template = tokenizer.get_chat_template()
-            parse = _compile_jinja_template(template).environment.parse
-            reads = find_undeclared_variables(parse(template)) - GIVEN
+            # transformers' own tags mark what an assistant wrote
+            plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)
+            parse = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse
+            reads = find_undeclared_variables(parse(plain)) - GIVEN
             if given.keys() - reads:
                 raise ValueError(f"it reads {sorted(reads)}")
     return given

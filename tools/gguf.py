@@ -100,7 +100,9 @@ class GGUFFile:
         divisors = stored.pop("rope_freqs.weight", None)
         refused = readable(path, "cannot be loaded, take this model's safetensors")
         with self.shared_with_transformers(), refused:
-            self.config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+            self.config = AutoConfig.from_pretrained(
+                path.parent, gguf_file=path.name, trust_remote_code=False
+            )
             family = self.header["general.architecture"]  # "llama", "qwen2", "qwen3"
             self._mend_config(f"{family}.", "blk.0.attn_q.bias" in stored)
             if divisors is not None:
@@ -227,7 +229,13 @@ class GGUFFile:
         """
         from gguf.quants import dequantize
 
-        stored = self.names[name]  # its data: fp32 or fp16 values, or u8 (N, bytes of a row)
+        stored = self.names[name]
+        # fp32 or fp16 values, or u8 (N, bytes of a row). Read, because touched pages of the mapped
+        # file would stay in memory.
+        mapped = stored.data
+        with readable(self.path):
+            data = np.fromfile(self.path, mapped.dtype, mapped.size, offset=stored.data_offset)
+            data = data.reshape(mapped.shape)
         tensor = torch.empty(stored.shape[::-1].tolist())  # GGUF names the fastest dimension first
 
         def fill(place, rows):
@@ -240,7 +248,7 @@ class GGUFFile:
         # the first dimension, at the same rows.
         pieces = tensor.numel() // nvfp4.CHUNK + 1
         places = np.array_split(tensor.numpy(), pieces)  # views: filling them fills the tensor
-        rows = np.array_split(stored.data, pieces)
+        rows = np.array_split(data, pieces)
         with (
             readable(self.path, f"holds {name}, which gguf cannot dequantise"),
             ThreadPoolExecutor() as pool,

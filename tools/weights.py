@@ -36,6 +36,7 @@ import hashlib
 import importlib.util
 import json
 import re
+import string
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -53,10 +54,10 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
 import nvfp4
 from fp4_gemm import Dense, PackedNVFP4, pack
+from model import FAMILIES, family, rope_frequencies
 from tools.gguf import GGUFFile, readable, tensor_names  # noqa: F401, for tools/export.py
 
 # what --quant may be → nvfp4.quantize's method; None: weights are not quantised
@@ -84,6 +85,10 @@ UNUSED = re.compile(
     r"\.((input|output|[qkv]|kv|prob)_(global_)?(scale|zero_point)"
     r"|weight_shape|inv_freq|(cos|sin)_cached)$|_proj\.[kv]_bias$"
 )
+# in Jinja: strftime_now() of one day, for formats of letters and of letters behind a minus
+DIRECTIVES = [sign + letter for letter in string.ascii_letters for sign in ("%", "%-")]
+DATES = "".join(f"|replace('{d}', '{datetime.date(2024, 7, 26):{d}}')" for d in DIRECTIVES)
+A_DATE = f"{{% macro strftime_now(format) %}}{{{{ format{DATES} }}}}{{% endmacro %}}\n"
 E4M3_MAX = 0x7E  # the byte of 448; 0x7F is NaN, and from 0x80 on the sign bit is set
 
 
@@ -135,11 +140,21 @@ def config_of(name: str | Path) -> PreTrainedConfig:
         return open(name).config
     own = Path(name, "hf_quant_config.json")
     with readable(name, "has no config.json that can be loaded, such as save_pretrained writes"):
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         said = getattr(config, "quantization_config", None) or {}
         if own.is_file() and not said:
             said = json.loads(own.read_text())
+    with readable(name, "cannot be loaded"):
         config.quantization_config = in_4_bits(said, config)
+        # what transformers makes of the model_type, and what the config calls it
+        computed = type(config).__name__.replace("Config", "ForCausalLM")
+        named, *_ = config.architectures or [computed]
+        config.architectures = [named]
+        if named in FAMILIES:
+            if named != computed:
+                raise ValueError(f"its architecture is {named}, its model_type {config.model_type}")
+            family(config)
+            rope_frequencies(config)  # raises errors of several types
     return config
 
 
@@ -412,7 +427,7 @@ class Source:
             added = json.loads(file.read_bytes())["added_tokens"]
             tokenizer = PreTrainedTokenizerFast.from_pretrained(self.path)
             return tokenizer, {token["id"]: token["content"] for token in added}
-        tokenizer = AutoTokenizer.from_pretrained(self.path)
+        tokenizer = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
         if len(tokenizer) < 2:  # transformers makes one up, of the end token alone
             raise ValueError("there is no vocabulary")
         return tokenizer, {}
@@ -566,13 +581,12 @@ def encode(
         "the chat template of this model", "takes no such chat, so write it as one user message"
     ):
         # A run that is resumed tomorrow must have the prompts of today, so a template that asks for
-        # the date gets Llama 3's own default. transformers caches the compiled template.
-        compiled = _compile_jinja_template(tokenizer.get_chat_template())
-        compiled.globals["strftime_now"] = datetime.date(2024, 7, 26).strftime
+        # the date gets Llama 3's own default.
         text = tokenizer.apply_chat_template(
             chat,
             add_generation_prompt=True,
             tokenize=False,
+            chat_template=A_DATE + tokenizer.get_chat_template(),
             **(template or {}),
         )
         for message in chat:
