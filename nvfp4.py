@@ -91,7 +91,8 @@ def quantize(
 
     For gptq alone: hessian (K, K), the sum of x xᵀ over inputs x of the layer, times any factor.
     Weights of inputs that are always 0 are rounded as by sweep. damping: the share of the Hessian's
-    mean diagonal that is added to its diagonal (the paper's is 0.01).
+    mean diagonal that is added to its diagonal (the paper's is 0.01); up to a hundred times as much
+    where the sum is not positive definite, as sums of few or of huge inputs may be.
 
     ValueError: w is not a matrix, K is not a multiple of 16, a weight is NaN or infinite, unknown
     method, hessian is missing, misshapen or not positive definite with this damping.
@@ -226,18 +227,23 @@ def _correction_factors(hessian, K, damping):
     if hessian is None or hessian.shape != (K, K):
         raise ValueError(f"method='gptq' needs hessian=H of the layer's inputs, ({K}, {K})")
     # The paper inverts H, and then takes the Cholesky factor of the inverse. One Cholesky does, if
-    # it begins at the last column: H = R Rᵀ with R upper triangular, so U = R⁻¹.
-    flipped = hessian.float().flip(0, 1)
-    flipped.diagonal().add_(damping * flipped.diagonal().mean())
-    lower, failed = torch.linalg.cholesky_ex(flipped)
+    # it begins at the last column: H = R Rᵀ with R upper triangular, so U = R⁻¹. In fp64, because
+    # some tokens have inputs thousands of times as large as all others.
+    flipped = hessian.double().flip(0, 1)
+    least = damping * flipped.diagonal().mean()
+    for times in (1, 9, 90):  # the damping, then ten and a hundred times as much
+        flipped.diagonal().add_(times * least)
+        lower, failed = torch.linalg.cholesky_ex(flipped)
+        if not failed:
+            break
     if failed or not lower.isfinite().all():
         raise ValueError(
-            f"with damping={damping} the Hessian is not positive definite, or it has NaN: check "
-            "the inputs that it sums, or raise damping"
+            f"with damping={100 * damping:g} the Hessian is not positive definite, or it has NaN: "
+            "check the inputs that it sums, or raise damping"
         )
-    identity = torch.eye(K, device=hessian.device)
+    identity = torch.eye(K, dtype=lower.dtype, device=lower.device)
     U = torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)
-    return U / U.diagonal()[:, None]
+    return (U / U.diagonal()[:, None]).float()
 
 
 def _correct(scaled, factor):
