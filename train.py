@@ -26,7 +26,6 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,7 +41,6 @@ from tools.adapter import load_adapter
 from tools.budget import Budget, grow_segments, limit_memory
 from tools.diagnostics import (
     PREFLIGHT_PROMPTS,
-    factor,
     means_of,
     mismatch,
     preflight_report,
@@ -153,7 +151,9 @@ def train(
             with aqn.noisy_norms(trainer.model, sigma, config.seed, step):
                 batch = collect(config, environment, sampler, step, state.drawn)
                 if step % 10 == 0:  # rarely: measuring the mismatch costs a few forward passes
-                    batch.stats["mismatch"] = trainer.mismatch(batch.rollout)
+                    batch.stats["mismatch"] = mismatch(
+                        trainer.model, trainer.budget, batch.rollout, config.temperature
+                    )
             experience = trainer.experience(batch.rollout, batch.answers)
             lr = learning_rate(step, config.steps, config.lr, config.warmup, config.schedule)
 
@@ -161,9 +161,14 @@ def train(
                 stats = trainer.update(experience, lr)
                 state.drawn = batch.drawn
                 if config.sigma_schedule == "adaptive":
-                    # Without signal no answer was trained, which too much noise may cause: measure.
-                    if stats["kl_noise"] is None:
-                        stats["kl_noise"] = trainer.mismatch(batch.rollout, grpo.kl_k3)
+                    if stats["kl_noise"] is None:  # no signal, which too much noise may cause
+                        stats["kl_noise"] = mismatch(
+                            trainer.model,
+                            trainer.budget,
+                            batch.rollout,
+                            config.temperature,
+                            measure=grpo.kl_k3,
+                        )
                     state.sigma = aqn.adapted(sigma, stats["kl_noise"], config.sigma_target)
                 # log the step, and count it in state.step
                 run.made(step, batch.stats | stats | dict(sigma=sigma, lr=lr))
@@ -206,7 +211,7 @@ def collect(
             start = drawn + P * sum(drawing[:rank])
             problems = draw_problems(environment.task.train, config.seed, start, P)
             first_sequence = (attempt * ranks + rank) * P * G
-            groups = sample_groups(config, environment, sampler, problems, step, first_sequence)
+            groups = sample_groups(environment, sampler, problems, G, step, first_sequence)
             for group in groups:
                 kind = useful if group.has_signal(config.overlong) else flat
                 kind.append(group)
@@ -232,10 +237,10 @@ def collect(
 
 
 def sample_groups(
-    config: Config,
     environment: Environment,
     sampler: Sampler,
     problems: list[dict],
+    group_size: int,
     step: int,
     first_sequence: int,
 ) -> list[Group]:
@@ -244,14 +249,14 @@ def sample_groups(
     first_sequence: the first answer's number in this step, unique over all ranks and rounds. With
     seed and step it fixes the random bits of every sampled token.
     """
-    G = config.group_size
     prompts = environment.encode_prompts(problems)
-    progress = f"step {step}"
-    rollout = sampler.generate(prompts, G, environment.params, step, first_sequence, progress)
+    rollout = sampler.generate(
+        prompts, group_size, environment.params, step, first_sequence, f"step {step}"
+    )
     answers = environment.judge(problems, rollout)
     return [
-        Group(rollout.rows(range(row, row + G)), answers[row : row + G])
-        for row in range(0, len(answers), G)
+        Group(rollout.rows(range(row, row + group_size)), answers[row : row + group_size])
+        for row in range(0, len(answers), group_size)
     ]
 
 
@@ -452,12 +457,6 @@ class Trainer:
             )
         return loss, logprobs, measured
 
-    def mismatch(self, rollout: Rollout, measure: Callable = factor) -> float:
-        """→ by what factor the trainer's probability of a token differs from the sampler's: 1 is
-        perfect. Or another measure of ln(trainer / sampler).
-        """
-        return mismatch(self.model, self.budget, rollout, self.config.temperature, measure)
-
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int, schedule: str) -> float:
     """→ the learning rate of a step, counted from 0: peak · a share.
@@ -494,7 +493,9 @@ def preflight(
         began = time.perf_counter()
         trainer.backward(trainer.experience(batch.rollout, batch.answers))
         backward_s = time.perf_counter() - began
-        batch.stats["mismatch"] = trainer.mismatch(batch.rollout)
+        batch.stats["mismatch"] = mismatch(
+            trainer.model, trainer.budget, batch.rollout, config.temperature
+        )
     # In capture_s Triton compiles a decode step's kernels, and CUDA captures graphs. Compiling the
     # kernels that the prefill launches first is not subtracted.
     batch.stats["rollout_s"] -= sampler.stats["capture_s"]

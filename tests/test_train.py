@@ -330,10 +330,14 @@ def test_every_token_weighs_the_same_in_the_mismatch_of_several_ranks(
     logprobs, _ = noisy.scored_by(learner.model, 0.7)
     factors = (logprobs - noisy.logprobs).abs().exp()
     want = factors[::4][mask[::4]].mean().item()
-    assert learner.mismatch(Rollout.join([noisy] * 16)) == pytest.approx(want)
+
+    def mismatch(rollout):
+        return diagnostics.mismatch(learner.model, learner.budget, rollout, 0.7)
+
+    assert mismatch(Rollout.join([noisy] * 16)) == pytest.approx(want)
     add_up(monkeypatch, diagnostics)
     for rows in ALL.split(5):  # each of another rank
-        found = learner.mismatch(noisy.rows(rows))
+        found = mismatch(noisy.rows(rows))
     assert found == pytest.approx(factors[mask].mean().item())
 
 
