@@ -159,6 +159,7 @@ class Sampler:
 
     def __init__(self, model: Decoder, slots: int = SLOTS, pages: int | None = None):
         self.model, self.slots, self.pages = model, slots, pages
+        self.held = math.inf  # pages that the memory has held, after it ran out
         self.page_size = CPU_PAGE if model.device.type == "cpu" else attention.PAGE
         self.limits = None  # Limits of the last call of generate
         self.stats = {}  # its limits and what it measured
@@ -225,8 +226,9 @@ class Sampler:
 
     def _halve_pages(self):
         _, pages, length, prefill = self.limits
+        self.held = pages // 2  # for later calls, too
         # Rows that ran are prefilled with their answers so far.
-        self.limits = self.limits._replace(pages=pages // 2, prefill=max(prefill, length))
+        self.limits = self.limits._replace(pages=self.held, prefill=max(prefill, length))
         self.stats |= self.limits._asdict()
         tqdm.write(
             "out of memory while sampling: going on with half of the memory for keys and "
@@ -245,7 +247,8 @@ class Sampler:
         """
         needed = slots * self._pages_of(length)
         prefill = max(max(prompt_lengths), min(PREFILL_TOKENS, sum(prompt_lengths)))
-        pages = min(needed, self.pages or needed, self._fitting(slots, length, prefill, top_p))
+        most = min(self.pages or needed, max(self.held, self._pages_of(length)))
+        pages = min(needed, most, self._fitting(slots, length, prefill, top_p))
         if pages < needed:  # so a row may be preempted, and prefilled again with its answer
             prefill = max(prefill, length)
             pages = min(pages, self._fitting(slots, length, prefill, top_p))

@@ -419,6 +419,10 @@ class Trainer:
         """
         rollout, config = experience.rollout, self.config
         mask = rollout.answer_mask()  # (b, T)
+        reference = None
+        if config.beta:  # before the graph below takes memory
+            with lora.disabled(self.model), torch.no_grad():
+                reference, _ = rollout.scored_by(self.model, config.temperature)
         # (b, T) each, 0 outside answers
         logprobs, entropy = rollout.scored_by(self.model, config.temperature)
         old = experience.old
@@ -427,10 +431,8 @@ class Trainer:
         weights = None
         if config.correction == "tis":
             weights = grpo.importance_weights(old, rollout.logprobs)
-        reference = logprobs.detach()  # without beta the KL is 0
-        if config.beta:
-            with lora.disabled(self.model), torch.no_grad():
-                reference, _ = rollout.scored_by(self.model, config.temperature)
+        if reference is None:  # then the KL is 0
+            reference = logprobs.detach()
         loss, clipped = grpo.policy_loss(
             logprobs,
             old,

@@ -15,6 +15,7 @@ import torch
 from command import ROOT
 from test_train import ANSWERS, assert_same, gradient, rollout, trainer
 
+from rollout import Rollout
 from tools import budget, memory
 from tools.budget import Budget
 from tools.memory import PromptRows, micro_batches
@@ -127,6 +128,23 @@ def test_an_update_that_runs_out_of_memory_begins_again(tiny_chat, fits, whole):
     learner.backward(experience)
     assert_same(gradient(model), expected)
     assert model.recomputed_layers == whole
+
+
+def test_a_mismatch_that_runs_out_of_memory_is_measured_in_smaller_batches(
+    tiny_chat, monkeypatch, capsys
+):
+    learner = trainer(tiny_chat)
+    sampled = rollout(learner.model, sigma=0.5)
+    want, real = learner.mismatch(sampled), Rollout.scored_by
+
+    def scored_by(some, *arguments):
+        if len(some.lengths) > 3:
+            raise torch.OutOfMemoryError
+        return real(some, *arguments)
+
+    monkeypatch.setattr(Rollout, "scored_by", scored_by)
+    assert learner.mismatch(sampled) == pytest.approx(want)
+    assert "out of memory" in capsys.readouterr().out
 
 
 # --- what the flags and the GPU allow

@@ -135,6 +135,18 @@ def test_a_plan_is_what_it_was_when_it_was_measured(asked, planned):
     assert [*memory.plan(c, **asked)] == planned
 
 
+def test_a_plan_counts_the_gradients_of_keys_that_no_heads_share():
+    """Llama-2-7B, 16 answers of 64 tokens to a prompt of 3,000: 52,000 keys and values, each of
+    4,096 numbers, whose gradients wait in bf16 and in fp32.
+    """
+    c = memory.config("7b")
+    c.num_attention_heads = c.num_key_value_heads = 32
+    c.hidden_size, c.intermediate_size = 4096, 11008
+    few, many = (memory.plan(c, micro_tokens=4024, shared_keys=n).update for n in (4000, 48000))
+    saved, gradients = 44000 * 4 * 4096, 44000 * 8 * 4096
+    assert many - few == saved + gradients
+
+
 def test_the_plan_is_within_a_twentieth_of_the_measured_peaks():
     """Rollout and update apart, short and long answers, with and without recomputation, on an H100.
     In the first step of a run AdamW has no moments yet."""

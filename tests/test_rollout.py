@@ -467,6 +467,10 @@ def test_out_of_memory_halves_the_pages_and_draws_nothing_twice(
     check_same(sampler.generate(*DRAW), r)
     assert sampler.stats["pages"] == 20 and sampler.stats["prefill"] == 53
     assert sum(steps) == r.lengths.sum() and bars[0].n == bars[0].total == 32
+    monkeypatch.undo()
+    check_same(sampler.generate(*DRAW), r)
+    assert sampler.stats["pages"] == 20  # it has not forgotten
+    assert sampler.room([100] * 32, 13, 100)[0] == 50  # but tries what one row needs
 
 
 def test_out_of_memory_is_raised_if_half_of_the_pages_is_too_few(m, monkeypatch):
@@ -477,6 +481,16 @@ def test_out_of_memory_is_raised_if_half_of_the_pages_is_too_few(m, monkeypatch)
         with pytest.raises(torch.OutOfMemoryError):
             sampler.generate(*DRAW)
         assert sampler.stats["pages"] == left
+
+
+def test_a_cpu_keeps_its_keys_and_values_within_a_bound(m, r, monkeypatch):
+    """In fp32; the longest row fits in any case. The answers are the same."""
+    page = 2 * 16 * rollout.cached_bytes(m.config)
+    for limit, pages in ((10 * page, 10), (0, 3)):
+        monkeypatch.setattr(rollout, "CPU_CACHE", limit)
+        sampler = Sampler(m)
+        check_same(sampler.generate(*DRAW), r)
+        assert sampler.stats["pages"] == pages
 
 
 def test_rows_and_join_lose_nothing(r):

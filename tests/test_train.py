@@ -260,6 +260,13 @@ def test_two_ranks_get_the_gradient_of_one_process(tiny_chat, tmp_path):
         assert_same(torch.tensor(got), torch.tensor(want))
 
 
+def test_the_reference_is_computed_before_the_graph_takes_memory(tiny_chat, noisy, watch):
+    learner = trainer(tiny_chat, beta=0.1, micro_tokens=10**6)
+    graphs = watch(Rollout, "scored_by", lambda **_: torch.is_grad_enabled())
+    learner.backward(learner.experience(noisy, ANSWERS))
+    assert graphs == [False, True]
+
+
 def test_the_first_steps_from_the_base(tiny_chat):
     """Before the first step the policy is the base; then every lora_B moves.
 

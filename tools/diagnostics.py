@@ -12,11 +12,11 @@ from collections.abc import Callable
 import torch
 
 from model import Decoder
-from rollout import PREFILL_TOKENS, Rollout
+from rollout import Rollout
 from tools.budget import Budget
 from tools.environment import Answer
 from tools.flags import Config
-from tools.memory import micro_batches, prompt_groups
+from tools.memory import prompt_groups
 from tools.ranks import gather, rank_and_count, sum_over_ranks, union_over_ranks
 from tools.report import diagnose
 from tools.run import peak_memory_gb
@@ -105,12 +105,13 @@ def mismatch(
     every = max(1, len(rollout.tokens) // 64)
     rows = torch.arange(0, len(rollout.tokens), every)
     groups = prompt_groups(rollout, rows)
-    micro_tokens = budget.size(groups).micro_tokens  # a forward pass takes less than an update
-    measured = []
-    for micro in micro_batches(groups, min(micro_tokens, PREFILL_TOKENS)):
-        some = rollout.rows(micro.rows)
-        logprobs, _ = some.scored_by(model, temperature)
-        measured.append(measure((logprobs - some.logprobs)[some.answer_mask()]))
+    for attempt in budget.attempts(groups):  # a forward pass takes less than an update
+        with attempt as batches:
+            measured = []
+            for micro in batches:
+                some = rollout.rows(micro.rows)
+                logprobs, _ = some.scored_by(model, temperature)
+                measured.append(measure((logprobs - some.logprobs)[some.answer_mask()]))
     measured = torch.cat(measured)
     sums = sum_over_ranks(dict(measured=measured.double().sum(), tokens=len(measured)))
     return sums["measured"] / sums["tokens"]

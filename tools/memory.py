@@ -237,8 +237,11 @@ def update_bytes(
     # The MLP's backward makes the gradients of gate and up (4 F). It still holds them when it
     # decodes the weight of gate_up, but then gate, up and SwiGLU's output (6 F) are free.
     mlp_backward = max(micro_tokens * 4 * F, decoded - micro_tokens * 2 * F)
+    # Gradients of the keys and values that each text reads, bf16, and their sums, fp32. Where
+    # several heads share a key, these are smaller than the MLP's.
+    attention_backward = (micro_tokens + shared_keys) * 8 * kv
     # 8 D: gradients of the residual stream, fp32, the arriving one and the one passed on
-    layer_backward = micro_tokens * 8 * D + mlp_backward
+    layer_backward = micro_tokens * 8 * D + max(mlp_backward, attention_backward)
     # Backward begins with the last layer. When it reaches those that are recomputed, the others
     # have freed what they saved, and one of these at a time saves everything.
     all_saved = max((layers - recomputed) * saved, saved if recomputed else 0)

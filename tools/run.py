@@ -64,6 +64,8 @@ from tools.flags import MOVABLE, Config, flags_of_run
 from tools.ranks import alike, gather
 from tools.report import diagnose, line, logged, plot
 
+PULSE = 15  # seconds between signs of life
+
 
 class Run:
     """One segment of a run: from its start or a resume to its end or an accident.
@@ -267,12 +269,12 @@ class Run:
 
     @contextmanager
     def signs_of_life(self, sampler):
-        """Context manager: inside, print a line every 15 seconds, for a CPU may take minutes."""
+        """Context manager: inside, print a line every PULSE seconds. A CPU may take minutes."""
         ended = threading.Event()
         began = time.perf_counter()
 
         def report():
-            while not ended.wait(15):
+            while not ended.wait(PULSE):
                 steps = sampler.stats.get("steps", 0)
                 self.say(f"{time.perf_counter() - began:.0f} s: {steps} decode steps")
 
