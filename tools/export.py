@@ -33,7 +33,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -115,7 +115,7 @@ def export(
             elif adapter:
                 adapter = copy_adapter(adapter, new / "adapter", Path(destination).resolve())
         again = LayerByLayer(new, quant, adapter)
-        for _ in again.blocks():
+        for _ in again.layers():
             pass
         deviation = ((again.logits() - expected).norm() / expected.norm()).item()
         if not deviation <= TOLERANCE[format]:  # also if it is NaN
@@ -195,37 +195,11 @@ def read_json(path: Path) -> dict:
 # --- a model, one layer at a time
 
 
-class Projections(torch.nn.Module):
-    """Projections that run as one matrix, such as q, k and v, each (N_i, K). They stay as they are
-    stored or quantised, and a few rows at a time are decoded and merged with the adapter.
-    """
-
-    def __init__(self, build: "LayerByLayer", names: dict[str, int], K: int, biased: bool):
-        super().__init__()
-        parts, self.bias = build.source.parts(names, K, biased, build.quant, build.device)
-        self.weights = dict(zip(names, parts, strict=True))
-        self.low_rank = {name: build.low_rank(name, N, K) for name, N in names.items()}
-
-    def rows(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield W + (alpha/rank) B A of a projection, ROWS rows at a time, in fp32."""
-        A, B = self.low_rank[name]
-        for i in range(0, len(B), ROWS):
-            part = slice(i, i + ROWS)
-            w = self.weights[name]
-            if not torch.is_tensor(w):
-                some = nvfp4.NVFP4Tensor(w.packed[part], w.block_scale[part], w.global_scale)
-                w = nvfp4.dequantize(some, torch.float32)
-                part = slice(None)
-            yield w[part].float() + B[i : i + ROWS] @ A
-
-    def forward(self, x: torch.Tensor, compute_output: bool = True) -> torch.Tensor:
-        y = torch.cat([x @ w.T for name in self.weights for w in self.rows(name)], 1)
-        return y if self.bias is None else y + self.bias
-
-
 class LayerByLayer(model.Builder):
-    """A model on the CPU, of which one layer at a time is in memory. blocks() runs one fixed text
+    """A model on the CPU, of which one layer at a time is in memory. layers() runs one fixed text
     of 32 tokens through it; logits() are then the text's, by which two models are compared.
+
+    made: {name: (tensor or NVFP4Tensor (N, K), A, (alpha/r) B)} of the present layer's projections.
 
     name: as weights.open takes it. adapter: a folder, or "". ValueError: one of them is refused.
     """
@@ -240,8 +214,32 @@ class LayerByLayer(model.Builder):
         cpu = torch.device("cpu")
         super().__init__(weights.open(name), quant or "nvfp4", rank, alpha, cpu, seed=0)
 
-    def linear(self, names: dict[str, int], K: int, biased: bool = False) -> Projections:
-        return Projections(self, names, K, biased)
+    def linear(self, names: dict[str, int], K: int, biased: bool = False) -> Callable:
+        """→ projections that run as one matrix, x (n, K) → (n, N). They stay as they are stored or
+        quantised, in self.made.
+        """
+        parts, bias = self.source.parts(names, K, biased, self.quant, self.device)
+        for (name, N), weight in zip(names.items(), parts, strict=True):
+            self.made[name] = weight, *self.low_rank(name, N, K)
+
+        def forward(x, compute_output=True):
+            y = torch.cat([x @ w.T for name in names for w in self.rows(name)], 1)
+            return y if bias is None else y + bias
+
+        return forward
+
+    def rows(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield W + (alpha/rank) B A of a projection in fp32, ROWS rows at a time."""
+        weight, A, B = self.made[name]
+        if torch.is_tensor(weight):
+            parts = map(torch.Tensor.float, weight.split(ROWS))
+        else:
+            codes, scales, factor = weight
+            pairs = zip(codes.split(ROWS), scales.split(ROWS), strict=True)
+            some = (nvfp4.NVFP4Tensor(*pair, factor) for pair in pairs)
+            parts = (nvfp4.dequantize(q, torch.float32) for q in some)
+        for w, b in zip(parts, B.split(ROWS), strict=True):
+            yield w + b @ A
 
     def low_rank(self, name: str, N: int, K: int) -> tuple[torch.Tensor, torch.Tensor]:
         """→ A (r, K) and (alpha/r) B (N, r) of a projection, 0 without an adapter."""
@@ -253,8 +251,8 @@ class LayerByLayer(model.Builder):
             copy_tensors(stored, own, self.folder)
         return A, self.alpha / self.rank * B
 
-    def blocks(self) -> Iterator[model.Block]:
-        """Run the text through each layer, and yield the layer."""
+    def layers(self) -> Iterator[None]:
+        """Build each layer, run the text through it, and yield, while self.made has its weights."""
         attend = Packed([(32, [])], self.device)
         ids = (attend.positions + 1) * 7919 % self.config.vocab_size  # a prime spreads them over V
         inv_freq, scale = model.rope_frequencies(self.config)
@@ -262,11 +260,9 @@ class LayerByLayer(model.Builder):
         attend = partial(attend, cos=angle.cos() * scale, sin=angle.sin() * scale)
         self.stream = self.embeddings()[ids].float(), None
         for i in tqdm(range(self.config.num_hidden_layers), leave=False, disable=None):
-            block = model.Block(self, i)
-            self.stream = block(*self.stream, attend)
-            yield block
-            for layer in block.modules():  # free them: the caller may hold the block still
-                getattr(layer, "weights", {}).clear()
+            self.made = {}
+            self.stream = model.Block(self, i)(*self.stream, attend)
+            yield
         copy_tensors(self.adapter, {}, self.folder)  # refuses those that are left
 
     def embeddings(self) -> torch.Tensor:
@@ -275,7 +271,7 @@ class LayerByLayer(model.Builder):
         return self.source.tensor("model.embed_tokens.weight", shape)
 
     def logits(self) -> torch.Tensor:
-        """→ (32, V) f32, after blocks()."""
+        """→ (32, V) f32, after layers()."""
         _, hidden = self.norm("model.norm", self.config.hidden_size)(*self.stream)
         head = self.source.lm_head(self.embeddings(), self.device)
         self.source.finish()
@@ -284,7 +280,7 @@ class LayerByLayer(model.Builder):
     def tensors(self, format: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each tensor of the model in a format, with its name.
 
-        The projections are those of blocks(), because loading may have quantised them. All other
+        The projections are those of layers(), because loading may have quantised them. All other
         tensors are the source's, in the dtype that source.read() returns (fp32 for a GGUF), or in
         bf16 for the format bf16.
         """
@@ -292,14 +288,14 @@ class LayerByLayer(model.Builder):
             if name in self.source.names and not name.endswith("_proj.weight"):
                 tensor = self.source.read(name)
                 yield name, tensor.bfloat16() if format == "bf16" else tensor
-        for block in self.blocks():
-            for layer in block.modules():
-                for name in [*getattr(layer, "weights", ())]:
-                    weight = layer.weights[name]
-                    if format == "bf16":  # merged: the sum is rounded once
-                        weight = torch.cat([rows.bfloat16() for rows in layer.rows(name)])
-                    del layer.weights[name]
-                    yield from packed(name, weight, format)
+        for _ in self.layers():
+            for name in [*self.made]:
+                if format == "bf16":  # merged: the sum is rounded once
+                    weight = torch.cat([rows.bfloat16() for rows in self.rows(name)])
+                else:
+                    weight, *_ = self.made[name]
+                del self.made[name]
+                yield from packed(name, weight, format)
 
 
 # --- what is written
@@ -380,11 +376,9 @@ def quantization_config(format: str, ignored: list[str]) -> dict:
 
 def copy_adapter(folder: str | Path, new: Path, base: Path) -> Path:
     """Copy an adapter's files into the folder `new`, which it returns. base: the model it names."""
-    settings, tensors = read_adapter(folder)
     new.mkdir()
-    tensors = {key: tensor.float() for key, tensor in tensors.items()}
-    save_file(tensors, new / TENSORS, {"format": "pt"})
-    settings["base_model_name_or_path"] = str(base)
+    shutil.copyfile(Path(folder) / TENSORS, new / TENSORS)
+    settings = read_json(Path(folder) / CONFIG) | {"base_model_name_or_path": str(base)}
     (new / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
     return new
 
@@ -393,11 +387,12 @@ def write_tensors(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> 
     """Write named tensors as model.safetensors or, if they are large, as several numbered files and
     their index. A file has at most SHARD bytes, unless one tensor has more.
     """
-    shard, size, files = {}, 0, []
+    shard, size, places = {}, 0, {}
 
     def write():
-        save_file(shard, folder / f"{len(files)}.tmp", {"format": "pt"})
-        files.append([*shard])
+        file = folder / f"model-{len({*places.values()}) + 1:05}.safetensors"
+        save_file(shard, file, {"format": "pt"})
+        places.update(dict.fromkeys(shard, file.name))
         shard.clear()  # before the next one is filled
 
     for name, tensor in tensors:
@@ -407,14 +402,11 @@ def write_tensors(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> 
             size = tensor.nbytes
         shard[name] = tensor
     write()
-    places = {}
-    for i, names in enumerate(files):
-        of = f"-{i + 1:05}-of-{len(files):05}" if len(files) > 1 else ""
-        places |= dict.fromkeys(names, f"model{of}.safetensors")
-        os.replace(folder / f"{i}.tmp", folder / f"model{of}.safetensors")
-    if len(files) > 1:
-        index = {"metadata": {}, "weight_map": places}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    if len({*places.values()}) == 1:
+        os.replace(folder / places[name], folder / "model.safetensors")
+    else:
+        text = json.dumps({"metadata": {}, "weight_map": places}, indent=2)
+        (folder / "model.safetensors.index.json").write_text(text)
 
 
 def packed(
