@@ -18,6 +18,7 @@ from test_train import ANSWERS, assert_same, gradient, rollout, trainer
 from rollout import Rollout
 from tools import budget, memory
 from tools.budget import Budget
+from tools.diagnostics import mismatch
 from tools.memory import PromptRows, micro_batches
 
 
@@ -135,7 +136,8 @@ def test_a_mismatch_that_runs_out_of_memory_is_measured_in_smaller_batches(
 ):
     learner = trainer(tiny_chat)
     sampled = rollout(learner.model, sigma=0.5)
-    want, real = learner.mismatch(sampled), Rollout.scored_by
+    given = learner.model, learner.budget, sampled, 0.7
+    want, real = mismatch(*given), Rollout.scored_by
 
     def scored_by(some, *arguments):
         if len(some.lengths) > 3:
@@ -143,7 +145,7 @@ def test_a_mismatch_that_runs_out_of_memory_is_measured_in_smaller_batches(
         return real(some, *arguments)
 
     monkeypatch.setattr(Rollout, "scored_by", scored_by)
-    assert learner.mismatch(sampled) == pytest.approx(want)
+    assert mismatch(*given) == pytest.approx(want)
     assert "out of memory" in capsys.readouterr().out
 
 
