@@ -6,8 +6,8 @@ With few rows in x, a linear layer takes as long as the GPU takes to load its we
 weight here, 2 in bf16. So this layer can be at most 3.56 times as fast as a layer in bf16.
 
 This file has two halves. The first is the whole idea in one plain kernel: load codes, decode them,
-multiply. You may stop there. The second is the same product, changed step by step until it comes
-close to that bound. docs/kernel.md walks through both.
+multiply. You may stop there. The second is the same product in kernels that come close to that
+bound, explained as eight changes to the plain one. docs/kernel.md walks through both.
 
     y = plain_product(x, *q)          q: what nvfp4.quantize returns
     W = pack(q)                       the same bits, in the order of the fast kernels
@@ -87,7 +87,8 @@ def plain_kernel(
         #     the same << 7    0 0 e e e e m m m 0 0 0 0 0 0 0    as an fp16: the scale / 2^8
         bits = tl.load(scales + at).to(tl.int16) << 7
         scale = bits.to(tl.float16, bitcast=True) * 256.0
-        # A number of the table has two significant bits, a scale has four: w is exact in 16 bits.
+        # A number of the table has two significant bits, a scale has four: w is exact in the dtype
+        # of x, be it bf16.
         w = tl.load(e2m1 + code) * scale
         sums += tl.dot(x_tile, w.to(x_tile.dtype))
     tl.store(y + m * N + n, sums * tl.load(global_scale))
@@ -124,7 +125,7 @@ def plain_product(
 
 
 # ==================================================================================================
-# Fast: the same product, changed step by step
+# Fast: the same product with eight changes
 #
 #     1  codes         a word of 8 codes decodes in 8 integer instructions, without a table
 #     2  scales        a block scale lies in memory as it will lie in a bf16
@@ -324,7 +325,8 @@ def pack(*qs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> PackedNVFP4:
     # layer of a 72B model.
     pieces = map(_pack_rows, packed.split(64 * ROWS), scales.split(64 * ROWS))
     words, scales = map(torch.cat, zip(*pieces, strict=True))
-    # The main kernel's tiles: for each 64 rows of W at most 32, of 8 rows of x (FUSED_MAX = 256).
+    # The main kernel needs a counter for each of its tiles. FUSED_MAX = 256 rows of x are at most
+    # 32 tiles of 8 rows, for each 64 rows of W.
     counters = words.new_zeros(SHRINK_COUNTERS + 32 * len(words))
     dense = parts = None
     if packed.device.type == "cpu":
@@ -703,8 +705,8 @@ def _partial_sums(x, grid, tile_size):
 # lose more than an adapter adds early in training.
 #
 # With PDL (programmatic dependent launch, from Hopper on) the GPU starts a kernel as soon as all
-# CTAs of its predecessor have called gdc_launch_dependents. gdc_wait waits until the predecessor
-# has ended:
+# CTAs # CTAs of its predecessor have called gdc_launch_dependents, or have ended. gdc_wait waits
+# until the predecessor has ended:
 #
 #     previous kernel   ── writes x ──┤
 #     shrink               started … gdc_wait, then xa = scale · x @ A.T ──┤
@@ -1046,12 +1048,12 @@ def product(
         return _launch_linear(x, weight, bias, low_rank, xa, gpu), xa
     if low_rank is None:
         return F.linear(x, dequantize(weight, x.dtype), bias), None
-    if compute_output and (x.is_cuda or dense):
+    if not compute_output:
+        return x.new_empty(len(x), weight.shape[0]), xa
+    if x.is_cuda or dense:
         # one GEMM, [x, xa] @ [W, B].T, so that y is rounded once
         weight_and_B = _weight_and_B(weight, low_rank)
         return F.linear(torch.cat([x, xa], 1), weight_and_B, bias), xa
-    if not compute_output:
-        return x.new_empty(len(x), weight.shape[0]), xa
     # A CPU's copy of W has no B beside it. In fp32 the additional rounding does not matter.
     y = F.linear(xa, _block_diagonal(low_rank.B, low_rank.splits), bias)
     return y.addmm_(x, dequantize(weight, x.dtype).T), xa

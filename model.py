@@ -437,7 +437,7 @@ def family(config: PreTrainedConfig) -> Family:
     }
     for key, bad in refused.items():
         if bad:
-            value = getattr(config, key, theta)  # rope_theta is in rope_parameters
+            value = theta if key == "rope_theta" else getattr(config, key)
             raise ValueError(f"{name} with {key}={value!r} is not supported by this decoder")
     return FAMILIES[name](config)
 

@@ -18,7 +18,8 @@ things:
                           a CPU).
     continuous batching   A decode step advances many answers at once, each in a slot of its own.
                           When one ends, another takes its slot.
-    shared prompts        A prompt is computed once for its group, whose answers share its pages.
+    shared prompts        A prompt is computed once for answers of its group that run at once: they
+                          share its pages.
     preemption            An answer gets a page when it needs one. If none is free, the youngest
                           answer returns its pages and waits. So there may be fewer pages than all
                           answers would need at their longest.
@@ -51,7 +52,8 @@ the memory.
 
 Training takes no top-k and no top-p: the trainer's probabilities would include the tokens that the
 sampler excludes, and their ratio would be wrong. Evaluation computes no ratio and may use top-p.
-Needs: torch, numpy, tqdm; on a GPU also triton; ops/{attention,sampling}.py, model.py.
+Needs: torch, transformers, numpy, tqdm; on a GPU also triton; ops/{attention,sampling}.py,
+model.py.
 """
 
 import math
@@ -360,16 +362,16 @@ class Scheduler:
         """stats: its count "preempted" is kept up to date."""
         self.waiting = waiting
         self.running = []
-        self.admitted = 0  # how many rows ran after the last admission
+        self.admitted = 0  # how many rows ran when admit was last called
         self.page_size, self.limits, self.stats = page_size, limits, stats
         self.pool = PagePool(limits.pages)
 
     def should_admit(self) -> bool:
-        """Admit rows when an eighth of the running rows has ended, or as many as wait: each
-        admission is a prefill, and a small prefill is slow.
+        """Admit rows when an eighth of the running rows has left, by its end or by preemption, or as
+        many as wait: each admission is a prefill, and a small prefill is slow.
         """
-        ended = self.admitted - len(self.running)
-        return ended >= min(len(self.waiting), math.ceil(self.admitted / 8))
+        left = self.admitted - len(self.running)
+        return left >= min(len(self.waiting), math.ceil(self.admitted / 8))
 
     def admit(self) -> list[Sequence]:
         """Start waiting rows while there are slots, pages, and room in one prefill.
@@ -669,9 +671,9 @@ class DecodeGraphs:
     def _captured_or_requested(self, size):
         """→ the size of the graph to replay.
 
-        Prefer a captured graph that is large enough: a capture costs many steps, and short answers
-        end sooner. Return the requested size if there is none, or if the last call requested the
-        same: this size pays now.
+        Prefer a captured graph that is large enough, even if it computes more than is asked: a
+        capture takes as long as many steps, and the rows may end before a new graph has saved that.
+        If there is none, or if the last call requested the same size, return the requested one.
         """
         same, self.requested = size == self.requested, size
         batch_size, splits = size

@@ -91,7 +91,7 @@ class Group(NamedTuple):
         """Equal rewards teach nothing, and nor do answers that are all masked. Rewards of the task:
         a penalty of --overlong is not yet in them.
         """
-        trains = overlong != "mask" or self.rollout.finished.any()
+        trains = overlong != "mask" or bool(self.rollout.finished.any())
         return trains and len({answer.reward for answer in self.answers}) > 1
 
 
@@ -161,7 +161,9 @@ def train(
                 stats = trainer.update(experience, lr)
                 state.drawn = batch.drawn
                 if config.sigma_schedule == "adaptive":
-                    if stats["kl_noise"] is None:  # no signal, which too much noise may cause
+                    # Measure outside the noise, which is what moved the sampler, if no answer was
+                    # trained: too much noise may be why there is no signal.
+                    if stats["kl_noise"] is None:
                         stats["kl_noise"] = mismatch(
                             trainer.model,
                             trainer.budget,
@@ -195,7 +197,8 @@ def collect(
     ranks 0, 1 and 2 only 0 and 2 still draw, rank 0 gets the next P problems, rank 2 the P behind
     them. Without --resample there is one round, and every rank draws.
 
-    The length penalty is added later: it makes no signal of answers that are all wrong.
+    Signal is judged by the task's rewards, before the length penalty is added: a group of wrong
+    answers has none, whatever their lengths.
 
     drawn: how many problems all ranks have drawn before.
     """

@@ -281,15 +281,15 @@ class Packed:
             start = end
             prompt = torch.arange(start, start + prompt_length)
             lengths = [prompt_length, *answer_lengths]
-            for text, length in enumerate(lengths):
-                before = prompt[:0] if text == 0 else prompt  # what the text sees before itself
+            for i, length in enumerate(lengths):  # text 0 is the prompt
+                before = prompt[:0] if i == 0 else prompt  # what the text sees before itself
                 positions.append(torch.arange(len(before), len(before) + length))
                 keys.append(torch.cat([before, torch.arange(end, end + length)]))
                 end += length
             visible = None
             if answer_lengths and device.type == "cpu":
-                text = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-                visible = ((text[:, None] == text) | (text == 0)).tril()  # 0: the prompt
+                text_of = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+                visible = ((text_of[:, None] == text_of) | (text_of == 0)).tril()
             self.spans.append((start, end, visible))
         self.positions = torch.cat(positions).to(device)
         self.keys = None  # (m,) int64: each text's key tokens; None: the keys are the tokens
@@ -297,11 +297,11 @@ class Packed:
             self.keys = torch.cat(keys).to(device)
         # What varlen_attn takes, for queries and for keys: where each text begins, (texts + 1,)
         # int32, and the length of the longest text.
-        lengths = [[len(text) for text in texts] for texts in (positions, keys)]
+        of_both = [[len(text) for text in texts] for texts in (positions, keys)]
         self.cu_seqlens = [
-            F.pad(torch.tensor(x), (1, 0)).cumsum(0).int().to(device) for x in lengths
+            F.pad(torch.tensor(x), (1, 0)).cumsum(0).int().to(device) for x in of_both
         ]
-        self.max_seqlens = [max(x) for x in lengths]
+        self.max_seqlens = [max(x) for x in of_both]
 
     def __call__(self, qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor, layer: int) -> Tensor:
         """qkv (n, (H + 2·Hkv)·Dh): all heads of q, then of k, then of v. cos, sin (n, Dh/2) f32: of
@@ -623,8 +623,8 @@ def _merge_splits(ml_ptr, acc_ptr, last_split, head, in_out, REP: constexpr, DH:
     as in the loop over tiles: alpha rescales the splits so far, beta the next one. ".cg" skips L1,
     which may hold stale lines of the scratch memory.
 
-    Splits past the last one have m_j = −1e30, so beta = 0 and they add nothing. So do columns past
-    REP; there l_i becomes positive, so that acc / l_i is 0, not NaN.
+    Splits past the last one have m_j = −1e30, so beta = 0 and they add nothing. Columns past REP
+    load acc_j = 0 and l_j = 1 from every split, so that acc / l_i is 0 there, not NaN.
     """
     m_i = tl.full(head.shape, float("-inf"), tl.float32)
     l_i = tl.zeros(head.shape, tl.float32)
