@@ -65,8 +65,8 @@ def advantages(rewards: Tensor, scale: str = "group") -> Tensor:
     centered = rewards - rewards.mean(1, keepdim=True)
     if scale == "group":
         centered = centered / (rewards.std(1, keepdim=True) + 1e-4)
-    # Equal rewards must give exact zeros: the trainer skips answers whose advantage is 0. The mean is
-    # rounded, so 0.1 minus the mean of 0.1, 0.1 and 0.1 is tiny but not 0.
+    # Equal rewards must give exact zeros: the trainer skips answers whose advantage is 0. The mean
+    # is rounded, so 0.1 minus the mean of 0.1, 0.1 and 0.1 is tiny but not 0.
     constant = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
     return centered.masked_fill(constant, 0).float()
 

@@ -367,8 +367,8 @@ class Scheduler:
         self.pool = PagePool(limits.pages)
 
     def should_admit(self) -> bool:
-        """Admit rows when an eighth of the running rows has left, by its end or by preemption, or as
-        many as wait: each admission is a prefill, and a small prefill is slow.
+        """Admit rows when an eighth of the running rows has left, ended or preempted, or as many as
+        wait: each admission is a prefill, and a small prefill is slow.
         """
         left = self.admitted - len(self.running)
         return left >= min(len(self.waiting), math.ceil(self.admitted / 8))

@@ -372,6 +372,8 @@ REFUSED = [  # arguments, what the refusal names
     ("base out --format bf16 --adapter text", "lora_alpha='16'"),
     ("base out --format bf16 --quant int3", "quant='int3'"),
     ("unsaved out --format nvfp4", "train.py --resume"),
+    ("moved out --format nvfp4", "gone, the base of moved, has moved.* --adapter moved/adapter"),
+    ("base out --format bf16 --adapter bin", "save adapter_model.bin"),
     ("run full/mine/out --format bf16", "full/mine"),
 ]
 
@@ -383,8 +385,12 @@ def test_the_command_exports_a_run_or_says_why_not(runs, tmp_path, monkeypatch, 
     Path("run").symlink_to(run)
     Path("base").symlink_to(run.parent / "qwen2")
     Path("plain").symlink_to(runs(quant="bf16")[0])
-    for name in ("full", "unsaved"):
+    for name in ("full", "unsaved", "bin"):
         Path(name).mkdir()
+    shutil.copytree("run", "moved")
+    Path("moved/config.json").write_text('{"model": "/gone", "quant": "nvfp4"}')
+    Path("bin/adapter_model.bin").touch()
+    shutil.copy("moved/adapter/adapter_config.json", "bin")
     Path("full/mine").write_text("")
     Path("full/adapter_config.json").write_text('[{"r": 8, "x": 1}]')
     Path("full/adapter_model.safetensors").touch()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from command import FLAGS, main
+from safetensors.torch import save_file
 
 import train
 from tools.flags import FIELDS, Config, check, parse, spelled
@@ -102,11 +103,11 @@ def test_an_unknown_flag_names_those_nearest_to_it(case):
 
 NUMBERS = [name for name, field in FIELDS.items() if field.type in (int, float)]
 LEAST = {  # by what a smaller number would mean: no answers, a division by 0, …; all others 0
-    1: "prompts max_new_tokens max_prompt_tokens updates_per_step alpha rank eval_every "
+    1: "prompts max_new_tokens max_prompt_tokens updates_per_step rank eval_every "
     "eval_samples save_every micro_tokens",
     2: "group_size",
     3: "sigma_stages",
-    1e-9: "temperature max_grad_norm sigma_start sigma_end sigma_target memory_gb eval_top_p",
+    1e-9: "temperature max_grad_norm sigma_start sigma_end sigma_target memory_gb eval_top_p alpha",
 }
 MOST = dict(rank=256, seed=2**32 - 1, eval_top_p=1)  # all others 1e9, as good as none
 
@@ -216,6 +217,19 @@ def test_a_reference_that_is_not_the_adapter_one_starts_from_is_told(tmp_path, c
     assert not capsys.readouterr().out
 
 
+def test_an_adapter_from_elsewhere_brings_its_rank_and_alpha_unless_they_are_given(tmp_path):
+    """PEFT takes any alpha. One that is no number is load_adapter's to refuse."""
+    settings = {"peft_type": "LORA", "r": 7, "lora_alpha": 2.5}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    save_file({}, tmp_path / "adapter_model.safetensors")
+    flags = parse(["--adapter", str(tmp_path)])
+    assert (flags.rank, flags.alpha) == (7, 2.5)
+    flags = parse(["--adapter", str(tmp_path), "--rank", "8"])
+    assert (flags.rank, flags.alpha) == (8, 2.5)
+    (tmp_path / "adapter_config.json").write_text('{"r": "7", "lora_alpha": null}')
+    assert parse(["--adapter", str(tmp_path)]) == Config(adapter=str(tmp_path))
+
+
 def test_an_adapter_from_elsewhere_brings_no_flags(tmp_path, capsys):
     """Even in a folder with a config.json, if that is a model's."""
     adapter = tmp_path / "peft"
@@ -231,7 +245,7 @@ def test_an_adapter_from_elsewhere_brings_no_flags(tmp_path, capsys):
         "--model other",
         "--quant rtn",
         "--rank 3",
-        "--alpha 3",
+        "--alpha 2.5",
         "--task addition",
         "--data x.jsonl",
         "--test x.jsonl",
@@ -299,7 +313,7 @@ def test_a_resume_takes_the_runs_own_flags_and_those_given_beside_it_win(
     monkeypatch.chdir(folder)
     want = Config(**own, lr=1.0, prompts=4, resume=folder, out=folder)
     given = f"--resume {folder} --lr 1 --prompts=4"
-    again = f"{given} --data ../data.jsonl --rank 4 --model {own['model']} --out {folder}"
+    again = f"{given} --data ../data.jsonl --rank 4 --alpha 8 --model {own['model']} --out {folder}"
     for flags in (given, again):
         assert parse(flags.split()) == want
 

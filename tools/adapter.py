@@ -73,7 +73,7 @@ def save_adapter(model: nn.Module, folder: str | Path, base_name: str | Path = "
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(ON_THE_HUB.get(base_name, base_name)),
         r=layer.rank,
-        lora_alpha=layer.alpha,
+        lora_alpha=int(layer.alpha) if layer.alpha == int(layer.alpha) else layer.alpha,
         lora_dropout=0.0,
         bias="none",
         fan_in_fan_out=False,
@@ -109,7 +109,10 @@ def read_adapter(folder: str | Path) -> tuple[dict, dict[str, torch.Tensor]]:
     folder = Path(folder)
     for file in (CONFIG, TENSORS):
         if not (folder / file).is_file():
-            raise ValueError(f"{folder} holds no {file}: name the folder of a PEFT LoRA adapter")
+            remedy = "name the folder of a PEFT LoRA adapter"
+            if (folder / "adapter_model.bin").is_file():
+                remedy = "save adapter_model.bin, which may hold code, as safetensors"
+            raise ValueError(f"{folder} holds no {file}: {remedy}")
     try:
         config = json.loads((folder / CONFIG).read_text())
         if not isinstance(config, dict):

@@ -180,6 +180,11 @@ def resolve(
                 )
             source = config["model"]
             adapter = adapter or run / "adapter"
+            if Path(source).is_absolute() and not Path(source).exists():
+                raise ValueError(
+                    f"{source}, the base of {run}, has moved: name its new place instead of {run}, "
+                    f"with --adapter {adapter}"
+                )
             quant = quant or config["quant"]
     if format in LAYOUTS and quant == "bf16":
         raise ValueError("--quant bf16 has no 4 bits to write: take --format bf16 or --quant nvfp4")

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 from aqn import SCHEDULES
 from grpo import LOSSES
 from tasks import TASKS
+from tools.adapter import read_adapter
 from tools.weights import QUANT
 
 # Flags of earlier versions, and their defaults: a run whose config.json has another value of one
@@ -53,7 +55,7 @@ class Config:
     )
     # 256: fp4_gemm's kernel keeps a tile of lora_B and of x @ lora_A.T in shared memory
     rank: int = flag(32, "LoRA r", low=1, high=256, fixed=True)
-    alpha: int = flag(32, "LoRA α; the adapter is scaled by α/r", low=1, fixed=True)
+    alpha: float = flag(32, "LoRA α; the adapter is scaled by α/r", low=LITTLE, fixed=True)
     adapter: str = flag("", "a PEFT adapter to start from, or a run with its model, task, …")
 
     task: str = flag(
@@ -274,24 +276,29 @@ def _of_resumed_run(given):
     for name in given.keys() & kept:
         if name in MOVABLE and is_path(given[name]):
             continue  # it may have moved: tools/run.py compares hashes with the checkpoint's
-        if os.path.abspath(str(given[name])) != os.path.abspath(str(stored[name])):
+        now, then = given[name], stored[name]
+        if now != then and os.path.abspath(str(now)) != os.path.abspath(str(then)):
             raise ValueError(
-                f"{spelled(name)} {given[name]} beside --resume {folder}: that run has its own "
-                f"({stored[name]!r}); leave it out, or begin another run"
+                f"{spelled(name)} {now} beside --resume {folder}: that run has its own "
+                f"({then!r}); leave it out, or begin another run"
             )
     return stored
 
 
 def _of_adapters_run(given):
     """→ the scored flags of the run that --adapter names, without those that are given, empty or 0,
-    and under another --task without data, test and operands; none if the adapter is from elsewhere.
-    Changes given["adapter"] from a run's folder to its adapter's."""
+    and under another --task without data, test and operands. Of an adapter from elsewhere its rank
+    and alpha. Changes given["adapter"] from a run's folder to its adapter's."""
     inside = os.path.join(given["adapter"], "adapter")
     if os.path.isdir(inside):
         given["adapter"] = inside
     run = os.path.dirname(os.path.abspath(given["adapter"]))
     if not os.path.isfile(f"{run}/metrics.jsonl"):
-        return {}
+        settings = {}
+        with suppress(ValueError):  # load_adapter will refuse it, by a sentence
+            settings, _ = read_adapter(given["adapter"])
+        found = {"rank": settings.get("r"), "alpha": settings.get("lora_alpha")}
+        return {name: x for name, x in found.items() if type(x) in (int, float)}
     flags = flags_of_run(run)
     taken = SCORED - given.keys()
     if given.get("task", flags["task"]) != flags["task"]:

@@ -41,6 +41,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import nvfp4
 
+ARCHITECTURES = "llama", "qwen2", "qwen3"
 MARKED = 3, 4  # of tokenizer.ggml.token_type: control tokens, and those that the makers defined
 # Keys of the header that scale something → the value that changes nothing. An old file may have a
 # factor without a type, and llama.cpp then scales linearly.
@@ -67,6 +68,7 @@ SPLITS = {
     "smollm": [r"\p{N}", WORDS],
     "llama-bpe": [LLAMA3],
     "qwen2": [LLAMA3.replace("{1,3}", "")],
+    "deepseek-r1-qwen": [LLAMA3.replace("{1,3}", "")],
 }
 
 
@@ -91,6 +93,11 @@ class GGUFFile:
         with readable(path, "cannot be read, fetch it again"):
             self.reader = parse(path)
             self.header = {key: field.contents() for key, field in self.reader.fields.items()}
+        family = self.header.get("general.architecture")
+        if family not in ARCHITECTURES:
+            raise ValueError(
+                f"{path} is of the architecture {family}: only {', '.join(ARCHITECTURES)} load"
+            )
         parts = self.header.get("split.count", 1)
         if parts > 1:
             raise ValueError(
@@ -103,7 +110,6 @@ class GGUFFile:
             self.config = AutoConfig.from_pretrained(
                 path.parent, gguf_file=path.name, trust_remote_code=False
             )
-            family = self.header["general.architecture"]  # "llama", "qwen2", "qwen3"
             self._mend_config(f"{family}.", "blk.0.attn_q.bias" in stored)
             if divisors is not None:
                 self._use_llama3_rope(torch.tensor(divisors.data))
@@ -291,12 +297,16 @@ def readable(path: str | Path, what: str = "cannot be read") -> Iterator[None]:
     """Inside the block any error becomes a ValueError of one sentence: "PATH WHAT: reason".
 
     path: the file, or any subject of the sentence. The reason is the error's first line. If that
-    ends in a colon, the next line is appended, because only that line tells something.
+    ends in a colon, the next line is appended, because only that line tells something. A pointer of
+    Git LFS in the place of the file, or in the folder, is the reason.
     """
     try:
         yield
     except Exception as error:  # each library raises its own types
         reason = re.sub(r":\s*\n\s*", ": ", str(error).strip()) or type(error).__name__
+        for file in (Path(path), *Path(path).glob("*.*")):
+            if file.is_file() and file.open("rb").read(24) == b"version https://git-lfs.":
+                reason = f"{file.name} is a pointer of Git LFS: fetch the file by git lfs pull"
         raise ValueError(f"{path} {what}: {reason.splitlines()[0]}") from error
 
 

@@ -116,14 +116,23 @@ def open(name: str | Path) -> "Source":  # weights.open(...), like gzip.open
             raise ValueError(f"{name} is not a file: name a .gguf file that exists")
         return GGUF(path)
     if not path.is_dir():
-        if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
+        if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)):
             raise ValueError(
-                f"{name} is neither a folder, nor a .gguf file, nor a hub id like owner/model"
+                f"{name} is neither a folder or a .gguf file here (if it has moved, name its new "
+                "place), nor a hub id like owner/model"
             )
         # a repository may also hold the same weights in formats that nobody reads here
         wanted = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
         with readable(name, "is not a folder here and could not be fetched from the hub"):
             path = Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
+    others = sorted(
+        file.name for file in path.iterdir() if file.suffix in (".gguf", ".bin", ".pth")
+    )
+    if others and not any(path.glob("*.safetensors")):
+        raise ValueError(
+            f"{path} has no .safetensors, but {', '.join(others)}: name a .gguf file itself, and "
+            "save a .bin or .pth, which may hold code, as safetensors"
+        )
     return Safetensors(path)
 
 
