@@ -214,7 +214,7 @@ def test_a_config_that_contradicts_itself_or_says_more_is_one_sentence(tmp_path,
 def test_the_code_of_a_strangers_folder_never_runs(tiny, tmp_path, monkeypatch, file):
     """transformers would ask on the terminal, and run it on "y"."""
     shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "evil.py").write_text("raise KeyboardInterrupt('it ran')")
+    (tmp_path / "evil.py").write_text("raise SystemExit('it ran')")
     auto = {name: "evil.Evil" for name in ("AutoConfig", "AutoModelForCausalLM")}
     auto["AutoTokenizer"] = ["evil.Evil", None]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Evil"}))
