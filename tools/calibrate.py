@@ -74,17 +74,12 @@ def calibrate(config: Config, place: Path) -> None:
 
 @torch.no_grad()
 def quantise(
-    decoder: Decoder,
-    source: weights.Source,
-    texts: list[list[int]],
-    damping: float = 0.01,
-    quantised_inputs: bool = True,
+    decoder: Decoder, source: weights.Source, texts: list[list[int]], damping: float = 0.01
 ) -> dict[str, torch.Tensor]:
     """→ {name: tensor on the CPU}, what model.safetensors will hold.
 
     decoder: the source's model in any quantisation, on the device to use. It loses its layers, so
-    that their memory is free. texts: token ids. quantised_inputs: False calibrates each layer on
-    what the layers before it return in 16 bits.
+    that their memory is free. texts: token ids. damping: as nvfp4.quantize's.
 
     ValueError: the texts have fewer tokens than a matrix has columns, or its inputs have NaN.
     """
@@ -108,15 +103,16 @@ def quantise(
             hessians[layer] = x.T @ x
 
     def calibrated(i, *inputs):
-        """What layer i returns for the texts."""
+        """What layer i returns for the texts, once it is quantised."""
         block = Block(build, i)
         with disabled(block):  # there is no adapter yet
             with register_module_forward_pre_hook(observe):
-                outputs = block(*inputs)
+                block(*inputs)
             for name, layer in lora_layers(block).items():
-                place = f"model.layers.{i}.{name}"
-                tensors.update(quantise_layer(layer, place, hessians.pop(layer), damping))
-            return block(*inputs) if quantised_inputs else outputs
+                tensors.update(
+                    quantise_layer(layer, f"model.layers.{i}.{name}", hessians.pop(layer), damping)
+                )
+            return block(*inputs)
 
     layers = [partial(calibrated, i) for i in range(len(decoder.layers))]
     del decoder.layers
