@@ -150,7 +150,7 @@ def _word_problem(record: dict) -> dict:
 #
 # A readable text is WORDS, a VALUE, WORDS, once DECORATION is read as blanks. A number that is only
 # a part of what is written, as 18 is of 18², 18 * 2 and 18 million, would reward a wrong answer. So
-# WORDS lists the characters that may be beside a number, and no NUMERAL may be next to it.
+# WORDS lists the characters that may be beside a number, and no NUMERAL may be its neighbor.
 
 # LaTeX's \text{, \boxed{, \( and \, ; bold and italic type, currencies, quotes
 DECORATION = r"\\(?:text|boxed|[][(),;:!%$ ])|\*\*|[{}$€£¥₹'\"’“”`~≈#]|(?<![\w}])_|_(?![\w{])"
@@ -158,19 +158,17 @@ DECORATION = r"\\(?:text|boxed|[][(),;:!%$ ])|\*\*|[{}$€£¥₹'\"’“”`~�
 WORDS = r"(?:[a-zA-Z\s.,:;?!—()%°]|[/-](?=[a-zA-Z]))*"
 # 18, -7, 1,000, 18.50 or 3/4
 VALUE = r"-?(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+|/[1-9][0-9]*)?)"
-# a word that changes the number beside it: 5k, 5 squared, 3 dozen, minus 5
-NUMERAL = r"(?:[kKMB]|[bm]n|mil|pi|(?i:(?:{})(?:s|ths?)?))\b".format(
-    "minus|negative|twice|double|triple|squared|cubed|half|halves|third|quarter|dozen|hundred|"
-    "thousand|lakh|crore|million|billion|trillion|two|three|four|five|six|seven|eight|nine|ten|"
-    "eleven|twelve|[a-z]+teen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|fif|eigh|nin"
+# A VALUE begins behind a blank, which refuses x18. 18! is a factorial.
+NUMBER = re.compile(rf"{WORDS}(?<!\S)({VALUE})(?!\W*!){WORDS}")
+# words that change the number beside them: 5k, 5 squared, 3 dozen, two fifths, minus 5
+NUMERAL = re.compile(
+    r"[kKMB]|[bm]n|mil|pi|(?i:(?:minus|negative|twice|double|triple|squared|cubed|half|halves|third"
+    r"|quarter|dozen|hundred|thousand|lakh|crore|million|billion|trillion|two|three|four|five|six"
+    r"|seven|eight|nine|ten|eleven|twelve|[a-z]+teen|twenty|thirty|forty|fifty|sixty|seventy|eighty"
+    r"|ninety|fif|eigh|nin)(?:s|ths?)?)"
 )
 # what may be between the two: half of 18, 2 and a half
-LINK = r"(?:\W+(?:and|or|of|to|by|point|a|an|one)\b)*"
-BEFORE = rf"(?!.*\b{NUMERAL}{LINK}\W+[0-9])"
-# behind a number its unit may come first: 2 feet and a half
-BEHIND = rf"(?!\W*!|(?:\W*[a-zA-Z]+(?=\W))?{LINK}\W*{NUMERAL})"
-# A VALUE begins behind a blank, which refuses x18.
-NUMBER = re.compile(rf"{BEFORE}{WORDS}(?<!\S)({VALUE}){BEHIND}{WORDS}", re.DOTALL)
+LINKS = frozenset("and or of to by point a an one".split())
 # where a text is cut into pieces: behind a clause (not at the blank "\, " of LaTeX), at = and "is"
 CUT = re.compile(r"(?<!\\)[.,:;?]\s|[=<>\n]|\b(?:is|are|equals|gives)\b")
 # a product or a sum, and behind it a verb that announces its value: 7 * 8 makes 56
@@ -198,7 +196,20 @@ def read_number(text: str) -> Fraction | None:
     text = re.sub(DECORATION, " ", text)
     text = re.sub(r"[-–−]\s*", "-", text)
     match = NUMBER.fullmatch(text)
-    return Fraction(match[1].replace(",", "")) if match and len(match[1]) <= 40 else None
+    if not match or len(match[1]) > 40:
+        return None
+    before = re.findall("[a-zA-Z]+", text[: match.start(1)])
+    behind = re.findall("[a-zA-Z]+", text[match.end(1) :])
+    # Behind a number its unit may come first, as in 2 feet and a half.
+    if any(map(_begins_with_numeral, (before[::-1], behind, behind[1:]))):
+        return None
+    return Fraction(match[1].replace(",", ""))
+
+
+def _begins_with_numeral(words: list[str]) -> bool:
+    """→ whether the first of these words that is no LINK is a NUMERAL."""
+    first = next((word for word in words if word.lower() not in LINKS), "")
+    return NUMERAL.fullmatch(first) is not None
 
 
 def last_number(text: str) -> Fraction | None:
