@@ -29,7 +29,7 @@ imported in functions, because safetensors load without it.
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -304,9 +304,10 @@ def readable(path: str | Path, what: str = "cannot be read") -> Iterator[None]:
         yield
     except Exception as error:  # each library raises its own types
         reason = re.sub(r":\s*\n\s*", ": ", str(error).strip()) or type(error).__name__
-        for file in (Path(path), *Path(path).glob("*.*")):
-            if file.is_file() and file.open("rb").read(24) == b"version https://git-lfs.":
-                reason = f"{file.name} is a pointer of Git LFS: fetch the file by git lfs pull"
+        with suppress(OSError):  # the subject may be no path, or one that nobody may read
+            for file in (Path(path), *Path(path).glob("*.*")):
+                if file.is_file() and file.open("rb").read(24) == b"version https://git-lfs.":
+                    reason = f"{file.name} is a pointer of Git LFS: fetch the file by git lfs pull"
         raise ValueError(f"{path} {what}: {reason.splitlines()[0]}") from error
 
 
