@@ -115,13 +115,15 @@ def write_logprobs(
             num_warps=8,
         )
         return
+    # In place, and log_p is freed before d_logits is written: at most three such matrices exist.
     log_p = logits.div_(temperature).log_softmax(-1)
-    p = log_p.exp()
     logprob.copy_(log_p.gather(1, targets[:, None])[:, 0])
-    entropy.copy_(-(p * log_p).sum(-1))
+    p = log_p.exp()
+    entropy.copy_(-log_p.mul_(p).sum(-1))
+    log_p = None
     if d_logits is not None:
         onehot_minus_p = p.neg_().scatter_add_(1, targets[:, None], torch.ones_like(p[:, :1]))
-        d_logits.copy_(onehot_minus_p / temperature)
+        torch.div(onehot_minus_p, temperature, out=d_logits)
 
 
 # do_not_specialize_on_alignment: Triton compiles a kernel anew for addresses that 16 does not

@@ -196,6 +196,19 @@ def test_the_users_own_allocator_setting_wins(monkeypatch):
     assert os.environ[name] == "expandable_segments:True"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+def test_a_cpu_returns_the_memory_of_freed_tensors():
+    """200 MB of them, between which others stay."""
+    code = (
+        "import torch; from tools import budget; budget.grow_segments(); "
+        "pages = lambda: int(open('/proc/self/statm').read().split()[1]); "
+        "torch.ones(2**21); start = pages(); "  # from its end on glibc may keep 8 MB and less
+        "some = [torch.ones(size) for _ in range(100) for size in (2**19, 9)]; "
+        "del some[::2]; print((pages() - start) * 4096)"
+    )
+    assert int(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT)) < 20e6
+
+
 @pytest.mark.gpu
 def test_gpu_the_allocator_grows_its_segments(monkeypatch):
     """In a process of its own: the setting is read once, at the first tensor on the GPU."""

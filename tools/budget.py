@@ -15,9 +15,11 @@ recomputes every layer but the last: tools/memory.choose says why.
 Needs: torch, tqdm; model.py, rollout.py, tools/memory.py.
 """
 
+import ctypes
 import math
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 
 import torch
 from tqdm import tqdm
@@ -27,13 +29,19 @@ from rollout import Sampler, free_memory
 from tools import memory
 from tools.memory import MicroBatch, PromptRows, micro_batches
 
+M_MMAP_THRESHOLD = -3  # of malloc.h: larger pieces are mapped one by one
 CPU_TOKENS = 1024  # of a micro-batch on a CPU
 
 
 def grow_segments() -> None:
     """Let PyTorch's allocator enlarge the segments that it has, where it would take new ones: then
     long answers leave no gaps. Call it before anything lies on the GPU. The user's setting wins.
+
+    On a CPU let glibc return the memory of freed tensors. Else it learns from the first ones to
+    keep up to 32 MB of each, and the next micro-batch leaves gaps in what it kept.
     """
+    with suppress(AttributeError):  # of another libc
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
