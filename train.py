@@ -38,7 +38,7 @@ from model import load
 from rollout import Rollout, Sampler
 from tools import weights
 from tools.adapter import load_adapter
-from tools.budget import Budget, grow_segments, limit_memory
+from tools.budget import Budget, grow_segments, limit_memory, return_freed_memory
 from tools.diagnostics import (
     PREFLIGHT_PROMPTS,
     means_of,
@@ -490,6 +490,7 @@ def preflight(
     """--preflight: a step of 32 prompts, without noise and without its update, and a report on it →
     the exit code, 3 if training would be pointless.
     """
+    return_freed_memory()  # these 32 prompts may be several steps of training
     _, ranks = rank_and_count()
     prompts = (PREFLIGHT_PROMPTS + ranks - 1) // ranks * ranks  # a multiple of the ranks
     probe = dataclasses.replace(config, prompts=prompts, resample=0)

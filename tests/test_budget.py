@@ -200,7 +200,7 @@ def test_the_users_own_allocator_setting_wins(monkeypatch):
 def test_a_cpu_returns_the_memory_of_freed_tensors():
     """200 MB of them, between which others stay."""
     code = (
-        "import torch; from tools import budget; budget.grow_segments(); "
+        "import torch; from tools import budget; budget.return_freed_memory(); "
         "pages = lambda: int(open('/proc/self/statm').read().split()[1]); "
         "torch.ones(2**21); start = pages(); "  # from its end on glibc may keep 8 MB and less
         "some = [torch.ones(size) for _ in range(100) for size in (2**19, 9)]; "
@@ -214,7 +214,7 @@ def test_gpu_the_allocator_grows_its_segments(monkeypatch):
     """In a process of its own: the setting is read once, at the first tensor on the GPU."""
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)  # a train.py before has set it
     code = (
-        "import torch; from tools import budget; budget.grow_segments(); "
+        "import torch; from tools import budget; budget.return_freed_memory(); "
         "torch.ones(1, device='cuda'); "
         "print(torch.cuda.memory._snapshot()['allocator_settings']['expandable_segments'])"
     )

@@ -36,13 +36,17 @@ CPU_TOKENS = 1024  # of a micro-batch on a CPU
 def grow_segments() -> None:
     """Let PyTorch's allocator enlarge the segments that it has, where it would take new ones: then
     long answers leave no gaps. Call it before anything lies on the GPU. The user's setting wins.
+    """
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
-    On a CPU let glibc return the memory of freed tensors. Else it learns from the first ones to
-    keep up to 32 MB of each, and the next micro-batch leaves gaps in what it kept.
+
+def return_freed_memory() -> None:
+    """On a CPU, let glibc return the memory of freed tensors at once. Else it learns from the first
+    ones to keep up to 32 MB of each, and the next micro-batch leaves gaps in what it kept. It makes
+    a step slower, so training does without.
     """
     with suppress(AttributeError):  # of another libc
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 def limit_memory(gb: float) -> None:
