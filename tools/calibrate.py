@@ -21,7 +21,7 @@ One layer is in memory at a time, in 16 bits:
 So a layer is calibrated on what the quantised layers before it return, as in GPTQ's paper (arXiv
 2210.17323). Embeddings, lm_head, norms and biases are copied. DST appears when it is complete.
 
-Needs: torch, tqdm, huggingface_hub; nvfp4.py, fp4_gemm.py, lora.py, model.py, rollout.py,
+Needs: torch, tqdm; nvfp4.py, fp4_gemm.py, lora.py, model.py, rollout.py,
 ops/attention.py, tools/{adapter,environment,export,flags,run,weights}.py.
 """
 
@@ -29,7 +29,6 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import huggingface_hub
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from tqdm import tqdm
@@ -43,7 +42,7 @@ from rollout import Sampler
 from tools import weights
 from tools.adapter import FUSED
 from tools.environment import draw_problems, load_environment, load_task
-from tools.export import copy_tokenizer, new_folder, write_config
+from tools.export import copy_tokenizer, new_folder, packed, write_config, write_tensors
 from tools.flags import Config, parse
 from tools.run import one_sentence
 
@@ -69,7 +68,7 @@ def calibrate(config: Config, place: Path) -> None:
         with weights.readable(place, "cannot be written"):
             copy_tokenizer(source, folder)
             write_config(source, folder, "nvfp4")
-            huggingface_hub.save_torch_state_dict(tensors, folder)
+            write_tensors(tensors.items(), folder)
 
 
 @torch.no_grad()
@@ -137,13 +136,11 @@ def quantise_layer(
         q = nvfp4.quantize(W, "gptq", hessian=hessian, damping=damping)
     layer.base.weight = Dense(nvfp4.dequantize(q, W.dtype))
     parent, _, module = name.rpartition(".")
-    projections = FUSED.get(module, (module,))
+    codes, scales = q.packed.cpu().split(layer.splits), q.block_scale.cpu().split(layer.splits)
     tensors = {}
-    for end, whole in (("packed", q.packed), ("scale", q.block_scale)):
-        for projection, part in zip(projections, whole.split(layer.splits), strict=True):
-            # copy: safetensors refuses parts of one storage
-            tensors[f"{parent}.{projection}.weight_{end}"] = part.to("cpu", copy=True)
-            tensors[f"{parent}.{projection}.weight_global_scale"] = 1 / q.global_scale.cpu().view(1)
+    for projection, *part in zip(FUSED.get(module, (module,)), codes, scales, strict=True):
+        weight = nvfp4.NVFP4Tensor(*part, q.global_scale.cpu())
+        tensors.update(packed(f"{parent}.{projection}", weight, "nvfp4"))
     return tensors
 
 
