@@ -159,7 +159,6 @@ def train(
 
             with run.signals_deferred():  # until the step is made, logged and saved
                 stats = trainer.update(experience, lr)
-                state.drawn = batch.drawn
                 if config.sigma_schedule == "adaptive":
                     # Measure outside the noise, which is what moved the sampler, if no answer was
                     # trained: too much noise may be why there is no signal.
@@ -172,6 +171,7 @@ def train(
                             measure=grpo.kl_k3,
                         )
                     state.sigma = aqn.adapted(sigma, stats["kl_noise"], config.sigma_target)
+                state.drawn = batch.drawn
                 # log the step, and count it in state.step
                 run.made(step, batch.stats | stats | dict(sigma=sigma, lr=lr))
                 if evaluating:
