@@ -104,12 +104,13 @@ def quantize(
     own_scale = shared_global_scale(w)  # refuses NaN and infinity
     global_scale = own_scale if global_scale is None else global_scale
     N, K = w.shape
-    # Work on some rows at a time: the fp32 copies below would fill the memory for a whole matrix.
-    numbers_at_once = CHUNK if w.device.type == "cpu" else 64 * CHUNK
-    rows = max(1, numbers_at_once // (K * len(OFFSETS[method])))
     if method == "gptq":
         factor = _correction_factors(hessian, K, damping)
-        rows = N  # on a GPU a column of all rows takes as long as one of a few
+        rows = N  # a column is one step, whose fixed cost does not grow with its rows
+    else:
+        # some rows at a time: the fp32 copies below would fill the memory for a whole matrix
+        numbers_at_once = CHUNK if w.device.type == "cpu" else 64 * CHUNK
+        rows = max(1, numbers_at_once // (K * len(OFFSETS[method])))
     packed, block_scale = [], []
     for part in w.split(rows):
         scaled = part.float() / global_scale  # (n, K)

@@ -101,10 +101,10 @@ def save_file(tensors: dict[str, torch.Tensor], path: str | Path, metadata: dict
     os.chmod(path, 0o666 & ~mask)
 
 
-def read_adapter(folder: str | Path) -> tuple[dict, dict[str, torch.Tensor]]:
-    """→ PEFT's two files: the settings, and {tensor name: tensor}.
+def read_settings(folder: str | Path) -> dict:
+    """→ the settings of PEFT's adapter_config.json.
 
-    ValueError: a file is missing or damaged.
+    ValueError: that file or the tensors' file is missing, or the settings are damaged.
     """
     folder = Path(folder)
     for file in (CONFIG, TENSORS):
@@ -114,10 +114,22 @@ def read_adapter(folder: str | Path) -> tuple[dict, dict[str, torch.Tensor]]:
                 remedy = "save adapter_model.bin, which may hold code, as safetensors"
             raise ValueError(f"{folder} holds no {file}: {remedy}")
     try:
-        config = json.loads((folder / CONFIG).read_text())
-        if not isinstance(config, dict):
-            raise ValueError(f"{type(config).__name__!r} in the place of its settings")
-        return config, load_file(folder / TENSORS)
+        settings = json.loads((folder / CONFIG).read_text())
+        if not isinstance(settings, dict):
+            raise ValueError(f"{type(settings).__name__!r} in the place of its settings")
+    except ValueError as error:
+        raise ValueError(f"{folder} holds a damaged adapter: {error}") from error
+    return settings
+
+
+def read_adapter(folder: str | Path) -> tuple[dict, dict[str, torch.Tensor]]:
+    """→ PEFT's two files: the settings, and {tensor name: tensor}.
+
+    ValueError: a file is missing or damaged.
+    """
+    settings = read_settings(folder)
+    try:
+        return settings, load_file(Path(folder) / TENSORS)
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{folder} holds a damaged adapter: {error}") from error
 
@@ -139,7 +151,7 @@ def other_base(folder: str | Path, name: str) -> str:
     """→ the base model that an adapter names, if it is another than `name`; else "". Only the last
     part of each name counts, because a folder and an id of the hub may hold the same model.
     """
-    config, _ = read_adapter(folder)
+    config = read_settings(folder)
     base = str(config.get("base_model_name_or_path") or name)
     return "" if _own_name(base) == _own_name(name) else base
 

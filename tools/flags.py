@@ -17,7 +17,7 @@ import torch
 from aqn import SCHEDULES
 from grpo import LOSSES
 from tasks import TASKS
-from tools.adapter import read_adapter
+from tools.adapter import read_settings
 from tools.weights import QUANT
 
 # Flags of earlier versions, and their defaults: a run whose config.json has another value of one
@@ -296,7 +296,7 @@ def _of_adapters_run(given):
     if not os.path.isfile(f"{run}/metrics.jsonl"):
         settings = {}
         with suppress(ValueError):  # load_adapter will refuse it, by a sentence
-            settings, _ = read_adapter(given["adapter"])
+            settings = read_settings(given["adapter"])
         found = {"rank": settings.get("r"), "alpha": settings.get("lora_alpha")}
         return {name: x for name, x in found.items() if type(x) in (int, float)}
     flags = flags_of_run(run)

@@ -176,10 +176,12 @@ def _latex_problem(record: dict) -> dict:
     # math-verify takes the letters of "The answer is 5" for variables, so that 5 would score 0.
     # "5 apples" is no such gold: the number alone equals it.
     number = re.sub(r"(?<![\\{A-Za-z])[A-Za-z]{4,}", "", gold)
-    prose = " " in gold and number != gold and "\\text" not in gold and not equal(gold, number)
-    # an integer equals itself: do not start math-verify for each of thousands
+    has_words = " " in gold and number != gold and "\\text" not in gold
+    is_prose = has_words and not equal(gold, number)
     problem = {"answer": gold}
-    if prose or not (gold.isdecimal() or math_reward(problem, f"\\boxed{{{gold}}}", True)):
+    # an integer equals itself: do not start math-verify for each of thousands
+    equals_itself = gold.isdecimal() or math_reward(problem, f"\\boxed{{{gold}}}", True)
+    if is_prose or not equals_itself:
         raise ValueError(
             f"no answer would equal its answer {gold[:60]!r}: write "
             "the formula alone, and words that belong to it as \\text{…}"

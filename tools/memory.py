@@ -342,9 +342,8 @@ def choose(
     Two measured facts decide. Each micro-batch decodes all packed weights anew, which takes as long
     as computing DECODED_TOKENS more; choose() adds it for bf16 weights too, which nothing decodes.
     Recomputing every layer adds RECOMPUTED to the time. Backward recomputes the first layers,
-    because it has then freed the memory of the last ones. Unless every
-    layer is asked for, callers exclude the last layer by `recomputed`: backward reads its
-    activations first, and its input would be kept beside them.
+    because it has then freed the memory of the last ones. Callers exclude the last layer by
+    `recomputed`: backward reads its activations first, and its input would be kept beside them.
 
     groups: of all rows. budgets: micro_tokens to choose from, falling. recomputed: numbers of
     layers to choose from, rising.
