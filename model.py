@@ -159,6 +159,11 @@ class Attention(nn.Module):
         heads = attend(self.qkv_proj(h), self.heads, layer=self.layer_idx)
         return self.o_proj(heads)
 
+    def int8_frame(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """→ attention.center_and_stretch of this layer."""
+        bias = self.qkv_proj(0 * self.qkv_proj.copy_A[:1])  # of a hidden state of zeros
+        return attention.center_and_stretch(bias.float(), self.heads, cos, sin)
+
 
 class MLP(nn.Module):
     def __init__(self, build: Builder, layer_idx: int):

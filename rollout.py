@@ -155,12 +155,16 @@ class Limits(NamedTuple):
 
 
 class Sampler:
-    """slots: most rows that run at once. pages: most pages of keys and values; None: as many as are
+    """kv: how pages hold keys and values, "bf16" (a CPU: fp32) or "int8".
+
+    slots: most rows that run at once. pages: most pages of keys and values; None: as many as are
     needed, or as a GPU's free memory holds.
     """
 
-    def __init__(self, model: Decoder, slots: int = SLOTS, pages: int | None = None):
-        self.model, self.slots, self.pages = model, slots, pages
+    def __init__(
+        self, model: Decoder, slots: int = SLOTS, pages: int | None = None, kv: str = "bf16"
+    ):
+        self.model, self.slots, self.pages, self.kv = model, slots, pages, kv
         self.held = math.inf  # pages that the memory has held, after it ran out
         self.page_size = CPU_PAGE if model.device.type == "cpu" else attention.PAGE
         self.limits = None  # Limits of the last call of generate
@@ -262,7 +266,7 @@ class Sampler:
         """
         c = self.model.config
         if self.model.device.type == "cpu":
-            page = self.page_size * 2 * cached_bytes(c)  # fp32
+            page = self.page_size * 2 * cached_bytes(c, self.kv)  # fp32
             return max(self._pages_of(length), CPU_CACHE // page)
         # A prefill decodes one packed weight at a time to bf16. The largest is that of gate and up.
         decoded = 4 * c.hidden_size * c.intermediate_size
@@ -273,7 +277,7 @@ class Sampler:
         reserved = decoded + prefill_bytes(c, prefill) + slots * decoding + gaps
         torch.cuda.empty_cache()  # what the allocator still holds is too fragmented to count
         left = free_memory() - reserved
-        return max(0, int(left // (self.page_size * cached_bytes(c))))
+        return max(0, int(left // (self.page_size * cached_bytes(c, self.kv))))
 
 
 def _check(prompts, max_new_tokens, context):
@@ -517,16 +521,22 @@ class ModelRunner:
         self.graphs = DecodeGraphs(slots, splits, sampler.loaded.setdefault(kind, set()))
         c = self.model.config
         key_heads = c.num_key_value_heads
-        shape = c.num_hidden_layers, pages, key_heads, self.page_size, head_dim(c)
+        shape = c.num_hidden_layers, pages, 2 * key_heads, self.page_size
         blocks = math.ceil(splits * attention.SPLIT / self.page_size)
         with self.model.device:
             self.stops = torch.tensor(sorted(params.stop_ids), dtype=torch.long)
             # zeros, not empty: on a CPU a masked position has weight 0, and 0 · NaN would be NaN
-            self.cache = attention.KVCache(
-                k=torch.zeros(shape, dtype=self.model.dtype),
-                v=torch.zeros(shape, dtype=self.model.dtype),
-                counters=torch.zeros(slots * key_heads, dtype=torch.int32),
-            )
+            if sampler.kv == "int8":
+                angles = self.model.rotary(torch.arange(rollout.tokens.shape[1]))
+                frames = [layer.self_attn.int8_frame(*angles) for layer in self.model.layers]
+                center, stretch = map(torch.stack, zip(*frames, strict=True))
+                int8 = attention.Int8(torch.zeros(*shape, 1), center, stretch)
+                kv = torch.zeros(*shape, head_dim(c) // 2, dtype=torch.int16)
+            else:
+                int8 = None
+                kv = torch.zeros(*shape, head_dim(c), dtype=self.model.dtype)
+            counters = torch.zeros(slots * key_heads, dtype=torch.int32)
+            self.cache = attention.KVCache(kv, counters, int8)
             zeros = torch.zeros(slots, dtype=torch.long)
             self.slots = Slots(
                 rollout_row=zeros.clone(),
@@ -549,7 +559,7 @@ class ModelRunner:
             self.prefill(prefills)
         if copies:
             source, copy = torch.tensor(copies, device=self.model.device).T
-            for x in (*self.cache.k, *self.cache.v):  # of each layer: (pages, Hkv, page_size, Dh)
+            for x in self.cache.paged():
                 x[copy] = x[source]
         self.stats["prefill_s"] += _seconds() - began
 
@@ -774,9 +784,11 @@ def free_memory() -> float:
     return min(free, allowed - torch.cuda.memory_reserved())
 
 
-def cached_bytes(config: PreTrainedConfig) -> int:
-    """→ bytes of one token's keys and values in all layers, in bf16."""
-    return 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config)
+def cached_bytes(config: PreTrainedConfig, kv: str = "bf16") -> int:
+    """→ bytes of one token's keys and values in all layers. In int8 a head has a scale, in fp32."""
+    Dh = head_dim(config)
+    of_head = Dh + 4 if kv == "int8" else 2 * Dh
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * of_head
 
 
 def scratch_bytes(config: PreTrainedConfig, length: int) -> int:

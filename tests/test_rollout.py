@@ -198,19 +198,19 @@ def steps(monkeypatch):
         assert runner.cuda or all(older() is None for _, older in batches)
         batches.append((scheduler, weakref.ref(runner)))
         sample(scheduler, runner, bar)
-        assert sorted(scheduler.pool.free) == [*range(runner.cache.k.shape[1])]
+        assert sorted(scheduler.pool.free) == [*range(runner.cache.kv.shape[1])]
         assert not any(scheduler.pool.users.values())
 
     def checked_step(runner, batch_size, splits):
         scheduler, _ = batches[-1]
         used, shared = [*scheduler.pool.free], {}
-        for x in runner.cache[:2]:
-            x[:, used] = 100.0
+        for x in runner.cache.paged():
+            x[used] = 100
         for s in scheduler.running:
             full = (s.prompt_length - 1) // scheduler.page_size
             assert shared.setdefault(s.group, s.pages[:full]) == s.pages[:full]
             used += s.pages[full:]
-        assert sorted(sum(shared.values(), used)) == [*range(runner.cache.k.shape[1])]
+        assert sorted(sum(shared.values(), used)) == [*range(runner.cache.kv.shape[1])]
         position, table = runner.slots.position, runner.slots.block_table
         columns = table.shape[1] * scheduler.page_size
         assert position.max() < splits * attention.SPLIT <= columns
@@ -221,9 +221,9 @@ def steps(monkeypatch):
     def checked_fill(runner, started):
         scheduler, _ = batches[-1]
         pages = sum((s.pages for s in scheduler.running if s not in started), [])
-        old = [x[:, pages] for x in runner.cache[:2]]
+        old = [x[pages] for x in runner.cache.paged()]
         fill(runner, started)
-        assert all(map(torch.equal, old, [x[:, pages] for x in runner.cache[:2]]))
+        assert all(map(torch.equal, old, [x[pages] for x in runner.cache.paged()]))
 
     monkeypatch.setattr(rollout, "continuous_batching", checked_sample)
     monkeypatch.setattr(runner_type, "decode_step", checked_step)
@@ -303,6 +303,68 @@ def test_pages_change_nothing(m, r, steps, prefills, page_size, pages, slots):
     prompts = [prompt[:-1] for prompt in PROMPTS]
     going_on = [text for text in sum(prefills, []) if text not in prompts]
     assert 0 < len(going_on) <= sampler.stats["preempted"] and sampler.stats["preempted"] > 5
+
+
+# --- keys and values of 8 bits
+
+
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory):
+    """→ a tiny Qwen2 with large key biases in the pairs that RoPE turns fastest and slowest."""
+    folder = tmp_path_factory.mktemp("biased")
+    tiny_checkpoint(folder, "qwen2", num_hidden_layers=2)
+    m = learned(model.load(weights.open(folder), quant="bf16", rank=4, alpha=8), 0.05)
+    for layer in m.layers:
+        layer.self_attn.qkv_proj.base.bias.view(8, 16)[4:6, [0, 7]] += 30
+    return m
+
+
+class Rounded(attention.Packed):
+    """A text whose keys and values are rounded to integers, by the words of attention.Int8."""
+
+    def __init__(self, m, tokens, positions):
+        super().__init__([(tokens, [])], m.device)
+        self.m, self.positions_of_sampler = m, torch.arange(positions)
+
+    def __call__(self, qkv, heads, cos, sin, layer):
+        q, k, v = attention.rotated_heads(qkv, heads, cos, sin)
+        angles = self.m.rotary(self.positions_of_sampler)
+        layer = self.m.layers[layer].self_attn
+        bias = layer.qkv_proj.base.bias.view(8, 16)[4:6].expand(
+            len(self.positions_of_sampler), -1, -1
+        )
+        center = attention.rope(bias, *angles).mean(0)
+        stretch = layer.int8_frame(*angles)[1][:2]
+        assert stretch.unique().tolist() == [1, 8]  # of the pair that RoPE turns fastest
+        k = self.integers((k - center) / stretch) * stretch
+        return self.attend_to_group(q, k, self.integers(v), *self.spans[0])
+
+    def integers(self, x):
+        step = x.abs().amax(-1, keepdim=True) / 127
+        return (x / step).round() * step
+
+
+@torch.no_grad()
+def test_int8_pages_change_nothing_but_the_rounding(biased, steps):
+    """In pages of any size, preempted or not, answers are those of naive sampling with rounded keys
+    and values. A number between two integers may be rounded either way, as sums go.
+    """
+    r = Sampler(biased, kv="int8").generate(*DRAW)
+    row, place = r.answer_mask().nonzero().T
+    place -= r.prompt_lengths[row]
+    naive = []
+    for ids, p, n in zip(r.tokens, r.prompt_lengths.tolist(), r.lengths.tolist(), strict=True):
+        text = Rounded(biased, p + n, positions=17 + 20)
+        naive.append(biased(ids[: p + n], text.positions, text)[p - 1 : -1])
+    token, logprob = sampling.sample(biased.logits(torch.cat(naive)), 1.0, 5, 2, row, place)
+    assert torch.equal(r.tokens[r.answer_mask()], token)
+    torch.testing.assert_close(r.logprobs[r.answer_mask()], logprob, atol=1e-2, rtol=0)
+    assert 0.01 < gap(biased, r) < 1  # from the trainer, which does not round
+    for page_size, pages, slots in ((2, 18, 32), (5, 8, 32), (1, 36, 7)):
+        sampler = limited(biased, page_size, slots=slots, pages=pages, kv="int8")
+        s = sampler.generate(*DRAW)
+        assert torch.equal(s.tokens, r.tokens) and sampler.stats["preempted"] > 5
+        torch.testing.assert_close(s.logprobs, r.logprobs, atol=1e-2, rtol=0)
 
 
 def test_a_group_shares_its_prompt_after_its_first_rows_have_ended(m, steps, prefills):
