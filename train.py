@@ -542,7 +542,7 @@ def main(arguments: list[str]) -> int:
         f"{config.task}: {environment.summary()}; "
         f"{config.prompts} prompts × {config.group_size} answers a step"
     )
-    sampler = Sampler(model)
+    sampler = Sampler(model, kv=config.kv)
     trainer = Trainer(config, model)
     if on_gpu and environment.longest_prompt:
         prompts = [environment.longest_prompt] * (config.prompts // ranks)
