@@ -731,20 +731,21 @@ def _unpacked(pairs):
 
 
 @jit
-def _load_halves(cache, scales, at, seen, d, DH: constexpr):
-    """→ the two halves of vectors `at` (TILE,) of the cache, (HALF, TILE) each, and their scales
-    (TILE,), 1 if there are none. seen (TILE,): which to load.
+def _load_halves(cache, scales, at, t, seen, d, DH: constexpr):
+    """→ the two halves of vectors at + t of the cache, (HALF, TILE) each, and their scales (TILE,),
+    1 if there are none. seen (TILE,): which to load.
     """
     mask = seen & (d < DH // 2)[:, None]
     if scales is None:
-        place = cache + at * DH + d[:, None]
+        place = cache + at * DH + t * DH + d[:, None]
         x1 = tl.load(place, mask=mask, other=0.0)
         x2 = tl.load(place + DH // 2, mask=mask, other=0.0)
-        scale = tl.full(at.shape, 1.0, tl.float32)
+        scale = tl.full(t.shape, 1.0, tl.float32)
     else:
-        pairs = tl.load(cache + at * (DH // 2) + d[:, None], mask=mask, other=0)
+        half = DH // 2
+        pairs = tl.load(cache + at * half + t * half + d[:, None], mask=mask, other=0)
         x1, x2 = _unpacked(pairs)
-        scale = tl.load(scales + at, mask=seen, other=0.0)
+        scale = tl.load(scales + at + t, mask=seen, other=0.0)
     return x1, x2, scale
 
 
@@ -857,9 +858,9 @@ def _attention_kernel(
     for start in range(begin, tl.maximum(begin + 1, tl.minimum(begin + SPLIT, position)), TILE):
         t = tl.arange(0, TILE)
         seen = start + t < position
-        at = tl.where(start - begin < PAGE, in_page1, in_page2) + start - begin + t
-        k1, k2, k_scale = _load_halves(cache, scales, at, seen, d, DH)
-        v1, v2, v_scale = _load_halves(cache, scales, at + to_v, seen, d, DH)
+        at = tl.where(start - begin < PAGE, in_page1, in_page2) + start - begin
+        k1, k2, k_scale = _load_halves(cache, scales, at, t, seen, d, DH)
+        v1, v2, v_scale = _load_halves(cache, scales, at + to_v, t, seen, d, DH)
         if start == begin:
             qkv = _after_wait(qkv, PDL)  # (10)
             q_at = (h * REP + head)[:, None] * DH + d

@@ -328,8 +328,9 @@ def test_kernels_compile(cc, everything):
                 168 if (tile, warps) == (64, 2) and not of_cache else 255
             )  # 168: six CTAs on an SM
             made = shape | dict(TILE=tile)
+            stack = 16 if of_cache else 0  # Triton 3.6 spills 4 registers on sm_120
             ptx, _ = build(
-                attention._attention_kernel, cc, made, types | of_cache, (), warps, 3, most
+                attention._attention_kernel, cc, made, types | of_cache, (), warps, 3, most, stack
             )
             # a kernel that does not wait lets the next overtake
             assert ptx.count("griddepcontrol.wait") == 2 * (cc >= 90)
