@@ -17,6 +17,8 @@ tokens a token sees; a layer calls them with its qkv:
                whose keys and values lie in pages of the KV cache. A block table lists a row's pages
                (vLLM's PagedAttention, arXiv 2309.06180), so rows may share the pages of a prompt.
 
+Pages hold keys and values in qkv's dtype, or as 8-bit integers in half of the bytes: see Int8.
+
 On a GPU, PyTorch's varlen_attn computes Packed, and a Triton kernel computes Paged. This file has
 that kernel twice. plain_attention is its standard form; tests/test_ops.py runs it on a CPU, in
 Triton's interpreter. You may stop reading there. _attention_kernel, which runs in a decode step, is
@@ -573,8 +575,8 @@ def _plain_kernel(
 #    all of them. Their scores are a matrix product, for tensor cores.
 #  4 That product is transposed, qk.T = K @ q.T, and so is acc. A tensor core's tile has at least 16
 #    rows, which keys fill, but only 8 columns, which suit few query heads.
-#  5 q and k are loaded as two halves, because RoPE pairs the halves. qk is the sum of the halves'
-#    products.
+#  5 q, k and v are loaded as two halves, because RoPE pairs the halves. qk is the sum of the
+#    halves' products. acc has two halves until the loop ends.
 #  6 exp2 replaces exp, which a GPU computes by exp2. The factor log2(e) is part of `scale`.
 #  7 l_i holds one sum for each line of the tile, and the lines are added up after the loop. So the
 #    loop adds no numbers across threads.
@@ -587,6 +589,13 @@ def _plain_kernel(
 #    (position, pages, cos, sin, the first tile of older keys and values) and only then waits for
 #    qkv. So the wait is in the loop's first iteration, between the loads of a tile and their use.
 #    Neither this layer's norm nor a kernel between it and this one may write what is loaded early.
+#
+# Only with 8-bit integers (Int8):
+# 11 An int16 has two integers, of the same place in both halves, so one load serves both. The
+#    float16 with the bytes 0x48 and n is 8 + n / 128, so one instruction makes floats of two
+#    integers. Triton would make bfloat16 of them by five, and transpose v byte by byte.
+# 12 The keys' scales multiply scores, and the values' scales multiply p: one number for each
+#    position instead of Dh. The stretch multiplies q, by its cos and sin.
 #
 # The loop of a row's last split starts from the new token, that of another split from nothing:
 #
@@ -718,10 +727,8 @@ def _merge_splits(ml_ptr, acc_ptr, last_split, head, in_out, REP: constexpr, DH:
 
 @jit
 def _unpacked(pairs):
-    """→ integers / 128 of pairs as to_int8 makes them, the first and the second of each, float16.
-
-    (11) The float16 with the bytes 0x48 and n is 8 + n / 128. So one instruction makes floats of
-    two integers. Triton would make bfloat16 of them by five.
+    """→ integers / 128 of pairs as to_int8 makes them: the first and the second of each, float16
+    (11).
     """
     first: constexpr = "lop3.b32 $0, $1, 0x00ff00ff, 0x48004800, 0xea;"
     second: constexpr = "prmt.b32 $0, $1, 0x48484848, 0x4341;"
@@ -808,7 +815,7 @@ def _attention_kernel(
 
     ROWS: REP rounded up to a power of two, at least 8, the columns of a tensor core's tile. HALF:
     Dh/2 rounded up to a power of two, at least 16. The masks exclude what lies past REP, past Dh
-    and past the row's position. v is loaded whole, (2·HALF, TILE).
+    and past the row's position.
     """
     h = tl.program_id(0)
     split = tl.program_id(1)
@@ -831,9 +838,9 @@ def _attention_kernel(
         center1 = tl.load(center, mask=in_d, other=0.0)
         center2 = tl.load(center + DH // 2, mask=in_d, other=0.0)
         factor = tl.load(stretch + h * DH + d, mask=in_d, other=1.0)
-    # (8) The keys of the split's position i are vector in_page1 + i of the cache if it is in the
-    # first page, and vector in_page2 + i if it is in the second, whose first position is i = PAGE.
-    # Its values are `to_v` vectors behind.
+    # (8) The key of the split's position i is vector in_page1 + i of the cache if i is in the first
+    # page, and vector in_page2 + i if it is in the second, whose first position is i = PAGE. The
+    # value is `to_v` vectors behind its key.
     page1 = tl.load(block_table + b * blocks + split * 2)
     page2 = tl.load(block_table + b * blocks + split * 2 + 1)
     in_page1 = (2 * page1 * Hkv + h) * PAGE
@@ -886,7 +893,7 @@ def _attention_kernel(
                 new1, new2 = _store_halves(cache, scales, slot + to_v, new1, new2, d[None, :], DH)
                 acc1 += tl.trans(new1)
                 acc2 += tl.trans(new2)
-        # (4, 5)
+        # (4, 5, 12)
         qk = tl.dot(tl.trans(k1), q1, input_precision="ieee")
         qk = tl.dot(tl.trans(k2), q2, qk, input_precision="ieee") * (scale * k_scale)[:, None]
         qk = tl.where(seen[:, None], qk, float("-inf"))  # (TILE, ROWS)
