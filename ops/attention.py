@@ -743,16 +743,15 @@ def _load_halves(cache, scales, at, t, seen, d, DH: constexpr):
     1 if there are none. seen (TILE,): which to load.
     """
     mask = seen & (d < DH // 2)[:, None]
+    width: constexpr = DH if scales is None else DH // 2
+    place = cache + at * width + t * width + d[:, None]
+    x1 = tl.load(place, mask=mask, other=0)
     if scales is None:
-        place = cache + at * DH + t * DH + d[:, None]
-        x1 = tl.load(place, mask=mask, other=0.0)
-        x2 = tl.load(place + DH // 2, mask=mask, other=0.0)
+        x2 = tl.load(place + DH // 2, mask=mask, other=0)
         scale = tl.full(t.shape, 1.0, tl.float32)
     else:
-        half = DH // 2
-        pairs = tl.load(cache + at * half + t * half + d[:, None], mask=mask, other=0)
-        x1, x2 = _unpacked(pairs)
-        scale = tl.load(scales + at + t, mask=seen, other=0.0)
+        x1, x2 = _unpacked(x1)
+        scale = tl.load(scales + at + t, mask=seen, other=0)
     return x1, x2, scale
 
 
