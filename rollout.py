@@ -52,8 +52,7 @@ the memory.
 
 Training takes no top-k and no top-p: the trainer's probabilities would include the tokens that the
 sampler excludes, and their ratio would be wrong. Evaluation computes no ratio and may use top-p.
-Needs: torch, transformers, numpy, tqdm; on a GPU also triton; ops/{attention,sampling}.py,
-model.py.
+Needs: torch, transformers, numpy, tqdm; ops/{attention,sampling}.py, model.py.
 """
 
 import math
@@ -71,12 +70,6 @@ from transformers import PreTrainedConfig
 
 from model import Decoder, head_dim
 from ops import attention, sampling
-from ops.sampling import constexpr, jit, launch_options, wait_for_predecessor
-
-try:
-    import triton.language as tl
-except ImportError:  # macOS has no Triton, and never launches the kernel that uses tl
-    pass
 
 SLOTS = 256  # most rows that run at once
 STEPS = 8  # most decode steps before the host reads which rows have ended
@@ -616,7 +609,7 @@ class ModelRunner:
             sequence=slots.sequence_number,
             position=self.rollout.lengths[slots.rollout_row],  # of the new token in its answer
         )
-        append(token, logprob, slots, self.stops, params.max_new_tokens, self.rollout)
+        sampling.append(token, logprob, slots, self.stops, params.max_new_tokens, self.rollout)
 
 
 def _seconds():
@@ -679,89 +672,6 @@ class DecodeGraphs:
         batch_size, splits = size
         larger = [(b, s) for b, s in self.graphs if b >= batch_size and s >= splits]
         return size if same or not larger else min(larger)
-
-
-def append(
-    token: torch.Tensor,
-    logprob: torch.Tensor,
-    slots: Slots,
-    stops: torch.Tensor,
-    max_new_tokens: int,
-    rollout: Rollout,
-):
-    """Write each row's new token to the Rollout; end the row at a stop token or at max_new_tokens.
-
-    token (n,) int64, logprob (n,) f32: from sampling.sample, for n slots. stops (m,) int64. Changed
-    in place: rollout; slots.last_token, which takes the token; slots.position, which grows by 1, or
-    becomes −1 when its row ends, and is then skipped.
-    """
-    if sampling.uses_kernels(logprob):
-        _append_kernel[len(token),](
-            # what was drawn, for which rows
-            token,
-            logprob,
-            slots.rollout_row,
-            slots.position,
-            # when an answer ends
-            stops,
-            len(stops),
-            max_new_tokens,
-            # receives the token, which the model reads next
-            slots.last_token,
-            # the Rollout
-            rollout.tokens,
-            rollout.logprobs,
-            rollout.lengths,
-            rollout.finished,
-            rollout.tokens.shape[1],
-            **launch_options(token),
-            num_warps=1,
-        )
-        return
-    live = slots.position >= 0
-    token, row, position = token[live], slots.rollout_row[live], slots.position[live] + 1
-    rollout.tokens[row, position] = token
-    rollout.logprobs[row, position] = logprob[live]
-    rollout.lengths[row] += 1
-    rollout.finished[row] = torch.isin(token, stops)
-    ended = rollout.finished[row] | (rollout.lengths[row] >= max_new_tokens)
-    slots.position[live] = torch.where(ended, -1, position)
-    slots.last_token[live] = token
-
-
-@jit(do_not_specialize=["limit", "width"])
-def _append_kernel(
-    token,
-    logprob,
-    rows,
-    positions,
-    stops,
-    n_stops,
-    limit,
-    last,
-    tokens,
-    logprobs,
-    lengths,
-    finished,
-    width,
-    PDL: constexpr,
-):
-    """Grid (n,): a CTA appends the token of one slot, as the torch lines of append do."""
-    wait_for_predecessor(PDL)
-    b = tl.program_id(0)
-    at = tl.load(positions + b) + 1
-    if at > 0:
-        row, new = tl.load(rows + b), tl.load(token + b)
-        length = tl.load(lengths + row) + 1
-        stop = 0
-        for i in range(n_stops):
-            stop |= (tl.load(stops + i) == new).to(tl.int32)
-        tl.store(tokens + row * width + at, new)
-        tl.store(logprobs + row * width + at, tl.load(logprob + b))
-        tl.store(lengths + row, length)
-        tl.store(finished + row, stop != 0)
-        tl.store(positions + b, tl.where((stop != 0) | (length >= limit), -1, at))
-        tl.store(last + b, new)
 
 
 # --- memory

@@ -111,7 +111,7 @@ def embed(ids: Tensor, table: Tensor) -> Tensor:
 @jit
 def _embed_kernel(ids, table, out, D: constexpr, TILE: constexpr, PDL: constexpr):
     """A CTA copies one row (D,) of the table. ids (rows,), out (rows, D) f32: a store casts."""
-    wait_for_predecessor(PDL)  # in a decode step, rollout.py's _append_kernel writes ids
+    wait_for_predecessor(PDL)  # in a decode step, sampling.py's _append_kernel writes ids
     row = tl.program_id(0).to(tl.int64)  # int64: row · D may exceed 2³¹
     cols = tl.arange(0, TILE)
     x = tl.load(table + tl.load(ids + row) * D + cols, mask=cols < D, other=0.0)  # (TILE,)

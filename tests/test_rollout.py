@@ -462,7 +462,7 @@ def test_out_of_memory_halves_the_pages_and_draws_nothing_twice(
             bars.append(self)
 
     monkeypatch.setattr(rollout, "tqdm", Bar)
-    run_out(monkeypatch, rollout if name == "append" else m, name, fails)
+    run_out(monkeypatch, rollout.sampling if name == "append" else m, name, fails)
     sampler = limited(m, 2, slots=13, pages=80)
     check_same(sampler.generate(*DRAW), r)
     assert sampler.stats["pages"] == 20 and sampler.stats["prefill"] == 53
@@ -475,7 +475,7 @@ def test_out_of_memory_halves_the_pages_and_draws_nothing_twice(
 
 def test_out_of_memory_is_raised_if_half_of_the_pages_is_too_few(m, monkeypatch):
     """Half of 35 pages of 2 does not hold the longest row, half of 36 does."""
-    run_out(monkeypatch, rollout, "append", range(9))
+    run_out(monkeypatch, rollout.sampling, "append", range(9))
     for pages, left in ((35, 35), (37, 18)):
         sampler = limited(m, 2, pages=pages)
         with pytest.raises(torch.OutOfMemoryError):
