@@ -60,10 +60,10 @@ from tools.memory import MicroBatch, prompt_groups
 from tools.ranks import (
     alike,
     all_sum,
-    gather,
     join_ranks,
     leave_ranks,
     rank_and_count,
+    share_out,
     sum_gradients,
     sum_over_ranks,
 )
@@ -151,9 +151,7 @@ def train(
             with aqn.noisy_norms(trainer.model, sigma, config.seed, step):
                 batch = collect(config, environment, sampler, step, state.drawn)
                 if step % 10 == 0:  # rarely: measuring the mismatch costs a few forward passes
-                    batch.stats["mismatch"] = mismatch(
-                        trainer.model, trainer.budget, batch.rollout, config.temperature
-                    )
+                    batch.stats["mismatch"] = mismatch(trainer, batch.rollout)
             experience = trainer.experience(batch.rollout, batch.answers)
             lr = learning_rate(step, config.steps, config.lr, config.warmup, config.schedule)
 
@@ -163,13 +161,7 @@ def train(
                     # Measure outside the noise, which is what moved the sampler, if no answer was
                     # trained: too much noise may be why there is no signal.
                     if stats["kl_noise"] is None:
-                        stats["kl_noise"] = mismatch(
-                            trainer.model,
-                            trainer.budget,
-                            batch.rollout,
-                            config.temperature,
-                            measure=grpo.kl_k3,
-                        )
+                        stats["kl_noise"] = mismatch(trainer, batch.rollout, grpo.kl_k3)
                     state.sigma = aqn.adapted(sigma, stats["kl_noise"], config.sigma_target)
                 state.drawn = batch.drawn
                 # log the step, and count it in state.step
@@ -192,10 +184,8 @@ def collect(
 
     --resample is DAPO's dynamic sampling (arXiv 2503.14476, §3.2): groups without signal are
     replaced by groups of further problems, as long as there are such groups and draws are left. A
-    rank that has its P groups stops drawing, and the others go on. In each round every rank learns
-    which ranks draw, so that they share out the next problems and leave the loop together. If of
-    ranks 0, 1 and 2 only 0 and 2 still draw, rank 0 gets the next P problems, rank 2 the P behind
-    them. Without --resample there is one round, and every rank draws.
+    rank that has P groups with signal draws no more, and the loop ends when no rank draws. Without
+    --resample there is one round, and every rank draws.
 
     Signal is judged by the task's rewards, before the length penalty is added: a group of wrong
     answers has none, whatever their lengths.
@@ -207,18 +197,18 @@ def collect(
     P, G = config.prompts // ranks, config.group_size
     useful, flat = [], []  # groups with signal, and those without
     for attempt in range(1 + config.resample):
-        drawing = gather(len(useful) < P)  # of each rank: whether it draws P more problems
-        if not any(drawing):
+        wanted = P if len(useful) < P else 0
+        before, total = share_out(wanted)  # problems of lower ranks; of all ranks
+        if total == 0:
             break
-        if len(useful) < P:
-            start = drawn + P * sum(drawing[:rank])
-            problems = draw_problems(environment.task.train, config.seed, start, P)
-            first_sequence = (attempt * ranks + rank) * P * G
+        if wanted:
+            problems = draw_problems(environment.task.train, config.seed, drawn + before, P)
+            first_sequence = (attempt * ranks + rank) * P * G  # unlike those of other ranks, rounds
             groups = sample_groups(environment, sampler, problems, G, step, first_sequence)
             for group in groups:
                 kind = useful if group.has_signal(config.overlong) else flat
                 kind.append(group)
-        drawn += P * sum(drawing)
+        drawn += total
 
     groups = useful + flat
     rollout = Rollout.join([group.rollout for group in groups[:P]])
@@ -499,9 +489,7 @@ def preflight(
         began = time.perf_counter()
         trainer.backward(trainer.experience(batch.rollout, batch.answers))
         backward_s = time.perf_counter() - began
-        batch.stats["mismatch"] = mismatch(
-            trainer.model, trainer.budget, batch.rollout, config.temperature
-        )
+        batch.stats["mismatch"] = mismatch(trainer, batch.rollout)
     # In capture_s Triton compiles a decode step's kernels, and CUDA captures graphs. Compiling the
     # kernels that the prefill launches first is not subtracted.
     batch.stats["rollout_s"] -= sampler.stats["capture_s"]

@@ -136,8 +136,7 @@ def test_a_mismatch_that_runs_out_of_memory_is_measured_in_smaller_batches(
 ):
     learner = trainer(tiny_chat)
     sampled = rollout(learner.model, sigma=0.5)
-    given = learner.model, learner.budget, sampled, learner.config.temperature
-    want, real = mismatch(*given), Rollout.scored_by
+    want, real = mismatch(learner, sampled), Rollout.scored_by
 
     def scored_by(some, *arguments):
         if len(some.lengths) > 3:
@@ -146,7 +145,7 @@ def test_a_mismatch_that_runs_out_of_memory_is_measured_in_smaller_batches(
 
     monkeypatch.setattr(Rollout, "scored_by", scored_by)
     # a log-probability near 10 is rounded by 1e-6 in fp32: the relative error of its exponential
-    assert mismatch(*given) == pytest.approx(want, rel=1e-5)
+    assert mismatch(learner, sampled) == pytest.approx(want, rel=1e-5)
     assert "out of memory" in capsys.readouterr().out
 
 

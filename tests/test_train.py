@@ -19,7 +19,7 @@ import model as decoder
 import train
 from rollout import Rollout, Sampler, SamplingParams
 from tasks import Task
-from tools import diagnostics, weights
+from tools import diagnostics, ranks, weights
 from tools.environment import Answer, load_environment, load_task
 from tools.flags import FIELDS, Config
 from tools.memory import prompt_groups
@@ -339,7 +339,7 @@ def test_every_token_weighs_the_same_in_the_mismatch_of_several_ranks(
     want = factors[::4][mask[::4]].mean().item()
 
     def mismatch(rollout):
-        return diagnostics.mismatch(learner.model, learner.budget, rollout, 0.7)
+        return diagnostics.mismatch(learner, rollout)
 
     assert mismatch(Rollout.join([noisy] * 16)) == pytest.approx(want)
     add_up(monkeypatch, diagnostics)
@@ -450,8 +450,11 @@ def test_ranks_take_turns_in_the_data_and_skip_nothing(tiny_chat, monkeypatch, w
     of them: each time, they take the next problems, two for each rank that draws. Each draw of each
     rank has numbers, so random bits, of its own.
     """
-    drawing = iter([[1, 1], [0, 1], [1, 1], [1, 0]])
-    monkeypatch.setattr(train, "gather", lambda _: next(drawing))
+    wanted = iter([[2, 2], [0, 2], [2, 2], [2, 0]])
+    monkeypatch.setattr(
+        ranks, "gather", lambda value: next(wanted) if isinstance(value, int) else [value]
+    )
+    monkeypatch.setattr(ranks, "rank_and_count", lambda: (1, 2))
     monkeypatch.setattr(train, "rank_and_count", lambda: (1, 2))
     draws = watch(train, "draw_problems", lambda start, count, **_: (start, count))
     numbers = watch(Sampler, "generate", lambda first_sequence, **_: first_sequence)

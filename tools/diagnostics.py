@@ -3,7 +3,7 @@ against the trainer, and the report of a preflight.
 
 results/LOG.md explains each name, which is a key of metrics.jsonl.
 
-Needs: torch; model.py, rollout.py; tools/{budget,environment,flags,memory,ranks,report,run}.py.
+Needs: torch; rollout.py; tools/{environment,flags,memory,ranks,report,run}.py.
 """
 
 from collections import Counter
@@ -11,9 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from model import Decoder
 from rollout import Rollout
-from tools.budget import Budget
 from tools.environment import Answer
 from tools.flags import Config
 from tools.memory import prompt_groups
@@ -85,11 +83,7 @@ def factor(drift: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def mismatch(
-    model: Decoder,
-    budget: Budget,
-    rollout: Rollout,
-    temperature: float,
-    measure: Callable[[torch.Tensor], torch.Tensor] = factor,
+    trainer, rollout: Rollout, measure: Callable[[torch.Tensor], torch.Tensor] = factor
 ) -> float:
     """→ mean of measure(ln π_trainer − ln π_sampler) over answer tokens.
 
@@ -99,18 +93,18 @@ def mismatch(
     than 256 tokens (training, prefill) rounds the decoded weight to bf16, and a decode step does
     not. Outside the noise, it moves the two apart, and grpo.kl_k3 tells by how many nats a token.
 
-    This reads at most 127 of the rollout's answers, evenly spread. All tokens of all ranks weigh
-    the same.
+    trainer: a train.Trainer, with its model and temperature. This reads at most 127 of the
+    rollout's answers, evenly spread. All tokens of all ranks weigh the same.
     """
     every = max(1, len(rollout.tokens) // 64)
     rows = torch.arange(0, len(rollout.tokens), every)
     groups = prompt_groups(rollout, rows)
-    for attempt in budget.attempts(groups):  # a forward pass takes less than an update
+    for attempt in trainer.budget.attempts(groups):  # a forward pass takes less than an update
         with attempt as batches:
             measured = []
             for micro in batches:
                 some = rollout.rows(micro.rows)
-                logprobs, _ = some.scored_by(model, temperature)
+                logprobs, _ = some.scored_by(trainer.model, trainer.config.temperature)
                 measured.append(measure((logprobs - some.logprobs)[some.answer_mask()]))
     measured = torch.cat(measured)
     sums = sum_over_ranks(dict(measured=measured.double().sum(), tokens=len(measured)))

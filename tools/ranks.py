@@ -77,6 +77,16 @@ def gather(value):
     return values
 
 
+def share_out(count: int) -> tuple[int, int]:
+    """Ranks take from one sequence, each as many as its count, in their order.
+
+    → where this rank's share begins, that is the sum of the counts of lower ranks; and the sum of
+    all counts. Every rank must call this, if with count 0.
+    """
+    counts = gather(count)
+    return sum(counts[: rank_and_count()[0]]), sum(counts)
+
+
 @contextmanager
 def alike():
     """Context manager around what every rank loads for itself. It yields a list, for facts that
