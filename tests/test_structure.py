@@ -10,18 +10,30 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-EVIDENCE = ("bench", "experiments", "tests")  # no module of the product may import from these
+EVIDENCE = (
+    "bench",
+    "docs",
+    "experiments",
+    "tests",
+)  # no module of the product may import from these
 ALONE = {"nvfp4", "fp4_gemm", "lora", "aqn", "grpo", "tasks"}  # and every file of ops/
 LINES = 60  # of a function that is no Triton kernel
 
 
-def product():
-    """→ {module: path} of the files at the root, in ops/ and in tools/. Only git's files count: a
-    clone may hold files of its user, such as README's mine.py.
+def tracked(*patterns):
+    """→ names of the files that git knows. A clone may hold others of its user, such as mine.py,
+    and no test reads these. Empty: no git here, or another user's clone.
     """
-    listed = subprocess.run(
-        ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.split()
+    git = ["git", "ls-files", *patterns]
+    listed = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+    return [
+        name for name in listed if (ROOT / name).is_file()
+    ]  # it may be deleted, not yet so in git
+
+
+def product():
+    """→ {module: path} of the files at the root, in ops/ and in tools/."""
+    listed = tracked("*.py")
     if not listed:
         pytest.skip("no git here, or another user's clone")
     paths = {name.removesuffix(".py").replace("/", "."): ROOT / name for name in listed}
@@ -86,10 +98,10 @@ def test_functions_are_short():
 @pytest.mark.parametrize("command", [["check"], ["format", "--check"]])
 def test_ruff_is_clean(command):
     """With pyproject.toml's settings, which bound a function's complexity. Only git's files."""
-    files = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True)
-    if not files.stdout:
+    files = tracked("*.py")
+    if not files:
         pytest.skip("no git here, or another user's clone")
-    ruff = [sys.executable, "-m", "ruff", *command, *files.stdout.split()]
+    ruff = [sys.executable, "-m", "ruff", *command, *files]
     done = subprocess.run(ruff, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 

@@ -1,7 +1,7 @@
 """A run's folder: its files, and what keeps an accident from losing a finished step.
 
     config.json             the flags
-    metrics.jsonl           one record per step and per evaluation, appended; keys: results/LOG.md
+    metrics.jsonl           one record per step and per evaluation, appended; keys: docs/metrics.md
     samples.jsonl           the worst and the best answer of each --eval-every-th step, appended
     checkpoint.safetensors  adapter and optimizer after a step, with a checksum; never half written
     checkpoint.previous.…   the checkpoint before it, read when the last one is damaged or missing
