@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import FLAGS, ROOT, main
+from command import FLAGS, ROOT, Command, main
 from test_structure import ALONE, tracked
 
 import tasks
@@ -71,7 +71,11 @@ def check_commands(text):
     for span in re.findall(r"^    (.+)$", text, re.M) + re.findall("`([^`]+)`", text):
         # without its comment, and with the path of a module
         command = re.sub(r"-m\s+(\w+)\.(\w+)", r"\1/\2.py", span.split("#")[0]).split()
-        if "pytest" in command or not set(command[:1]) & {"python", "bash", "torchrun"}:
+        if {"pytest", "-c", "idea.py"} & {*command} or not set(command[:1]) & {
+            "python",
+            "bash",
+            "torchrun",
+        }:
             continue
         script = next(word for word in command if word.endswith((".py", ".sh")))
         assert (ROOT / script).is_file(), span
@@ -152,6 +156,32 @@ def test_the_lines_for_peft_transformers_and_pandas_run_as_printed(
         with adapted.disable_adapter():
             without = (adapted(ids).logits - want).norm()
     assert without > 5 * error and error < 10 * 2**-8 * want.norm()
+
+
+@pytest.mark.slow
+def test_contributings_idea_runs_and_the_tests_see_it(tiny_chat, tmp_path):
+    """A loss in a file of the user's own: its flag is taken, and of its tests the one that needs no
+    formula of it is green. The tests go into a folder of their own, as into a clone.
+    """
+    (code,) = re.findall("```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
+    flags = *FLAGS, "--steps", 1, "--loss", "unclipped", "--model", tiny_chat
+    run = Command(tmp_path, *flags, "--out", tmp_path / "run", code=code)
+    (tmp_path / "idea.py").write_text(code)
+    pytest_of = [sys.executable, "-m", "pytest", "-p", "idea", f"{ROOT}/tests/test_grpo.py"]
+    environment = dict(os.environ, PYTHONPATH=str(tmp_path))
+    done = subprocess.run(
+        [*pytest_of, "-k", "unclipped", f"--rootdir={ROOT}"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    red = set(re.findall(r"^FAILED .*::(\w+)\[", done.stdout, re.M))
+    assert red == {
+        "test_each_loss_equals_its_papers_formula_however_the_batch_is_cut",
+        "test_the_clip_stops_the_gradient_on_the_gaining_side_only",
+    }
+    assert " passed" in done.stdout and run.code == 0, run.said
 
 
 def test_the_line_of_ones_own_word_problems_is_one_that_gsm8k_reads(tmp_path):

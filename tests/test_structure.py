@@ -107,8 +107,19 @@ def test_ruff_is_clean(command):
 
 
 def test_the_file_map_names_every_file_of_the_method_once():
-    """README's table, in the order in which they are read, marks those that stand alone."""
+    """README's table, in the order in which they are read, marks those that stand alone. An
+    installation has them too.
+    """
     rows = re.findall(r"^\| `(\w+)\.py` \|(.*)\|$", (ROOT / "README.md").read_text(), re.M)
     names = [name for name, _ in rows]
     assert sorted(names) == sorted(name for name in product() if "." not in name)
     assert {name for name, text in rows if "*Alone" in text} == ALONE
+    (listed,) = re.findall(r"^py-modules = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.M)
+    assert ast.literal_eval(listed) == names
+
+
+def test_the_version_is_one():
+    pages = {"pyproject.toml": 'version = "(.*)"', "CITATION.cff": "version: (.*)"}
+    pages |= {"CHANGELOG.md": "## (.*)"}
+    found = [re.search(f"^{p}", (ROOT / n).read_text(), re.M)[1] for n, p in pages.items()]
+    assert len(set(found)) == 1, found

@@ -635,7 +635,8 @@ def peak_memory_gb():
     if torch.cuda.is_initialized():
         peak = torch.cuda.max_memory_allocated()
     else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+        unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return max(gather(peak)) / 1e9
 
 
