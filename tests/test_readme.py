@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import FLAGS, ROOT, Command, main
+from command import FLAGS, ROOT, Command, lines, main
 from test_structure import ALONE, tracked
 
 import tasks
@@ -160,17 +160,17 @@ def test_the_lines_for_peft_transformers_and_pandas_run_as_printed(
 
 @pytest.mark.slow
 def test_contributings_idea_runs_and_the_tests_see_it(tiny_chat, tmp_path):
-    """A loss in a file of the user's own: its flag is taken, and of its tests the one that needs no
-    formula of it is green. The tests go into a folder of their own, as into a clone.
+    """A loss in a file of the user's own. The tests that its missing clip concerns are red, and the
+    others are green.
     """
     (code,) = re.findall("```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
-    flags = *FLAGS, "--steps", 1, "--loss", "unclipped", "--model", tiny_chat
+    flags = *FLAGS, "--steps", 3, "--updates-per-step", 4, "--model", tiny_chat
     run = Command(tmp_path, *flags, "--out", tmp_path / "run", code=code)
     (tmp_path / "idea.py").write_text(code)
     pytest_of = [sys.executable, "-m", "pytest", "-p", "idea", f"{ROOT}/tests/test_grpo.py"]
     environment = dict(os.environ, PYTHONPATH=str(tmp_path))
     done = subprocess.run(
-        [*pytest_of, "-k", "unclipped", f"--rootdir={ROOT}"],
+        [*pytest_of, "-k", "dapo", f"--rootdir={ROOT}"],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -182,6 +182,8 @@ def test_contributings_idea_runs_and_the_tests_see_it(tiny_chat, tmp_path):
         "test_the_clip_stops_the_gradient_on_the_gaining_side_only",
     }
     assert " passed" in done.stdout and run.code == 0, run.said
+    clipped = [record.get("clip_fraction") for record in lines(tmp_path / "run")]
+    assert 0 in clipped and set(clipped) <= {0, None}  # None: no update, or an evaluation
 
 
 def test_the_line_of_ones_own_word_problems_is_one_that_gsm8k_reads(tmp_path):
