@@ -165,8 +165,9 @@ def test_contributings_idea_runs_and_the_tests_see_it(tiny_chat, tmp_path):
     """
     (code,) = re.findall("```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
     flags = *FLAGS, "--steps", 3, "--updates-per-step", 4, "--model", tiny_chat
-    run = Command(tmp_path, *flags, "--out", tmp_path / "run", code=code)
     (tmp_path / "idea.py").write_text(code)
+    load = f"sys.path.insert(0, {str(tmp_path)!r}); import idea"
+    run = Command(tmp_path, *flags, "--out", tmp_path / "run", code=load)
     pytest_of = [sys.executable, "-m", "pytest", "-p", "idea", f"{ROOT}/tests/test_grpo.py"]
     environment = dict(os.environ, PYTHONPATH=str(tmp_path))
     done = subprocess.run(
