@@ -590,11 +590,11 @@ def largest():
     """README's first table of what fits: of each card the largest model with room for answers of
     1,024 tokens, and the peak of the last step of it that ran under a cap of that size.
     """
-    head("card, GB", "largest Qwen2.5", "answers at once", "measured")
+    head("card, GB", "largest Qwen2.5", "its answers of 1,024 tokens at once", "measured")
     capped = {(r["shape"], card_of(r)): r for r in steps() if r.get("cap_gb")}
     for gb in CARDS:
         shape = [s for s in SHAPES if planned_line(s, gb).answers][-1]
-        step = "a step of {prompts} × {samples} answers of {new:,} tokens: {most_gb:.1f} GB"
+        step = "**{most_gb:.1f} GB**, {prompts} × {samples} answers of {new:,} tokens"
         measured = each(step, [capped.get((shape, gb))])
         entry(f"{gb}", shape.upper(), f"{planned_line(shape, gb).answers}", measured)
 

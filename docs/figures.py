@@ -45,7 +45,7 @@ def e2m1():
 
 def loop():
     """One step of train.py as four boxes around the weights."""
-    figure, axes = plt.subplots(figsize=(8, 3.2))
+    figure, axes = plt.subplots(figsize=(9, 3))
     boxes = {
         "prompts": (0, 1, "P prompts"),
         "answers": (2.6, 1, "G answers\nrollout.py"),
