@@ -6,8 +6,10 @@ import runpy
 import shutil
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ METRICS, COMMANDS, EXPORTS = (
     (ROOT / f"docs/{page}.md").read_text() for page in ("metrics", "commands", "exports")
 )
 PAGES = tracked("*.md") or ["README.md"]
+OF_THE_USER = "idea.py", "follow.py"  # files that a page shows, and the reader writes
 COPYABLE = [*sorted(ALONE), *(name.removesuffix(".py") for name in tracked("ops/[!_]*.py"))]
 
 
@@ -71,7 +74,7 @@ def check_commands(text):
     for span in re.findall(r"^    (.+)$", text, re.M) + re.findall("`([^`]+)`", text):
         # without its comment, and with the path of a module
         command = re.sub(r"-m\s+(\w+)\.(\w+)", r"\1/\2.py", span.split("#")[0]).split()
-        if {"pytest", "-c", "idea.py"} & {*command} or not set(command[:1]) & {
+        if {"pytest", "-c", *OF_THE_USER} & {*command} or not set(command[:1]) & {
             "python",
             "bash",
             "torchrun",
@@ -114,6 +117,31 @@ def test_the_glossary_explains_the_keys_of_the_committed_logs_and_no_others():
     for name in tracked("results/quickstart/*/metrics.jsonl"):
         written.update(*report.read((ROOT / name).parent).values())
     assert written - {"kind"} == glossary
+
+
+def test_a_run_is_followed_into_tensorboard(tmp_path, monkeypatch):
+    """By the lines of docs/metrics.md, also what is written after they have reached the end."""
+    written, naps = [], []
+    writer = SimpleNamespace(add_scalar=lambda *call: written.append(call), flush=lambda: None)
+    stub = SimpleNamespace(SummaryWriter=lambda folder: writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stub)
+    monkeypatch.setattr(sys, "argv", ["follow.py", str(tmp_path)])
+    log = tmp_path / "metrics.jsonl"
+    log.write_text('{"kind": "eval", "step": 0, "eval_greedy": 0.5, "mismatch": null}\n')
+
+    def nap(seconds):
+        naps.append(seconds)
+        if len(naps) == 2:
+            raise KeyboardInterrupt
+        with open(log, "a") as file:
+            file.write('{"kind": "step", "step": 3, "reward": 1.5}\n')
+
+    monkeypatch.setattr(time, "sleep", nap)
+    (code,) = re.findall("```python\n(.*?)```", METRICS, re.S)
+    with pytest.raises(KeyboardInterrupt):
+        exec(code, {})
+    assert {("eval/eval_greedy", 0.5, 0), ("step/reward", 1.5, 3)} <= {*written}
+    assert len(written) == 4  # with the step of each
 
 
 def test_the_command_for_a_gpu_machine_leaves_out_torch_alone():
