@@ -92,6 +92,18 @@ def test_a_hard_limit_below_the_judges_own_holds_and_does_not_stop_it(stub):
     assert done.stdout == "True False False\n", done.stderr
 
 
+def test_a_system_without_a_limit_of_memory_judges_without_it(stub, tmp_path):
+    """macOS: setrlimit refuses any limit of address space, by a ValueError."""
+    stub()
+    (tmp_path / "resource.py").write_text(
+        "RLIMIT_AS = 5\n"
+        "getrlimit = lambda kind: (-1, -1)\n"
+        "def setrlimit(kind, limits):\n"
+        "    raise ValueError('current limit exceeds maximum limit')\n"
+    )
+    assert [judge.equal("7", answer) for answer in ("7", "8")] == [True, False]
+
+
 PAIRS = [(str(n), str(n + odd)) for odd in (0, 1) for n in range(30)]
 
 

@@ -237,13 +237,16 @@ def test_the_best_adapter_has_its_accuracy(start, tmp_path, monkeypatch, capsys)
 
 
 def test_peak_memory_is_in_units_of_1e9_bytes_and_that_of_the_rank_that_needs_most(monkeypatch):
-    """Linux reports a process's memory in KiB."""
+    """Linux reports a process's memory in KiB, macOS in bytes."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(sys, "platform", "linux")
     usage = SimpleNamespace(ru_maxrss=10**6)
     monkeypatch.setattr(run_file.resource, "getrusage", lambda _: usage)
     assert run_file.peak_memory_gb() == 1.024
     monkeypatch.setattr(run_file, "gather", lambda number: [number, 2 * number])
     assert run_file.peak_memory_gb() == 2.048
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert run_file.peak_memory_gb() == 0.002
 
 
 # --- a run that is stopped

@@ -1,7 +1,7 @@
 """What a step measured, over all ranks: means over its answers and over their tokens, the sampler
 against the trainer, and the report of a preflight.
 
-results/LOG.md explains each name, which is a key of metrics.jsonl.
+docs/metrics.md explains each name, which is a key of metrics.jsonl.
 
 Needs: torch; rollout.py; tools/{environment,flags,memory,ranks,report,run}.py.
 """

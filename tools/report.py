@@ -13,7 +13,7 @@ RUN is the folder of a run of train.py. Three of its files are read here:
 
 "step" is the number of steps that precede the record's own: step 3 is the fourth, and "eval" of
 step 4 follows it. "segment" numbers, from 0, the starts of the run that logged a record. null means
-not measured, or not finite, because JSON has no NaN. results/LOG.md explains the other keys of
+not measured, or not finite, because JSON has no NaN. docs/metrics.md explains the other keys of
 metrics.jsonl.
 
 A resumed run repeats the steps after its last checkpoint and appends their records again, so the

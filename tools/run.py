@@ -1,7 +1,7 @@
 """A run's folder: its files, and what keeps an accident from losing a finished step.
 
     config.json             the flags
-    metrics.jsonl           one record per step and per evaluation, appended; keys: results/LOG.md
+    metrics.jsonl           one record per step and per evaluation, appended; keys: docs/metrics.md
     samples.jsonl           the worst and the best answer of each --eval-every-th step, appended
     checkpoint.safetensors  adapter and optimizer after a step, with a checksum; never half written
     checkpoint.previous.…   the checkpoint before it, read when the last one is damaged or missing
@@ -635,7 +635,8 @@ def peak_memory_gb():
     if torch.cuda.is_initialized():
         peak = torch.cuda.max_memory_allocated()
     else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+        unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return max(gather(peak)) / 1e9
 
 
