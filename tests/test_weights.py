@@ -286,8 +286,8 @@ def test_loading_holds_one_layer_beyond_the_model(tmp_path, quant):
     source = weights.open(tmp_path)
     alive, peak, read = {}, [], source.read
 
-    def counting(name):
-        tensor = read(name)
+    def counting(name, *device):
+        tensor = read(name, *device)
         alive[name] = tensor.numel()
         weakref.finalize(tensor, alive.pop, name)
         peak.append(sum(alive.values()))

@@ -25,8 +25,7 @@ matrix must be of one kind: those in NVFP4 are dequantised if one of them is sto
 What is stored decides. A config that disagrees is refused, and so is one that says what this file
 does not know, such as a rotation of the weights.
 
-Tensors are read on the CPU. What becomes a part of the model is then placed on its device, where
-weights are also quantised.
+Projections are read onto the model's device, and checked, quantised and packed there.
 
 Needs: torch, transformers, safetensors, huggingface_hub; nvfp4.py, fp4_gemm.py, tools/gguf.py.
 """
@@ -225,8 +224,8 @@ def among(names: list[str], module: str) -> bool:
 class Source:
     """A checkpoint's tensors, config and tokenizer.
 
-    A subclass defines read(name), which returns a tensor: Safetensors in the stored dtype, GGUF
-    dequantised to fp32. A subclass also sets
+    A subclass defines read(name, device), which returns a tensor on that device, by default on the
+    CPU: Safetensors in the stored dtype, GGUF dequantised to fp32. A subclass also sets
 
     path     the folder or the .gguf file
     config   transformers' config
@@ -278,7 +277,7 @@ class Source:
         """
         if quant not in QUANT:
             raise ValueError(f"quant={quant!r} must be one of {', '.join(QUANT)}")
-        weights = [_on(self.tensor(f"{name}.weight", (N, K)), device) for name, N in names.items()]
+        weights = [self.tensor(f"{name}.weight", (N, K), device) for name, N in names.items()]
         biases = [self.tensor(f"{name}.bias", (N,)) for name, N in names.items() if biased]
         bias = torch.cat(biases).to(device) if biased else None
         if QUANT[quant] is None or self.packed:
@@ -299,10 +298,10 @@ class Source:
         because a GPU reads few of their rows.
         """
         shape = self.config.vocab_size, self.config.hidden_size
-        embed = self.tensor("model.embed_tokens.weight", shape).to(dtype)
-        if device.type == "cuda" and not self.config.tie_word_embeddings:
-            return embed.cpu().pin_memory()
-        return embed.to(device)
+        on_host = device.type == "cuda" and not self.config.tie_word_embeddings
+        place = "cpu" if on_host else device
+        embed = self.tensor("model.embed_tokens.weight", shape, place).to(dtype)
+        return embed.pin_memory() if on_host else embed
 
     def lm_head(self, embeddings: Tensor, device: torch.device) -> Tensor:
         """→ lm_head (V, D) on `device`: the embeddings themselves, if the config ties it to them.
@@ -322,8 +321,10 @@ class Source:
             )
         return embeddings
 
-    def tensor(self, name: str, shape: tuple[int, ...] | None) -> Tensor | nvfp4.NVFP4Tensor:
-        """→ the tensor on the CPU, in the dtype that read() returns, or an NVFP4Tensor if the
+    def tensor(
+        self, name: str, shape: tuple[int, ...] | None, device: torch.device | str = "cpu"
+    ) -> Tensor | nvfp4.NVFP4Tensor:
+        """→ the tensor on `device`, in the dtype that read() returns, or an NVFP4Tensor if the
         checkpoint stores it in NVFP4.
 
         shape: what the config implies, (N, K) for a matrix. None is for a part of an NVFP4Tensor:
@@ -341,10 +342,10 @@ class Source:
                 "correct `ignore` there, or take another checkpoint of this model"
             )
         if packed:
-            return self._nvfp4(name, *shape)
+            return self._nvfp4(name, *shape, device)
         self.unread.discard(name)
-        tensor = self.read(name)
-        first = tensor.flatten()[:4096].view(torch.uint8).numpy().tobytes()
+        tensor = self.read(name, device)
+        first = tensor.flatten()[:4096].view(torch.uint8).cpu().numpy().tobytes()
         self.fingerprint = hashlib.sha256(self.fingerprint + first).digest()
         if shape and tuple(tensor.shape) != tuple(shape):
             raise ValueError(
@@ -365,16 +366,16 @@ class Source:
             )
         return tensor
 
-    def _nvfp4(self, name, N, K):
+    def _nvfp4(self, name, N, K, device):
         """→ the projection `name`, (N, K), as NVFP4Tensor of u8 (N, K/2), e4m3 (N, K/16), f32 ().
 
         ValueError: a part is missing or misshapen, its dtype or its values are not NVFP4's, or the
         matrix is the embeddings or lm_head, which the decoder has in 16 bits only.
         """
         q = nvfp4.NVFP4Tensor(
-            self.tensor(f"{name}_packed", (N, K // 2)),
-            self.tensor(f"{name}_scale", (N, K // nvfp4.BLOCK)),
-            self.tensor(f"{name}_global_scale", None),  # () or (1,)
+            self.tensor(f"{name}_packed", (N, K // 2), device),
+            self.tensor(f"{name}_scale", (N, K // nvfp4.BLOCK), device),
+            self.tensor(f"{name}_global_scale", None, device),  # () or (1,)
         )
         dtypes = [part.dtype for part in q]
         if "_proj." not in name or dtypes != [torch.uint8, torch.float8_e4m3fn, torch.float32]:
@@ -485,12 +486,6 @@ def _dense(weights, dtype):
     return Dense(torch.cat(plain).to(dtype))
 
 
-def _on(weight, device):
-    if torch.is_tensor(weight):
-        return weight.to(device)
-    return nvfp4.NVFP4Tensor(*(part.to(device) for part in weight))
-
-
 class Stored(NamedTuple):
     """Where a tensor of a Safetensors is."""
 
@@ -536,14 +531,14 @@ class Safetensors(Source):
         with readable(index, f"cannot be read, and there is no {only.name} beside it"):
             return {k: str(v) for k, v in json.loads(index.read_text())["weight_map"].items()}
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """→ the tensor as it is stored, but a global scale as the factor of dequantising.
 
         ValueError: the file is damaged.
         """
         stored = self.names[name]
         with readable(self.path / stored.file), safe_open(self.path / stored.file, "pt") as f:
-            tensor = f.get_tensor(stored.name)
+            tensor = f.get_tensor(stored.name).to(device)
         # compressed-tensors stores the factor that its quantiser multiplies by, 6·448 / max |w|, so
         # dequantising divides by it. ModelOpt and nvfp4.py have the inverse, and multiply.
         return 1 / tensor if stored.name.endswith("weight_global_scale") else tensor
