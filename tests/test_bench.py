@@ -1,10 +1,13 @@
 """bench/: each script measures a tiny shape on a CPU, and its table is made of its records."""
 
 import functools
+import importlib
 import shlex
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -154,6 +157,23 @@ def test_loading_shares_out_the_seconds(tmp_path, tiny_chat, monkeypatch, quant,
     parts = [seconds for name, seconds in first.items() if name in within]
     assert sum(parts) == pytest.approx(first["load_s"]) and min(parts) >= 0 < first[phase]
     assert first["sum"] == second["sum"] != 0
+
+
+def test_a_step_of_unsloth_has_our_rates(monkeypatch):
+    """Of 6 answers of 7 tokens to prompts of 5, with stand-ins for what needs a GPU."""
+    for name in ("unsloth", "trl", "datasets"):
+        monkeypatch.setitem(sys.modules, name, Mock())
+    log, trainer = [], Mock(_generate=lambda: time.sleep(0.01))
+    meter = importlib.import_module("bench.unsloth").Meter(log, Mock(prompt_length=5))
+    meter.watch(trainer)
+    meter.on_step_begin(*[None] * 3)
+    trainer._generate()
+    assert len(meter.reward([""] * 6, [[8] * 7] * 6)) == 6
+    meter.on_step_end(None, Mock(global_step=1), None)
+    (r,) = log
+    assert r["rollout_s"] * r["rollout_tok_s"] == pytest.approx(42)
+    assert r["update_s"] * r["update_tok_s"] == pytest.approx(72)
+    assert r["rollout_s"] + r["update_s"] == pytest.approx(r["step_s"])
 
 
 # --- vLLM, in children
