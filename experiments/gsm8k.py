@@ -95,17 +95,17 @@ BASES = {
 
 
 class Rounded(weights.Source):
-    """A checkpoint whose projections pass through `rounding`, on `device`."""
+    """A checkpoint whose projections pass through `rounding`."""
 
-    def __init__(self, source, rounding, device):
-        self.source, self.rounding, self.device = source, rounding, device
+    def __init__(self, source, rounding):
+        self.source, self.rounding = source, rounding
 
     def __getattr__(self, name):
         return getattr(self.source, name)
 
-    def tensor(self, name, shape):
-        w = self.source.tensor(name, shape)
-        return self.rounding(w.to(self.device)) if name.endswith("_proj.weight") else w
+    def tensor(self, name, shape, *device):
+        w = self.source.tensor(name, shape, *device)
+        return self.rounding(w) if name.endswith("_proj.weight") else w
 
 
 # --- sampling
@@ -282,7 +282,7 @@ def _make(job, out, flags, problems, at_once, write):
     environment = Environment(None, source.tokenizer(), params, source.config)
     quant, rounding = BASES[job.base]
     if rounding:
-        source = Rounded(source, rounding(job.seed), device)
+        source = Rounded(source, rounding(job.seed))
     model = load(source, quant, config.rank, config.alpha, device, job.seed)
     task = TASKS["gsm8k"](config.data)
     task = task._replace(held_out=[] if job.phase == "main" else task.held_out[:problems])

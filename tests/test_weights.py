@@ -286,8 +286,8 @@ def test_loading_holds_one_layer_beyond_the_model(tmp_path, quant):
     source = weights.open(tmp_path)
     alive, peak, read = {}, [], source.read
 
-    def counting(name):
-        tensor = read(name)
+    def counting(name, *device):
+        tensor = read(name, *device)
         alive[name] = tensor.numel()
         weakref.finalize(tensor, alive.pop, name)
         peak.append(sum(alive.values()))
@@ -304,6 +304,15 @@ def test_loading_holds_one_layer_beyond_the_model(tmp_path, quant):
 @pytest.fixture
 def tokenizer(tiny_chat):
     return weights.open(tiny_chat).tokenizer()
+
+
+def test_a_tokenizer_is_made_once(tiny_chat, monkeypatch):
+    source = weights.open(tiny_chat)
+    made = Mock(side_effect=source.read_tokenizer)
+    monkeypatch.setattr(source, "read_tokenizer", made)
+    source.tokenizer()
+    source.stop_ids()
+    made.assert_called_once()
 
 
 @pytest.mark.parametrize("family, text", [("llama", ""), ("qwen2", ""), ("llama", '{"model": ')])
@@ -709,6 +718,29 @@ def test_a_marked_token_of_a_gguf_is_read_as_its_own_id_or_refused(tmp_path, tex
             assert ids == [BYTES.index("1"), 264, BYTES.index("2")]
         except ValueError as error:
             assert f"token 264, {text}," in str(error)
+
+
+@pytest.mark.gpu
+def test_a_gpu_holds_the_bits_that_a_cpu_holds(smollm2):
+    """Of every kind of projection in the first layer, quantised on either."""
+    source, _ = smollm2
+    D, kv, F = 576, 192, 1536
+    for names, K in (
+        ({"self_attn.q_proj": D, "self_attn.k_proj": kv, "self_attn.v_proj": kv}, D),
+        ({"self_attn.o_proj": D}, D),
+        ({"mlp.gate_proj": F, "mlp.up_proj": F}, D),
+        ({"mlp.down_proj": D}, F),
+    ):
+        names = {f"model.layers.0.{name}": rows for name, rows in names.items()}
+        for quant in weights.QUANT:
+            on_cpu, _ = source.parts(names, K, False, quant, torch.device("cpu"))
+            on_gpu, _ = source.parts(names, K, False, quant, torch.device("cuda"))
+            for ours, theirs in zip(on_cpu, on_gpu, strict=True):
+                if torch.is_tensor(ours):
+                    ours, theirs = [ours], [theirs]
+                for a, b in zip(ours, theirs, strict=True):
+                    bytes_of = (x.cpu().reshape(-1).view(torch.uint8) for x in (a, b))
+                    assert b.is_cuda and torch.equal(*bytes_of)
 
 
 def test_a_gguf_is_dequantised_in_pieces_to_what_gguf_gives(smollm2, monkeypatch):

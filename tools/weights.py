@@ -25,8 +25,7 @@ matrix must be of one kind: those in NVFP4 are dequantised if one of them is sto
 What is stored decides. A config that disagrees is refused, and so is one that says what this file
 does not know, such as a rotation of the weights.
 
-Tensors are read on the CPU. What becomes a part of the model is then placed on its device, where
-weights are also quantised.
+Projections are read onto the model's device, and checked, quantised and packed there.
 
 Needs: torch, transformers, safetensors, huggingface_hub; nvfp4.py, fp4_gemm.py, tools/gguf.py.
 """
@@ -85,10 +84,16 @@ UNUSED = re.compile(
     r"\.((input|output|[qkv]|kv|prob)_(global_)?(scale|zero_point)"
     r"|weight_shape|inv_freq|(cos|sin)_cached)$|_proj\.[kv]_bias$"
 )
-# in Jinja: strftime_now() of one day, for formats of letters and of letters behind a minus
+# in Jinja: strftime_now() of one day, for formats of letters and of letters behind a minus. In a
+# loop, because Jinja takes a second to compile a hundred filters.
 DIRECTIVES = [sign + letter for letter in string.ascii_letters for sign in ("%", "%-")]
-DATES = "".join(f"|replace('{d}', '{datetime.date(2024, 7, 26):{d}}')" for d in DIRECTIVES)
-A_DATE = f"{{% macro strftime_now(format) %}}{{{{ format{DATES} }}}}{{% endmacro %}}\n"
+DATES = {directive: f"{datetime.date(2024, 7, 26):{directive}}" for directive in DIRECTIVES}
+A_DATE = (
+    "{% macro strftime_now(format) %}{% set made = namespace(text=format) %}"
+    f"{{% for directive, date in {DATES}.items() %}}"
+    "{% set made.text = made.text|replace(directive, date) %}"
+    "{% endfor %}{{ made.text }}{% endmacro %}\n"
+)
 E4M3_MAX = 0x7E  # the byte of 448; 0x7F is NaN, and from 0x80 on the sign bit is set
 
 
@@ -225,8 +230,8 @@ def among(names: list[str], module: str) -> bool:
 class Source:
     """A checkpoint's tensors, config and tokenizer.
 
-    A subclass defines read(name), which returns a tensor: Safetensors in the stored dtype, GGUF
-    dequantised to fp32. A subclass also sets
+    A subclass defines read(name, device), which returns a tensor on that device, by default on the
+    CPU: Safetensors in the stored dtype, GGUF dequantised to fp32. A subclass also sets
 
     path     the folder or the .gguf file
     config   transformers' config
@@ -245,6 +250,7 @@ class Source:
 
     packed = inexact = False
     fingerprint = b""
+    _tokenizer = None
 
     def projection(
         self,
@@ -278,7 +284,7 @@ class Source:
         """
         if quant not in QUANT:
             raise ValueError(f"quant={quant!r} must be one of {', '.join(QUANT)}")
-        weights = [_on(self.tensor(f"{name}.weight", (N, K)), device) for name, N in names.items()]
+        weights = [self.tensor(f"{name}.weight", (N, K), device) for name, N in names.items()]
         biases = [self.tensor(f"{name}.bias", (N,)) for name, N in names.items() if biased]
         bias = torch.cat(biases).to(device) if biased else None
         if QUANT[quant] is None or self.packed:
@@ -299,10 +305,10 @@ class Source:
         because a GPU reads few of their rows.
         """
         shape = self.config.vocab_size, self.config.hidden_size
-        embed = self.tensor("model.embed_tokens.weight", shape).to(dtype)
-        if device.type == "cuda" and not self.config.tie_word_embeddings:
-            return embed.cpu().pin_memory()
-        return embed.to(device)
+        on_host = device.type == "cuda" and not self.config.tie_word_embeddings
+        place = "cpu" if on_host else device
+        embed = self.tensor("model.embed_tokens.weight", shape, place).to(dtype)
+        return embed.pin_memory() if on_host else embed
 
     def lm_head(self, embeddings: Tensor, device: torch.device) -> Tensor:
         """→ lm_head (V, D) on `device`: the embeddings themselves, if the config ties it to them.
@@ -322,8 +328,10 @@ class Source:
             )
         return embeddings
 
-    def tensor(self, name: str, shape: tuple[int, ...] | None) -> Tensor | nvfp4.NVFP4Tensor:
-        """→ the tensor on the CPU, in the dtype that read() returns, or an NVFP4Tensor if the
+    def tensor(
+        self, name: str, shape: tuple[int, ...] | None, device: torch.device | str = "cpu"
+    ) -> Tensor | nvfp4.NVFP4Tensor:
+        """→ the tensor on `device`, in the dtype that read() returns, or an NVFP4Tensor if the
         checkpoint stores it in NVFP4.
 
         shape: what the config implies, (N, K) for a matrix. None is for a part of an NVFP4Tensor:
@@ -341,10 +349,10 @@ class Source:
                 "correct `ignore` there, or take another checkpoint of this model"
             )
         if packed:
-            return self._nvfp4(name, *shape)
+            return self._nvfp4(name, *shape, device)
         self.unread.discard(name)
-        tensor = self.read(name)
-        first = tensor.flatten()[:4096].view(torch.uint8).numpy().tobytes()
+        tensor = self.read(name, device)
+        first = tensor.flatten()[:4096].view(torch.uint8).cpu().numpy().tobytes()
         self.fingerprint = hashlib.sha256(self.fingerprint + first).digest()
         if shape and tuple(tensor.shape) != tuple(shape):
             raise ValueError(
@@ -365,16 +373,16 @@ class Source:
             )
         return tensor
 
-    def _nvfp4(self, name, N, K):
+    def _nvfp4(self, name, N, K, device):
         """→ the projection `name`, (N, K), as NVFP4Tensor of u8 (N, K/2), e4m3 (N, K/16), f32 ().
 
         ValueError: a part is missing or misshapen, its dtype or its values are not NVFP4's, or the
         matrix is the embeddings or lm_head, which the decoder has in 16 bits only.
         """
         q = nvfp4.NVFP4Tensor(
-            self.tensor(f"{name}_packed", (N, K // 2)),
-            self.tensor(f"{name}_scale", (N, K // nvfp4.BLOCK)),
-            self.tensor(f"{name}_global_scale", None),  # () or (1,)
+            self.tensor(f"{name}_packed", (N, K // 2), device),
+            self.tensor(f"{name}_scale", (N, K // nvfp4.BLOCK), device),
+            self.tensor(f"{name}_global_scale", None, device),  # () or (1,)
         )
         dtypes = [part.dtype for part in q]
         if "_proj." not in name or dtypes != [torch.uint8, torch.float8_e4m3fn, torch.float32]:
@@ -411,9 +419,11 @@ class Source:
             )
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """ValueError: there is none that can be read, or it cuts a token
-        into pieces that the checkpoint marks as one, such as <|im_end|> or <think>.
+        """→ the same object at each call. ValueError: there is none that can be read, or it cuts a
+        token into pieces that the checkpoint marks as one, such as <|im_end|> or <think>.
         """
+        if self._tokenizer is not None:
+            return self._tokenizer
         with readable(self.path, "has no tokenizer that can be read"):
             tokenizer, marked = self.read_tokenizer()
             for i, text in marked.items():
@@ -423,6 +433,7 @@ class Source:
                         f"token {i}, {text}, is read as {pieces}: take another copy of this "
                         "model, or a newer transformers"
                     )
+        self._tokenizer = tokenizer
         return tokenizer
 
     def read_tokenizer(self) -> tuple[PreTrainedTokenizerBase, dict[int, str]]:
@@ -485,12 +496,6 @@ def _dense(weights, dtype):
     return Dense(torch.cat(plain).to(dtype))
 
 
-def _on(weight, device):
-    if torch.is_tensor(weight):
-        return weight.to(device)
-    return nvfp4.NVFP4Tensor(*(part.to(device) for part in weight))
-
-
 class Stored(NamedTuple):
     """Where a tensor of a Safetensors is."""
 
@@ -536,14 +541,14 @@ class Safetensors(Source):
         with readable(index, f"cannot be read, and there is no {only.name} beside it"):
             return {k: str(v) for k, v in json.loads(index.read_text())["weight_map"].items()}
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """→ the tensor as it is stored, but a global scale as the factor of dequantising.
 
         ValueError: the file is damaged.
         """
         stored = self.names[name]
         with readable(self.path / stored.file), safe_open(self.path / stored.file, "pt") as f:
-            tensor = f.get_tensor(stored.name)
+            tensor = f.get_tensor(stored.name).to(device)
         # compressed-tensors stores the factor that its quantiser multiplies by, 6·448 / max |w|, so
         # dequantising divides by it. ModelOpt and nvfp4.py have the inverse, and multiply.
         return 1 / tensor if stored.name.endswith("weight_global_scale") else tensor
