@@ -29,6 +29,13 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tools.ends import exit_on_signals, one_sentence
+from tools.flags import Config, parse
+
+if __name__ == "__main__":
+    with one_sentence("train.py"):  # a wrong flag ends here, before the seconds that torch takes
+        FLAGS = parse(sys.argv[1:])
+
 import torch
 
 import aqn
@@ -55,8 +62,7 @@ from tools.environment import (
     load_task,
     notes,
 )
-from tools.flags import Config, parse
-from tools.memory import MicroBatch, prompt_groups
+from tools.memory import MicroBatch, parameters, prompt_groups
 from tools.ranks import (
     alike,
     all_sum,
@@ -67,7 +73,7 @@ from tools.ranks import (
     sum_gradients,
     sum_over_ranks,
 )
-from tools.run import Run, exit_on_signals, one_sentence
+from tools.run import Run
 
 
 @dataclass
@@ -317,8 +323,7 @@ class Trainer:
         self.model = model
         self.budget = Budget(model, config.quant, config.rank, config.micro_tokens)
         self.optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=config.lr,
+            model.parameters(),  # update() sets their learning rate
             betas=(0.9, 0.99),
             weight_decay=config.weight_decay,
             fused=model.device.type == "cuda",  # one kernel for all parameters
@@ -510,9 +515,8 @@ def preflight(
     return exit_code
 
 
-def main(arguments: list[str]) -> int:
+def main(config: Config) -> int:
     """Put together what the flags name, then train → the exit code."""
-    config = parse(arguments)
     grow_segments()
     device = join_ranks(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     rank, ranks = rank_and_count()
@@ -524,6 +528,7 @@ def main(arguments: list[str]) -> int:
         began = time.perf_counter()
         source = weights.open(config.model)
         environment = load_environment(config, task, source)
+        rate = config.follow_model(parameters(source.config))
         run = Run(config, quiet=rank > 0)
         model = load(source, config.quant, config.rank, config.alpha, device, config.seed)
         run.hashes = dict(problems=hash_of(task), model=source.fingerprint.hex())
@@ -540,7 +545,7 @@ def main(arguments: list[str]) -> int:
     run.say(
         f"{config.model}: {config.quant} on {model.device}, loaded in {seconds:.0f} s{style}\n"
         f"{config.task}: {environment.summary()}; "
-        f"{config.prompts} prompts × {config.group_size} answers a step"
+        f"{config.prompts} prompts × {config.group_size} answers a step; {rate}"
     )
     sampler = Sampler(model)
     trainer = Trainer(config, model)
@@ -562,4 +567,4 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     with one_sentence("train.py"):
-        sys.exit(main(sys.argv[1:]))
+        sys.exit(main(FLAGS))

@@ -35,9 +35,6 @@ as the step. The checkpoint stores what else the next step depends on: the param
 state, and train.State: the steps done, the problems drawn so far (for --resample) and σ (for
 adaptive noise). So on a CPU a resumed run ends with the same bytes as a run without a stop.
 
-Exit codes of train.py: 0 done, 1 a traceback, 2 another error, in one sentence, 3 --preflight finds
-training pointless (under torchrun 0), 128 + n signal n.
-
 Needs: torch, safetensors; lora.py, tools/{adapter,environment,flags,ranks,report}.py.
 """
 
@@ -485,40 +482,6 @@ class Run:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             self.print_error = f" ({error.strerror})"
             raise KeyboardInterrupt from error
-
-
-# --- the ends of a command
-
-
-def exit_on_signals() -> None:
-    """Turn SIGTERM and SIGHUP (the terminal was closed) into SystemExit, on which a run saves
-    itself. nohup ignores SIGHUP, and so do we then.
-    """
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
-
-
-@contextmanager
-def one_sentence(command: str):
-    """Context manager around a command: an error that the user can mend becomes one sentence on
-    stderr and exit code 2, Ctrl-C exit code 130. An unforeseen error keeps its traceback.
-    """
-    sys.stdout.reconfigure(errors="replace")  # a terminal may not have Unicode
-    try:
-        yield
-    except KeyboardInterrupt:  # Ctrl-C, or nobody reads our output any more
-        sys.exit(130)
-    except (torch.OutOfMemoryError, MemoryError):
-        print(
-            f"{command}: out of memory: lower --max-new-tokens or --rank, or take a smaller model; "
-            "python -m tools.memory says what fits",
-            file=sys.stderr,
-        )
-        sys.exit(2)
-    except (ValueError, OSError) as error:
-        print(f"{command}: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 # --- a checkpoint: tensors, and as metadata the step and a checksum
