@@ -291,16 +291,19 @@ def evaluate(config: Config, environment: Environment, sampler: Sampler, run: Ru
     prompts = environment.encode_prompts(problems)
     step = -1  # of the random bits: each evaluation draws the same, and training draws others
     right = dict(greedy=0.0, loose=0.0, sampled=0.0)
+    answers = []
     if problems:
         params = environment.params._replace(temperature=0.0)
         greedy = sampler.generate(prompts, 1, params, step, start, "eval")
-        for problem, answer in zip(problems, environment.judge(problems, greedy), strict=True):
+        answers = environment.judge(problems, greedy)
+        for problem, answer in zip(problems, answers, strict=True):
             right["greedy"] += answer.reward
             right["loose"] += environment.task.reward(problem, answer.text, True)
         params = environment.params._replace(top_p=config.eval_top_p)
         sampled = sampler.generate(prompts, samples, params, step, start * samples, "eval")
-        answers = environment.judge(problems, sampled)
-        right["sampled"] = sum(answer.reward for answer in answers) / samples
+        judged = environment.judge(problems, sampled)
+        right["sampled"] = sum(answer.reward for answer in judged) / samples
+    run.answered(sum(gather(answers), []))  # the greedy ones of all ranks
     right = sum_over_ranks(right)
     return dict(
         eval_greedy=right["greedy"] / count,

@@ -130,8 +130,21 @@ def test_a_run_leaves_its_files(whole):
     samples = [(s["step"], s["which"]) for s in report.jsonl(whole / "samples.jsonl")]
     assert samples == list(itertools.product((0, 3), ("worst", "best")))
     files = "adapter adapter-best checkpoint.previous.safetensors checkpoint.safetensors"
-    files += " config.json curves.png metrics.jsonl samples.jsonl"
+    files += " config.json curves.png eval.jsonl metrics.jsonl samples.jsonl"
     assert sorted(path.name for path in whole.iterdir()) == files.split()
+
+
+def test_each_evaluation_keeps_its_answers(whole):
+    """All held-out problems of the three evaluations, with the rewards that metrics.jsonl means."""
+    records = list(report.jsonl(whole / "eval.jsonl"))
+    means = {
+        step: r["eval_greedy"] for (kind, step), r in report.read(whole).items() if kind == "eval"
+    }
+    for step, mean in means.items():
+        found = [r for r in records if r["step"] == step]
+        assert len({r["prompt"] for r in found}) == len(found) == 32
+        assert sum(r["reward"] for r in found) / 32 == pytest.approx(mean)
+    assert {r["ended"] for r in records} == {True, False}
 
 
 def test_samples_are_stored_whole_and_fill_at_most_a_screen(tmp_path, capsys):

@@ -480,7 +480,7 @@ def test_evaluate_counts_strict_loose_and_sampled(tiny_chat, monkeypatch):
     Every evaluation draws the same bits, and step -1 is none of training's. Two ranks answer 20 and
     21, as one process would number their sequences, and measure all. Under noise there is none.
     """
-    calls = []
+    calls, told = [], []
 
     def generate(problems, samples, params, step, first_sequence, progress):
         calls.append((len(problems), samples, *params[2:], step, first_sequence))
@@ -497,9 +497,11 @@ def test_evaluate_counts_strict_loose_and_sampled(tiny_chat, monkeypatch):
     add_up(monkeypatch, train)
     for rank in range(2):
         monkeypatch.setattr(train, "rank_and_count", lambda rank=rank: (rank, 2))
-        got = train.evaluate(flags, asking, sampler, SimpleNamespace(say=print))
+        run = SimpleNamespace(say=print, answered=lambda found: told.append(len(found)))
+        got = train.evaluate(flags, asking, sampler, run)
     shares = [got[name] * 41 for name in ("eval_greedy", "eval_greedy_loose", "eval_sampled")]
     assert shares == pytest.approx([10, 20, 30]) and got["problems"] == 41
+    assert told == [20, 21]  # greedy answers
     # prompts, samples of each, temperature, top-p, seed, step, first sequence
     assert calls == [
         (20, 1, 0.0, 1.0, 7, -1, 0),

@@ -39,6 +39,7 @@ class Answer(NamedTuple):
     text: str  # with special tokens, but without the end token
     reward: float
     parts: dict[str, float]  # of a user's own reward that names its parts; else empty
+    ended: bool = True  # by the model, not by --max-new-tokens
 
 
 class Environment(NamedTuple):
@@ -94,7 +95,8 @@ class Environment(NamedTuple):
             parts = getattr(reward, "parts", {})  # tools/own_task.py's rewards have it
             # 0.1 + 0.2 ≠ 0.3 would give a tiny advantage, and Adam rescales a tiny gradient to a
             # full step.
-            answers.append(Answer(prompts[number], text, round(reward, 9), parts))
+            reward = round(reward, 9)
+            answers.append(Answer(prompts[number], text, reward, parts, finished[row]))
         return answers
 
 

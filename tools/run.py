@@ -3,6 +3,7 @@
     config.json             the flags
     metrics.jsonl           one record per step and per evaluation, appended; keys: results/LOG.md
     samples.jsonl           the worst and the best answer of each --eval-every-th step, appended
+    eval.jsonl              the greedy answers of each evaluation, appended
     checkpoint.safetensors  adapter and optimizer after a step, with a checksum; never half written
     checkpoint.previous.…   the checkpoint before it, read when the last one is damaged or missing
     adapter/                the same adapter in PEFT's files
@@ -447,6 +448,22 @@ class Run:
             quoted = f"{shortened(answer.prompt)} → {shortened(answer.text)}"
             self.say(f"    {which:5} {answer.reward:+.2f}  {quoted}")
 
+    def answered(self, answers: list[Answer]) -> None:
+        """Keep the greedy answers of an evaluation, one to each held-out problem."""
+        if not self.quiet:
+            records = [
+                dict(
+                    step=self.state.step,
+                    prompt=answer.prompt,
+                    answer=answer.text,
+                    reward=answer.reward,
+                    ended=answer.ended,
+                    segment=self.segment,
+                )
+                for answer in answers
+            ]
+            append(self.folder / "eval.jsonl", *records)
+
     def finish(self):
         """Draw the curves and print where the results are. A drawing that fails costs only the
         drawing.
@@ -566,9 +583,10 @@ def write_atomically(path, write, keep_previous=False):
     os.replace(temporary, path)
 
 
-def append(path, record):
-    """Append a record to a JSONL file as a line, and wait until it is on the disk."""
-    text = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
+def append(path, *records):
+    """Append records to a JSONL file as lines, and wait until they are on the disk."""
+    text = "".join(json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in records)
+    text = text.encode()
     # unbuffered: after an error, closing the file must not write again what failed
     with open(path, "ab+", buffering=0) as file:
         if file.tell():  # append mode opens a file at its end: not 0 if it has lines
