@@ -927,6 +927,9 @@ def test_preflight_changes_nothing_and_says_whether_training_would_work(
         (dict(mismatch=1.1), 0, 1),
         (dict(mismatch=1.6), 3, 1),
         (dict(mismatch=math.nan), 3, 1),
+        (dict(finished=0.49, signal=0.19), 0, 2),
+        (dict(finished=0.5, signal=0.2), 0, 0),
+        (dict(signal=0.19, finished=0), 0, 2),
     ],
 )
 def test_preflight_judges_as_the_training_does(change, code, advice):
@@ -938,6 +941,9 @@ def test_preflight_judges_as_the_training_does(change, code, advice):
     config = Config(steps=30, prompts=1, group_size=5, updates_per_step=2)
     said, exit_code = preflight_report(stats, answers, 4.0, config)
     assert exit_code == code and said.count("change: ") == advice
+    unpaid = [answer._replace(reward=-1.0) for answer in answers]
+    more, exit_code = preflight_report(stats, unpaid, 4.0, config)
+    assert exit_code == code and more.count("change: ") == advice + 1
     for words in ("40.0%", f"{stats['finished']:.1%}", f"{1 - stats['signal']:.1%}"):
         assert f" {words}   " in said
     assert re.search("10.0 .* 4.0 .* 30 steps 5 minutes", said)
