@@ -57,8 +57,10 @@ model.py.
 """
 
 import math
+import sys
 import time
 from collections import Counter, deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -180,10 +182,11 @@ class Sampler:
         """Sample group_size answers to each prompt, a list of token ids.
 
         step: of training, or −1; with params.seed it selects the random bits. first_sequence: the
-        number of the first answer; give each rank its own, or ranks draw the same bits. progress: a
-        bar's label, "" for none. ValueError: an empty prompt, or one that with max_new_tokens
-        exceeds the model's context or all pages. torch.OutOfMemoryError: memory ran out while
-        sampling, and half of the pages do not hold the longest row.
+        number of the first answer; give each rank its own, or ranks draw the same bits. progress:
+        the label of a bar or, without a terminal, of a line each tenth; "" for none. ValueError: an
+        empty prompt, or one that with max_new_tokens exceeds the model's context or all pages.
+        torch.OutOfMemoryError: memory ran out while sampling, and half of the pages do not hold the
+        longest row.
         """
         _check(prompts, params.max_new_tokens, self.model.config.max_position_embeddings)
         rollout = _without_answers(prompts, group_size, params.max_new_tokens, self.model.device)
@@ -192,6 +195,7 @@ class Sampler:
         with tqdm(
             total=rows, desc=progress, unit="seq", leave=False, disable=None if progress else True
         ) as bar:
+            bar.label = progress
             while waiting := _unfinished(rollout, group_size, params.max_new_tokens):
                 bar.n = rows - len(waiting)
                 try:
@@ -314,7 +318,20 @@ def continuous_batching(scheduler: "Scheduler", runner: "ModelRunner", bar: tqdm
                 runner.fill_pages(started)
         scheduler.reserve()
         runner.decode(scheduler.running)
-        bar.update(scheduler.finish())
+        advance(bar, scheduler.finish())
+
+
+def advance(bar: tqdm, ended: int):
+    """Count rows that have ended. Where the bar is disabled, for want of a terminal, print a line
+    each tenth.
+    """
+    before = bar.n
+    bar.update(ended)
+    if bar.disable and bar.label:
+        bar.n += ended
+        if 10 * bar.n // bar.total > 10 * before // bar.total:
+            with suppress(OSError):  # nobody reads it any more
+                print(f"{bar.label}: {bar.n} of {bar.total} answers", file=sys.stderr, flush=True)
 
 
 @dataclass
