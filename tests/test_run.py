@@ -307,7 +307,7 @@ ERRORS = [
 PLACES = [
     (Trainer, "backward", 3, OUT_OF_FILES),
     (run_file, "peak_memory_gb", 2, OUT_OF_FILES),
-    (run_file, "append", 5, OUT_OF_FILES),  # the record of the second step
+    (run_file, "append", 6, OUT_OF_FILES),  # the record of the second step
     (run_file, "diagnose", 2, KeyError("an accident")),
 ]
 
@@ -491,7 +491,7 @@ def test_a_run_that_was_killed_before_its_first_save_is_replayed(
     """
     folder = tmp_path / "run"
     for flags in ((*FLAGS, "--model", tiny_chat, "--out", folder), ("--resume", folder)):
-        code = "import test_run; test_run.kill_at(8, 'fsync')"
+        code = "import test_run; test_run.kill_at(10, 'fsync')"
         more = "--save-every", 5, "--eval-every", 1
         assert Command(tmp_path, *flags, *more, code=code).code == -signal.SIGKILL
         assert list(folder.glob("adapter-best/*.safetensors")) and not saved_any(folder)

@@ -25,17 +25,18 @@ PREFLIGHT_PROMPTS = 32
 # what to change if a share that a preflight measures is low
 ADVICE = dict(
     finished=(
-        "fewer than half of the answers ended, and one that is cut off earns nothing from most "
-        "tasks: raise --max-new-tokens"
+        "fewer than half of the answers ended, and most tasks pay nothing for one "
+        "that is cut off: raise --max-new-tokens"
     ),
     signal=(
-        "fewer than a fifth of the groups have unequal rewards, and only these teach: take harder "
-        "problems if most answers are right, easier ones if few are, or raise --group-size or "
-        "--temperature"
+        "fewer than a fifth of the groups have unequal rewards, and only these "
+        "teach: take harder problems if most answers are right, easier ones if few "
+        "are, or raise --group-size or --temperature"
     ),
     solved=(
-        "nearly no answer earned a reward above 0: the --task is too hard for this --model, or its "
-        "reward never pays; --steps 0 and python -m tools.report show print answers with rewards"
+        "nearly no answer earned a reward above 0: the --task is too hard for this "
+        "--model, or its reward never pays; read answers: --steps 0, then "
+        "python -m tools.report show RUN"
     ),
 )
 
