@@ -159,12 +159,15 @@ class Limits(NamedTuple):
 class Sampler:
     """slots: most rows that run at once. pages: most pages of keys and values; None: as many as are
     needed, or as a GPU's free memory holds.
+
+    watch: a function that is called with the Rollout whenever its answers have grown.
     """
 
     def __init__(self, model: Decoder, slots: int = SLOTS, pages: int | None = None):
         self.model, self.slots, self.pages = model, slots, pages
         self.held = math.inf  # pages that the memory has held, after it ran out
         self.page_size = CPU_PAGE if model.device.type == "cpu" else attention.PAGE
+        self.watch = None
         self.limits = None  # Limits of the last call of generate
         self.stats = {}  # its limits and what it measured
         self.loaded = {}  # kind of decode step → batch sizes whose kernels are loaded
@@ -318,6 +321,8 @@ def continuous_batching(scheduler: "Scheduler", runner: "ModelRunner", bar: tqdm
                 runner.fill_pages(started)
         scheduler.reserve()
         runner.decode(scheduler.running)
+        if runner.watch:
+            runner.watch(runner.rollout)
         advance(bar, scheduler.finish())
 
 
@@ -525,6 +530,7 @@ class ModelRunner:
         first_sequence: int,
     ):
         self.model, self.stats, self.page_size = sampler.model, sampler.stats, sampler.page_size
+        self.watch = sampler.watch
         self.rollout, self.params = rollout, params
         self.step, self.first_sequence = step, first_sequence
         self.cuda = self.model.device.type == "cuda"
