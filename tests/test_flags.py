@@ -6,6 +6,7 @@ python -m pytest tests/test_flags.py
 import json
 import math
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ import grpo
 import train
 from tools import memory, weights
 from tools.ends import one_sentence
-from tools.flags import FIELDS, Config, check, parse, spelled
+from tools.flags import FIELDS, Config, check, command_of, parse, spelled
 
 # what the run of an adapter was trained with; each differs from its default
 SCORED = dict(
@@ -193,6 +194,13 @@ def test_few_steps_for_a_model_of_ones_own_are_told(quiet, ended, capsys):
     assert not capsys.readouterr().out
     parse(["--model", "a/b"])
     assert re.search("16 steps.* --steps", capsys.readouterr().out)
+
+
+def test_a_command_says_again_what_differs_from_the_defaults():
+    given = ["--no-aqn", "--task", "a b'c.py", "--lr", "0.001", "--template-kwargs", '{"a": 1}']
+    config = parse(given)
+    command = command_of(vars(config) | {"out": "x", "resume": "y"})
+    assert parse(shlex.split(command)[2:]) == config
 
 
 def test_the_longest_answer_depends_on_the_task():

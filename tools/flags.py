@@ -15,6 +15,7 @@ from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
+from shlex import quote
 
 from tasks import TASKS
 
@@ -229,6 +230,16 @@ SCORED = FIXED | {name for name, field in FIELDS.items() if field.metadata["scor
 def spelled(name):
     """group_size → --group-size."""
     return f"--{name.replace('_', '-')}"
+
+
+def command_of(flags):
+    """→ the command line of a run with these flags, {name: value}, without its folder."""
+    words = ["python train.py"]
+    for name, value in flags.items():
+        if name not in ("out", "resume") and value != FIELDS[name].default:
+            given = f"--no-{name}" if value is False else f"{spelled(name)} {quote(str(value))}"
+            words.append(given)
+    return " ".join(words)
 
 
 def is_path(value):

@@ -6,7 +6,7 @@
     eval.jsonl              the greedy answers of each evaluation, appended
     checkpoint.safetensors  adapter and optimizer after a step, with a checksum; never half written
     checkpoint.previous.…   the checkpoint before it, read when the last one is damaged or missing
-    adapter/                the same adapter in PEFT's files
+    adapter/                the same adapter in PEFT's files, with a model card
     adapter-best/           the trained adapter with the highest eval_greedy; the first of equals
     curves.png              drawn from metrics.jsonl
 
@@ -56,13 +56,24 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 import lora
-from tools.adapter import TENSORS, save_adapter, save_file
+from tools.adapter import CARD, TENSORS, save_adapter, save_file
 from tools.environment import Answer
-from tools.flags import MOVABLE, Config, flags_of_run
+from tools.flags import MOVABLE, Config, command_of, flags_of_run
 from tools.ranks import alike, gather
 from tools.report import diagnose, line, logged, plot
 
 PULSE = 15  # seconds between signs of life
+CARD_TEXT = """\
+---
+library_name: peft
+---
+# A LoRA adapter
+
+- base: {model}, under its own licence
+- task: {task}, {step} of {steps} steps
+- accuracy of greedy answers, or their mean reward: {scores}
+- command: `{command}`
+"""
 
 
 class Run:
@@ -112,6 +123,7 @@ class Run:
         self.unlogged = []  # records that could not be appended to the log yet
         self.warned = set()  # names of problems: each is told once
         self.hashes = {}
+        self.scores = {}  # step → eval_greedy of the model after so many steps
         if quiet or config.preflight:
             return
         self._lock_folder()
@@ -189,6 +201,7 @@ class Run:
 
     def _rank(self, step, score):
         """Note the score of an evaluation → whether it is the best of the trained model so far."""
+        self.scores[step] = score
         if step == 0:  # before its first step a run has no adapter of its own to keep
             self.first = score
             return False
@@ -301,13 +314,25 @@ class Run:
         # The checkpoint last: after a crash between the two, a resumed run replays the steps and
         # writes both again. With the checkpoint first, it would have no step to replay after the
         # last save of a run, and adapter/ would stay old.
-        save_adapter(self.model, self.folder / "adapter", self.model_name)
+        card = self.card(self.state.step)
+        save_adapter(self.model, self.folder / "adapter", self.model_name, card)
         write_atomically(
             self.folder / "checkpoint.safetensors",
             lambda path: save_file(tensors, path, metadata),
             keep_previous=not self.newest_damaged,
         )
         self.newest_damaged = False
+
+    def card(self, step: int) -> str:
+        """→ the model card of the adapter that has learned for so many steps."""
+        evaluated = sorted(self.scores)
+        shown = dict.fromkeys([*evaluated[:1], *evaluated[-1:]])  # one, if there is one
+        return CARD_TEXT.format(
+            **self.flags,
+            step=step,
+            scores=", ".join(f"{self.scores[n]:.2f} after {n} steps" for n in shown),
+            command=command_of(self.flags),
+        )
 
     def load(self):
         """Restore the newest checkpoint that is whole into model, optimizer and state. Without a
@@ -408,7 +433,12 @@ class Run:
             if kind == "eval" and self._rank(step, record["eval_greedy"]):
                 # The adapter before the record: a resumed run reads `best` from the log, so the log
                 # must not hold a score whose adapter a crash has lost.
-                save_adapter(self.model, self.folder / "adapter-best", self.model_name)
+                card = self.card(step)
+                save_adapter(self.model, self.folder / "adapter-best", self.model_name, card)
+            adapter = self.folder / "adapter"
+            if kind == "eval" and step == self.steps and adapter.exists():
+                text = self.card(step)  # it was saved before this evaluation
+                write_atomically(adapter / CARD, lambda path: path.write_text(text))
             self.unlogged.append(record | {"segment": self.segment})
             self._write_log()
         text = line(record, any_reward=self.any_reward)
