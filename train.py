@@ -333,12 +333,14 @@ class Trainer:
         )
 
     def experience(self, rollout: Rollout, answers: list[Answer]) -> Experience:
-        """Compare each answer with its group → Experience. Dr. GRPO does not divide by the standard
-        deviation.
+        """Compare each answer with its group → Experience. Neither Dr. GRPO nor RLOO divides by the
+        standard deviation.
         """
         rewards = torch.tensor([answer.reward for answer in answers], dtype=torch.float64)
-        scale = "none" if self.config.loss == "dr_grpo" else "group"
-        advantages = grpo.advantages(rewards.view(-1, self.config.group_size), scale).flatten()
+        baseline = self.config.advantage
+        scale = "none" if self.config.loss == "dr_grpo" or baseline == "rloo" else "group"
+        groups = rewards.view(-1, self.config.group_size)
+        advantages = grpo.advantages(groups, scale, baseline).flatten()
         old = rollout.logprobs if self.config.correction == "bypass" else None
         return Experience(rollout, advantages.to(self.model.device), old)
 

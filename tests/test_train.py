@@ -320,10 +320,16 @@ def test_an_answer_is_compared_with_its_group(tiny_chat, noisy):
     """
     rewards = 0.1 + 1e-9 * torch.rand(16, dtype=torch.float64)
     answers = [Answer("", "", reward, {}) for reward in rewards.tolist()]
-    for loss, scale in ("dapo", "group"), ("dr_grpo", "none"):
-        learner = trainer(tiny_chat, loss=loss, overlong="mask")
+    for loss, advantage, scale in (
+        ("dapo", "group", "group"),
+        ("dr_grpo", "group", "none"),
+        ("dapo", "rloo", "none"),
+        ("dapo", "none", "none"),
+    ):
+        learner = trainer(tiny_chat, loss=loss, overlong="mask", advantage=advantage)
         found = learner.experience(noisy, answers).advantages
-        assert torch.equal(found, grpo.advantages(rewards.view(-1, G), scale).flatten())
+        want = grpo.advantages(rewards.view(-1, G), scale, advantage)
+        assert torch.equal(found, want.flatten())
 
 
 # --- the mismatch

@@ -113,6 +113,12 @@ class Config:
         group="objective",
         choices=LOSSES,
     )
+    advantage: str = flag(
+        "group",
+        "group: (reward − mean) / std of its group; rloo: reward − mean of the others; "
+        "none: the reward",
+        choices=("group", "none", "rloo"),
+    )
     correction: str = flag(
         "none",
         "\"old\" is the trainer's (none; tis: weighted) or sampler's (bypass)",
