@@ -1,7 +1,8 @@
 """GRPO and its relatives: from the rewards of a group of answers to a loss.
 
     A    = (r − mean of its group) / (std of its group + 1e-4)  advantage: one number per answer;
-                                                                dr_grpo does not divide
+                                                                dr_grpo does not divide; rloo
+                                                                and none: see advantages()
     ρ_t  = π_θ(token t) / π_old(token t)                        ratio: the policy's move since "old"
 
     dapo     −Σ_i Σ_t min(ρA, clip(ρ, 1−ε_low, 1+ε_high)A) / Σ lengths     DAPO 2503.14476, eq. 8
@@ -42,12 +43,17 @@ from torch import Tensor
 CISPO_MAX = 5.0
 
 
-def advantages(rewards: Tensor, scale: str = "group") -> Tensor:
+def advantages(rewards: Tensor, scale: str = "group", baseline: str = "group") -> Tensor:
     """Rewards (P, G) of any dtype → advantages (P, G) f32: how much better than its group a sample
-    is. A group whose rewards are all equal gets exact zeros.
+    is. A group whose rewards are all equal gets exact zeros, unless the baseline is "none".
 
     scale: "group" divides by the group's unbiased std + 1e-4 (GRPO, DAPO), "none" does not (Dr.
     GRPO).
+
+    baseline: what is subtracted from a reward. "group": the mean of its group. "rloo": the mean of
+    the others in it, which does not depend on this sample, so that the gradient has no bias (leave
+    one out: Kool et al. 2019; RLOO, arXiv 2402.14740). "none": nothing, as in REINFORCE
+    (Williams 1992); then the scale has no meaning. KeyError: any other.
 
     ValueError: fewer than two samples in a group, unknown scale, a reward that is NaN or infinite.
     """
@@ -61,8 +67,12 @@ def advantages(rewards: Tensor, scale: str = "group") -> Tensor:
             f"{int((~rewards.isfinite()).sum())} rewards are NaN or infinite: "
             "see the task's reward()"
         )
+    if baseline == "none":
+        return rewards.float()
     rewards = rewards.double()  # float32 would round the mean of close rewards
     centered = rewards - rewards.mean(1, keepdim=True)
+    # R − (sum − R) / (G − 1) = G / (G − 1) · (R − sum / G)
+    centered = centered * {"group": 1, "rloo": G / (G - 1)}[baseline]
     if scale == "group":
         centered = centered / (rewards.std(1, keepdim=True) + 1e-4)
     # Equal rewards must give exact zeros: the trainer skips answers whose advantage is 0. The mean

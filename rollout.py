@@ -56,8 +56,10 @@ Needs: torch, transformers, numpy, tqdm; ops/{attention,sampling}.py, model.py.
 """
 
 import math
+import sys
 import time
 from collections import Counter, deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -150,12 +152,15 @@ class Limits(NamedTuple):
 class Sampler:
     """slots: most rows that run at once. pages: most pages of keys and values; None: as many as are
     needed, or as a GPU's free memory holds.
+
+    watch: a function that is called with the Rollout whenever its answers have grown.
     """
 
     def __init__(self, model: Decoder, slots: int = SLOTS, pages: int | None = None):
         self.model, self.slots, self.pages = model, slots, pages
         self.held = math.inf  # pages that the memory has held, after it ran out
         self.page_size = CPU_PAGE if model.device.type == "cpu" else attention.PAGE
+        self.watch = None
         self.limits = None  # Limits of the last call of generate
         self.stats = {}  # its limits and what it measured
         self.loaded = {}  # kind of decode step → batch sizes whose kernels are loaded
@@ -173,10 +178,11 @@ class Sampler:
         """Sample group_size answers to each prompt, a list of token ids.
 
         step: of training, or −1; with params.seed it selects the random bits. first_sequence: the
-        number of the first answer; give each rank its own, or ranks draw the same bits. progress: a
-        bar's label, "" for none. ValueError: an empty prompt, or one that with max_new_tokens
-        exceeds the model's context or all pages. torch.OutOfMemoryError: memory ran out while
-        sampling, and half of the pages do not hold the longest row.
+        number of the first answer; give each rank its own, or ranks draw the same bits. progress:
+        the label of a bar or, without a terminal, of a line each tenth; "" for none. ValueError: an
+        empty prompt, or one that with max_new_tokens exceeds the model's context or all pages.
+        torch.OutOfMemoryError: memory ran out while sampling, and half of the pages do not hold the
+        longest row.
         """
         _check(prompts, params.max_new_tokens, self.model.config.max_position_embeddings)
         rollout = _without_answers(prompts, group_size, params.max_new_tokens, self.model.device)
@@ -185,6 +191,7 @@ class Sampler:
         with tqdm(
             total=rows, desc=progress, unit="seq", leave=False, disable=None if progress else True
         ) as bar:
+            bar.label = progress
             while waiting := _unfinished(rollout, group_size, params.max_new_tokens):
                 bar.n = rows - len(waiting)
                 try:
@@ -307,7 +314,22 @@ def continuous_batching(scheduler: "Scheduler", runner: "ModelRunner", bar: tqdm
                 runner.fill_pages(started)
         scheduler.reserve()
         runner.decode(scheduler.running)
-        bar.update(scheduler.finish())
+        if runner.watch:
+            runner.watch(runner.rollout)
+        advance(bar, scheduler.finish())
+
+
+def advance(bar: tqdm, ended: int):
+    """Count rows that have ended. Where the bar is disabled, for want of a terminal, print a line
+    each tenth.
+    """
+    before = bar.n
+    bar.update(ended)
+    if bar.disable and bar.label:
+        bar.n += ended
+        if 10 * bar.n // bar.total > 10 * before // bar.total:
+            with suppress(OSError):  # nobody reads it any more
+                print(f"{bar.label}: {bar.n} of {bar.total} answers", file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -501,6 +523,7 @@ class ModelRunner:
         first_sequence: int,
     ):
         self.model, self.stats, self.page_size = sampler.model, sampler.stats, sampler.page_size
+        self.watch = sampler.watch
         self.rollout, self.params = rollout, params
         self.step, self.first_sequence = step, first_sequence
         self.cuda = self.model.device.type == "cuda"

@@ -29,6 +29,13 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tools.ends import exit_on_signals, one_sentence
+from tools.flags import Config, parse
+
+if __name__ == "__main__":
+    with one_sentence("train.py"):  # a wrong flag ends here, before the seconds that torch takes
+        FLAGS = parse(sys.argv[1:])
+
 import torch
 
 import aqn
@@ -55,8 +62,7 @@ from tools.environment import (
     load_task,
     notes,
 )
-from tools.flags import Config, parse
-from tools.memory import MicroBatch, prompt_groups
+from tools.memory import MicroBatch, parameters, prompt_groups
 from tools.ranks import (
     alike,
     all_sum,
@@ -67,7 +73,7 @@ from tools.ranks import (
     sum_gradients,
     sum_over_ranks,
 )
-from tools.run import Run, exit_on_signals, one_sentence
+from tools.run import Run
 
 
 @dataclass
@@ -275,16 +281,19 @@ def evaluate(config: Config, environment: Environment, sampler: Sampler, run: Ru
     prompts = environment.encode_prompts(problems)
     step = -1  # of the random bits: each evaluation draws the same, and training draws others
     right = dict(greedy=0.0, loose=0.0, sampled=0.0)
+    answers = []
     if problems:
         params = environment.params._replace(temperature=0.0)
         greedy = sampler.generate(prompts, 1, params, step, start, "eval")
-        for problem, answer in zip(problems, environment.judge(problems, greedy), strict=True):
+        answers = environment.judge(problems, greedy)
+        for problem, answer in zip(problems, answers, strict=True):
             right["greedy"] += answer.reward
             right["loose"] += environment.task.reward(problem, answer.text, True)
         params = environment.params._replace(top_p=config.eval_top_p)
         sampled = sampler.generate(prompts, samples, params, step, start * samples, "eval")
-        answers = environment.judge(problems, sampled)
-        right["sampled"] = sum(answer.reward for answer in answers) / samples
+        judged = environment.judge(problems, sampled)
+        right["sampled"] = sum(answer.reward for answer in judged) / samples
+    run.answered(sum(gather(answers), []))  # the greedy ones of all ranks
     right = sum_over_ranks(right)
     return dict(
         eval_greedy=right["greedy"] / count,
@@ -307,20 +316,21 @@ class Trainer:
         self.model = model
         self.budget = Budget(model, config.quant, config.rank, config.micro_tokens)
         self.optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=config.lr,
+            model.parameters(),  # update() sets their learning rate
             betas=(0.9, 0.99),
             weight_decay=config.weight_decay,
             fused=model.device.type == "cuda",  # one kernel for all parameters
         )
 
     def experience(self, rollout: Rollout, answers: list[Answer]) -> Experience:
-        """Compare each answer with its group → Experience. Dr. GRPO does not divide by the standard
-        deviation.
+        """Compare each answer with its group → Experience. Neither Dr. GRPO nor RLOO divides by the
+        standard deviation.
         """
         rewards = torch.tensor([answer.reward for answer in answers], dtype=torch.float64)
-        scale = "none" if self.config.loss == "dr_grpo" else "group"
-        advantages = grpo.advantages(rewards.view(-1, self.config.group_size), scale).flatten()
+        baseline = self.config.advantage
+        scale = "none" if self.config.loss == "dr_grpo" or baseline == "rloo" else "group"
+        groups = rewards.view(-1, self.config.group_size)
+        advantages = grpo.advantages(groups, scale, baseline).flatten()
         old = rollout.logprobs if self.config.correction == "bypass" else None
         return Experience(rollout, advantages.to(self.model.device), old)
 
@@ -498,9 +508,8 @@ def preflight(
     return exit_code
 
 
-def main(arguments: list[str]) -> int:
+def main(config: Config) -> int:
     """Put together what the flags name, then train → the exit code."""
-    config = parse(arguments)
     grow_segments()
     device = join_ranks(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     rank, ranks = rank_and_count()
@@ -512,6 +521,7 @@ def main(arguments: list[str]) -> int:
         began = time.perf_counter()
         source = weights.open(config.model)
         environment = load_environment(config, task, source)
+        rate = config.follow_model(parameters(source.config))
         run = Run(config, quiet=rank > 0)
         model = load(source, config.quant, config.rank, config.alpha, device, config.seed)
         run.hashes = dict(problems=hash_of(task), model=source.fingerprint.hex())
@@ -528,7 +538,7 @@ def main(arguments: list[str]) -> int:
     run.say(
         f"{config.model}: {config.quant} on {model.device}, loaded in {seconds:.0f} s{style}\n"
         f"{config.task}: {environment.summary()}; "
-        f"{config.prompts} prompts × {config.group_size} answers a step"
+        f"{config.prompts} prompts × {config.group_size} answers a step; {rate}"
     )
     sampler = Sampler(model)
     trainer = Trainer(config, model)
@@ -550,4 +560,4 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     with one_sentence("train.py"):
-        sys.exit(main(sys.argv[1:]))
+        sys.exit(main(FLAGS))

@@ -173,6 +173,17 @@ def test_what_advantages_refuses_it_names(rewards, scale, words):
         grpo.advantages(torch.tensor(rewards), scale)
 
 
+def test_leave_one_out_subtracts_the_mean_of_the_others():
+    """RLOO, sample by sample, and REINFORCE, which subtracts nothing."""
+    rewards = torch.tensor([[1, 0, 0, 1.0], [0.1, 0.1, 0.1, 0.1], [-2, 0.5, 3, 0]]).double()
+    want = [[float(r - (row.sum() - r) / (len(row) - 1)) for r in row] for row in rewards]
+    found = grpo.advantages(rewards, "none", "rloo")
+    assert (found - torch.tensor(want)).abs().max() < 1e-6 and (found[1] == 0).all()
+    assert torch.equal(grpo.advantages(rewards, "none", "none"), rewards.float())
+    with pytest.raises(KeyError, match="best"):
+        grpo.advantages(rewards, "none", "best")
+
+
 def test_the_soft_overlong_penalty_of_dapo():
     """DAPO, eq. 13 with L_max = 20, L_cache = 4: 0 up to 16 tokens, then (16 − n)/4, −1 from 20
     on.

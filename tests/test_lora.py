@@ -162,7 +162,8 @@ def test_peft_reads_our_adapter_and_we_read_its(family, tmp_path):
     oracle = tiny_checkpoint(base, family)
     model = randomise(load(base))
     adapter.save_adapter(model, ours, base)
-    assert {*os.listdir(ours)} == {"adapter_config.json", "adapter_model.safetensors"}
+    files = {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    assert {*os.listdir(ours)} == files
     plain = oracle(IDS).logits
     wrapped = peft.PeftModel.from_pretrained(oracle, ours)
     assert (wrapped(IDS).logits - logits(model)).abs().max() < 1e-4

@@ -2,6 +2,7 @@
 token.
 """
 
+import re
 import weakref
 from contextlib import nullcontext
 from itertools import count
@@ -435,6 +436,16 @@ def run_out(monkeypatch, owner, name, fails):
         return real(*arguments)
 
     monkeypatch.setattr(owner, name, short)
+
+
+def test_without_a_terminal_each_tenth_is_a_line(m, capsys):
+    """Never two for one tenth, and none without a label."""
+    limited(m, 2, slots=3).generate(*DRAW)
+    assert not capsys.readouterr().err
+    limited(m, 2, slots=3).generate(*DRAW, progress="step 7")
+    counts = re.findall(r"^step 7: (\d+) of 32 answers$", capsys.readouterr().err, re.M)
+    tenths = [10 * int(count) // 32 for count in counts]
+    assert tenths == [*range(1, 11)]
 
 
 @pytest.mark.parametrize(

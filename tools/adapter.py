@@ -1,6 +1,7 @@
-"""Adapter files: PEFT's two, with fused projections split into their parts.
+"""Adapter files: PEFT's two, with fused projections split into their parts, and a model card.
 
-    save_adapter(model, "runs/x/adapter")    adapter_config.json, adapter_model.safetensors
+    save_adapter(model, "runs/x/adapter")    adapter_config.json, adapter_model.safetensors, and
+                                             README.md
     load_adapter(model, "runs/x/adapter")    ours, or one that PEFT wrote
 
 PEFT's LoRA has many options. An adapter may scale by another factor (rsLoRA, alpha_pattern), act on
@@ -24,6 +25,7 @@ from torch import nn
 import lora
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's two files
+CARD = "README.md"  # which the hub shows, and PEFT does not read
 PREFIX = "base_model.model.model."  # how every tensor name in PEFT's files begins
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 # a name of ours, and the one on the hub, which PEFT needs
@@ -58,8 +60,14 @@ def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def save_adapter(model: nn.Module, folder: str | Path, base_name: str | Path = ""):
-    """Write PEFT's two files into folder, each whole or, if the save is interrupted, not at all.
+def save_adapter(
+    model: nn.Module,
+    folder: str | Path,
+    base_name: str | Path = "",
+    card: str = "A LoRA adapter\n",
+):
+    """Write PEFT's two files and a model card into folder, each whole or, if the save is
+    interrupted, not at all.
 
     base_name: the base model, a name on the hub or a path, for PEFT to find it; or a key of
     ON_THE_HUB, of which save_adapter writes the name on the hub.
@@ -82,7 +90,8 @@ def save_adapter(model: nn.Module, folder: str | Path, base_name: str | Path = "
     )
     save_file(tensors, folder / f"{TENSORS}.tmp", {"format": "pt"})
     (folder / f"{CONFIG}.tmp").write_text(json.dumps(config, indent=2) + "\n")
-    for file in (TENSORS, CONFIG):
+    (folder / f"{CARD}.tmp").write_text(card)
+    for file in (TENSORS, CONFIG, CARD):
         temporary = folder / f"{file}.tmp"
         # The bytes must be on the disk before the name is: after a power failure a renamed file may
         # be empty otherwise.

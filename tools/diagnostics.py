@@ -20,6 +20,23 @@ from tools.report import diagnose
 from tools.run import peak_memory_gb
 
 PREFLIGHT_PROMPTS = 32
+# what to change if a share that a preflight measures is low
+ADVICE = dict(
+    finished=(
+        "fewer than half of the answers ended, and most tasks pay nothing for one "
+        "that is cut off: raise --max-new-tokens"
+    ),
+    signal=(
+        "fewer than a fifth of the groups have unequal rewards, and only these "
+        "teach: take harder problems if most answers are right, easier ones if few "
+        "are, or raise --group-size or --temperature"
+    ),
+    solved=(
+        "nearly no answer earned a reward above 0: the --task is too hard for this "
+        "--model, or its reward never pays; read answers: --steps 0, then "
+        "python -m tools.report show RUN"
+    ),
+)
 
 
 def rollout_stats(rollout: Rollout, answers: list[Answer], counts: dict, seconds: float) -> dict:
@@ -123,6 +140,7 @@ def preflight_report(
     sums = sum_over_ranks(
         dict(answers=len(answers), solved=sum(answer.reward > 0 for answer in answers))
     )
+    solved = sums["solved"] / sums["answers"]
     stats = stats | dict(memory_gb=peak_memory_gb())
     accurate = stats["mismatch"] <= 1.5  # NaN is not
     pointless = stats["signal"] == 0 or not accurate
@@ -135,7 +153,7 @@ def preflight_report(
     prompts = f"{PREFLIGHT_PROMPTS} prompts"
     lines = [
         f"{prompts} × {config.group_size} answers, nothing is updated:",
-        f"solve rate  {sums['solved'] / sums['answers']:7.1%}   answers with a reward above 0",
+        f"solve rate  {solved:7.1%}   answers with a reward above 0",
         f"finished    {stats['finished']:7.1%}   "
         "answers that ended; --max-new-tokens cut the others",
         f"no signal   {1 - stats['signal']:7.1%}   "
@@ -147,5 +165,11 @@ def preflight_report(
     ]
     for _, advice in diagnose([stats], needed=1, seen=prompts):
         lines.append(f"change: {advice}")
+    low = dict(  # diagnose() has advised on a 0 of the first two
+        finished=0 < stats["finished"] < 0.5,
+        signal=0 < stats["signal"] < 0.2,
+        solved=solved < 0.02,
+    )
+    lines += [f"change: {ADVICE[name]}" for name, found in low.items() if found]
     lines.append("training would be pointless" if pointless else "ready to train")
     return "\n    ".join(lines), 3 if pointless else 0

@@ -1,30 +1,35 @@
 """Every flag of train.py once: its default, help, choices and range; a command line → a checked
 Config.
 
-Needs: aqn.py, grpo.py, tasks.py, tools/weights.py, for the names that a flag may take.
+Most mistakes on a command line are found here, so this file does not import torch, which takes
+seconds. Only what depends on the GPU or on an adapter's files imports it, in its function.
+
+Needs: tasks.py, for its names; tools/adapter.py.
 """
 
 import dataclasses
 import json
+import math
 import os
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
+from shlex import quote
 
-import torch
-
-from aqn import SCHEDULES
-from grpo import LOSSES
 from tasks import TASKS
-from tools.adapter import read_settings
-from tools.weights import QUANT
 
+# The keys of weights.QUANT, grpo.LOSSES and aqn.SCHEDULES, whose files import torch.
+QUANT = "nvfp4", "rtn", "bf16"
+LOSSES = "dapo", "grpo", "dr_grpo", "gspo", "cispo"
+SCHEDULES = "exponential", "linear", "cosine", "logarithmic"
 # Flags of earlier versions, and their defaults: a run whose config.json has another value of one
 # cannot be resumed.
 GONE = {"stop": "", "gradient_checkpointing": None}
 MOVABLE = "model", "data", "test", "task"  # paths that a resume may give anew
 LITTLE = 1e-9  # above 0
+# --lr of models with fewer parameters than this
+RATES = (3e8, 5e-4), (3e9, 1e-4), (math.inf, 2e-5)
 # what flag() takes besides the default and the help; no number sensibly exceeds this high
 ABOUT = dict(group="", choices=(), low=0, high=10**9, fixed=False, scored=False)
 
@@ -108,6 +113,12 @@ class Config:
         group="objective",
         choices=LOSSES,
     )
+    advantage: str = flag(
+        "group",
+        "group: (reward − mean) / std of its group; rloo: reward − mean of the others; "
+        "none: the reward",
+        choices=("group", "none", "rloo"),
+    )
     correction: str = flag(
         "none",
         "\"old\" is the trainer's (none; tis: weighted) or sampler's (bypass)",
@@ -142,7 +153,11 @@ class Config:
     )
 
     steps: int = flag(16, "rollouts, each with its updates; 0 evaluates only", group="schedule")
-    lr: float = flag(5e-4, "AdamW; 1e-4 for 0.5B, 1.5B; 1e-5 … 3e-5 for 3B to 32B (paper: 1e-5)")
+    lr: float = flag(
+        None,
+        "AdamW; left out, it follows the model: 5e-4 below 0.3 billion parameters (SmolLM2), "
+        "1e-4 below 3 billion, 2e-5 from there on (paper: 1e-5)",
+    )
     schedule: str = flag(
         "linear",
         "learning rate: linear (to 0), constant, cosine (released scripts)",
@@ -200,6 +215,13 @@ class Config:
         if self.max_new_tokens is None:
             self.max_new_tokens = 16 if self.task in ("multiplication", "addition") else 512
 
+    def follow_model(self, parameters):
+        """Set lr, if it was left out, by the number of the model's parameters → a line of text."""
+        if self.lr is not None:
+            return f"--lr {self.lr:g}"
+        self.lr = next(rate for below, rate in RATES if parameters < below)
+        return f"--lr {self.lr:g} follows the model's {parameters / 1e9:.2g} billion parameters"
+
     @property
     def own_task(self):
         """Whether the task is a Python file of the user's own."""
@@ -214,6 +236,16 @@ SCORED = FIXED | {name for name, field in FIELDS.items() if field.metadata["scor
 def spelled(name):
     """group_size → --group-size."""
     return f"--{name.replace('_', '-')}"
+
+
+def command_of(flags):
+    """→ the command line of a run with these flags, {name: value}, without its folder."""
+    words = ["python train.py"]
+    for name, value in flags.items():
+        if name not in ("out", "resume") and value != FIELDS[name].default:
+            given = f"--no-{name}" if value is False else f"{spelled(name)} {quote(str(value))}"
+            words.append(given)
+    return " ".join(words)
 
 
 def is_path(value):
@@ -241,6 +273,11 @@ def parse(arguments):
         if is_path(value):
             setattr(config, name, os.path.abspath(value))  # a resume may start elsewhere
     warn_of_idle_flags(check(config), given)
+    if config.model != "smollm2" and "steps" not in stored | given:
+        say(
+            f"note: {config.steps} steps, the default, suit SmolLM2's times table; "
+            "GSM8K took 100 steps of 256 answers: give --steps"
+        )
     if config.adapter and config.beta:
         say(f"note: --beta pulls to {config.model} alone, not to {config.adapter}")
     return config
@@ -294,6 +331,8 @@ def _of_adapters_run(given):
         given["adapter"] = inside
     run = os.path.dirname(os.path.abspath(given["adapter"]))
     if not os.path.isfile(f"{run}/metrics.jsonl"):
+        from tools.adapter import read_settings
+
         settings = {}
         with suppress(ValueError):  # load_adapter will refuse it, by a sentence
             settings = read_settings(given["adapter"])
@@ -358,9 +397,7 @@ def check(config):
         # `not` refuses NaN, too
         if field.type in (int, float) and value is not None and not low <= value <= high:
             refuse(name, f"must be {low} to {high}")
-    if config.device not in ("", "cpu", "cuda") or (
-        config.device == "cuda" and not torch.cuda.is_available()
-    ):
+    if config.device not in ("", "cpu", "cuda") or (config.device == "cuda" and not _has_gpu()):
         refuse("device", "must be cpu, or cuda where torch finds a GPU")
     if config.own_task and (config.data or config.test or config.operands):
         refuse("task", "takes no --data, --test, --operands")
@@ -379,6 +416,12 @@ def check(config):
     return config
 
 
+def _has_gpu():
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def warn_of_idle_flags(config, given):
     """Print a line for each of the rules below by which a given flag does nothing.
 
@@ -387,7 +430,7 @@ def warn_of_idle_flags(config, given):
     adaptive = config.sigma_schedule == "adaptive"
     one_policy = config.updates_per_step == 1 and config.correction != "bypass"
     evaluating = SCORED | {"steps", "adapter", "resume", "preflight", "device", "out", "memory_gb"}
-    on_cpu = config.device == "cpu" or not torch.cuda.is_available()
+    on_cpu = "memory_gb" in given and (config.device == "cpu" or not _has_gpu())
     training = config.steps or config.preflight
     rules = (  # beginnings of names, when they do nothing, why
         (FIELDS.keys() - evaluating, not training, "--steps 0 trains nothing"),

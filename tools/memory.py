@@ -155,6 +155,16 @@ def linears(c: PretrainedConfig) -> dict[str, Linear]:
     }
 
 
+def parameters(c: PretrainedConfig) -> int:
+    """→ how many weights the matrices of a model have, embeddings included. ValueError: this
+    decoder does not support the model.
+    """
+    family(c)
+    layer = sum(gemm.N * gemm.K for gemm in linears(c).values())
+    tables = 1 if c.tie_word_embeddings else 2
+    return c.num_hidden_layers * layer + tables * c.vocab_size * c.hidden_size
+
+
 def plan(
     c: PretrainedConfig,
     quant: str = "nvfp4",

@@ -3,9 +3,10 @@
     config.json             the flags
     metrics.jsonl           one record per step and per evaluation, appended; keys: docs/metrics.md
     samples.jsonl           the worst and the best answer of each --eval-every-th step, appended
+    eval.jsonl              the greedy answers of each evaluation, appended
     checkpoint.safetensors  adapter and optimizer after a step, with a checksum; never half written
     checkpoint.previous.…   the checkpoint before it, read when the last one is damaged or missing
-    adapter/                the same adapter in PEFT's files
+    adapter/                the same adapter in PEFT's files, with a model card
     adapter-best/           the trained adapter with the highest eval_greedy; the first of equals
     curves.png              drawn from metrics.jsonl
 
@@ -35,9 +36,6 @@ as the step. The checkpoint stores what else the next step depends on: the param
 state, and train.State: the steps done, the problems drawn so far (for --resample) and σ (for
 adaptive noise). So on a CPU a resumed run ends with the same bytes as a run without a stop.
 
-Exit codes of train.py: 0 done, 1 a traceback, 2 another error, in one sentence, 3 --preflight finds
-training pointless (under torchrun 0), 128 + n signal n.
-
 Needs: torch, safetensors; lora.py, tools/{adapter,environment,flags,ranks,report}.py.
 """
 
@@ -58,13 +56,24 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 import lora
-from tools.adapter import TENSORS, save_adapter, save_file
+from tools.adapter import CARD, TENSORS, save_adapter, save_file
 from tools.environment import Answer
-from tools.flags import MOVABLE, Config, flags_of_run
+from tools.flags import MOVABLE, Config, command_of, flags_of_run
 from tools.ranks import alike, gather
 from tools.report import diagnose, line, logged, plot
 
 PULSE = 15  # seconds between signs of life
+CARD_TEXT = """\
+---
+library_name: peft
+---
+# A LoRA adapter
+
+- base: {model}, under its own licence
+- task: {task}, {step} of {steps} steps
+- accuracy of greedy answers, or their mean reward: {scores}
+- command: `{command}`
+"""
 
 
 class Run:
@@ -114,6 +123,7 @@ class Run:
         self.unlogged = []  # records that could not be appended to the log yet
         self.warned = set()  # names of problems: each is told once
         self.hashes = {}
+        self.scores = {}  # step → eval_greedy of the model after so many steps
         if quiet or config.preflight:
             return
         self._lock_folder()
@@ -191,6 +201,7 @@ class Run:
 
     def _rank(self, step, score):
         """Note the score of an evaluation → whether it is the best of the trained model so far."""
+        self.scores[step] = score
         if step == 0:  # before its first step a run has no adapter of its own to keep
             self.first = score
             return False
@@ -303,13 +314,25 @@ class Run:
         # The checkpoint last: after a crash between the two, a resumed run replays the steps and
         # writes both again. With the checkpoint first, it would have no step to replay after the
         # last save of a run, and adapter/ would stay old.
-        save_adapter(self.model, self.folder / "adapter", self.model_name)
+        card = self.card(self.state.step)
+        save_adapter(self.model, self.folder / "adapter", self.model_name, card)
         write_atomically(
             self.folder / "checkpoint.safetensors",
             lambda path: save_file(tensors, path, metadata),
             keep_previous=not self.newest_damaged,
         )
         self.newest_damaged = False
+
+    def card(self, step: int) -> str:
+        """→ the model card of the adapter that has learned for so many steps."""
+        evaluated = sorted(self.scores)
+        shown = dict.fromkeys([*evaluated[:1], *evaluated[-1:]])  # one, if there is one
+        return CARD_TEXT.format(
+            **self.flags,
+            step=step,
+            scores=", ".join(f"{self.scores[n]:.2f} after {n} steps" for n in shown),
+            command=command_of(self.flags),
+        )
 
     def load(self):
         """Restore the newest checkpoint that is whole into model, optimizer and state. Without a
@@ -410,7 +433,12 @@ class Run:
             if kind == "eval" and self._rank(step, record["eval_greedy"]):
                 # The adapter before the record: a resumed run reads `best` from the log, so the log
                 # must not hold a score whose adapter a crash has lost.
-                save_adapter(self.model, self.folder / "adapter-best", self.model_name)
+                card = self.card(step)
+                save_adapter(self.model, self.folder / "adapter-best", self.model_name, card)
+            adapter = self.folder / "adapter"
+            if kind == "eval" and step == self.steps and adapter.exists():
+                text = self.card(step)  # it was saved before this evaluation
+                write_atomically(adapter / CARD, lambda path: path.write_text(text))
             self.unlogged.append(record | {"segment": self.segment})
             self._write_log()
         text = line(record, any_reward=self.any_reward)
@@ -450,6 +478,22 @@ class Run:
             quoted = f"{shortened(answer.prompt)} → {shortened(answer.text)}"
             self.say(f"    {which:5} {answer.reward:+.2f}  {quoted}")
 
+    def answered(self, answers: list[Answer]) -> None:
+        """Keep the greedy answers of an evaluation, one to each held-out problem."""
+        if not self.quiet:
+            records = [
+                dict(
+                    step=self.state.step,
+                    prompt=answer.prompt,
+                    answer=answer.text,
+                    reward=answer.reward,
+                    ended=answer.ended,
+                    segment=self.segment,
+                )
+                for answer in answers
+            ]
+            append(self.folder / "eval.jsonl", *records)
+
     def finish(self):
         """Draw the curves and print where the results are. A drawing that fails costs only the
         drawing.
@@ -485,40 +529,6 @@ class Run:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             self.print_error = f" ({error.strerror})"
             raise KeyboardInterrupt from error
-
-
-# --- the ends of a command
-
-
-def exit_on_signals() -> None:
-    """Turn SIGTERM and SIGHUP (the terminal was closed) into SystemExit, on which a run saves
-    itself. nohup ignores SIGHUP, and so do we then.
-    """
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
-
-
-@contextmanager
-def one_sentence(command: str):
-    """Context manager around a command: an error that the user can mend becomes one sentence on
-    stderr and exit code 2, Ctrl-C exit code 130. An unforeseen error keeps its traceback.
-    """
-    sys.stdout.reconfigure(errors="replace")  # a terminal may not have Unicode
-    try:
-        yield
-    except KeyboardInterrupt:  # Ctrl-C, or nobody reads our output any more
-        sys.exit(130)
-    except (torch.OutOfMemoryError, MemoryError):
-        print(
-            f"{command}: out of memory: lower --max-new-tokens or --rank, or take a smaller model; "
-            "python -m tools.memory says what fits",
-            file=sys.stderr,
-        )
-        sys.exit(2)
-    except (ValueError, OSError) as error:
-        print(f"{command}: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 # --- a checkpoint: tensors, and as metadata the step and a checksum
@@ -603,9 +613,10 @@ def write_atomically(path, write, keep_previous=False):
     os.replace(temporary, path)
 
 
-def append(path, record):
-    """Append a record to a JSONL file as a line, and wait until it is on the disk."""
-    text = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
+def append(path, *records):
+    """Append records to a JSONL file as lines, and wait until they are on the disk."""
+    text = "".join(json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in records)
+    text = text.encode()
     # unbuffered: after an error, closing the file must not write again what failed
     with open(path, "ab+", buffering=0) as file:
         if file.tell():  # append mode opens a file at its end: not 0 if it has lines
