@@ -36,7 +36,7 @@ try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    # True if Triton runs the kernels on a CPU in fp32, for the tests (TRITON_INTERPRET=1)
+    # True if Triton runs the kernels on a CPU in fp32 (TRITON_INTERPRET=1): in tests, in the demo
     INTERPRETED = constexpr(triton.knobs.runtime.interpret)
 except ImportError:
     # requirements.txt installs Triton on Linux. macOS has none: nothing launches kernels there, and
@@ -136,8 +136,9 @@ def plain_product(
 #     7  few rows      the main kernel: W is the left factor; steps of 128 columns; TMA
 #     8  the plan      the shape of the tiles follows from the shape of the product
 #
-# Changes 1 to 3 are how the weight lies in memory. With at most 256 rows of x, two kernels use it:
-# the shrink kernel of change 6, and the main kernel of change 7, which puts all changes together.
+# Changes 1 to 3 are how the weight lies in memory. Change 4 decodes all of it. With at most 256
+# rows of x, the main kernel of change 7 multiplies by it as it lies, beside a small kernel for
+# LoRA.
 # ==================================================================================================
 
 
@@ -299,9 +300,7 @@ class PackedNVFP4(NamedTuple):
     shape: tuple  # (N, K)
     counters: torch.Tensor  # int32, 0 between launches: change 5 counts CTAs per tile of y
     shrink_counters: torch.Tensor  # the same for tiles of xa, change 6
-    # only on a CPU; None on a GPU
-    dense: torch.Tensor | None  # (N, K) fp32: a CPU multiplies by this
-    parts: tuple | None  # the arguments of pack, for code that writes the weight to a file
+    dense: torch.Tensor | None  # (N, K) fp32: a CPU multiplies by this; None on a GPU
 
 
 def pack(*qs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> PackedNVFP4:
@@ -314,9 +313,8 @@ def pack(*qs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> PackedNVFP4:
     ValueError: K is no multiple of 16, or dtypes, shapes or devices do not fit together.
     AssertionError: a block scale is negative or NaN.
     """
-    (first, _, _), *_ = qs
     for q in qs:
-        _check_part(*q, first.device)
+        _check_part(*q, like=qs[0][0])
     packed = torch.cat([codes for codes, _, _ in qs])
     scales = torch.cat([scale.view(torch.uint8) for _, scale, _ in qs])
     global_scales = torch.cat([scale.float().expand(len(codes)) for codes, _, scale in qs])
@@ -329,33 +327,31 @@ def pack(*qs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> PackedNVFP4:
     # layer of a 72B model.
     pieces = map(_pack_rows, packed.split(64 * ROWS), scales.split(64 * ROWS))
     words, scales = map(torch.cat, zip(*pieces, strict=True))
-    # A counter for each tile of y. 256 rows of x are at most 32 tiles of 8 rows, for each 64 rows
-    # of W.
-    counters = words.new_zeros(32 * len(words))
+    # A counter for each tile of y. For each 64 rows of W these are at most 16: 256 rows of x in
+    # tiles of 16 (change 8 takes tiles of 8 only for up to 8 rows).
+    counters = words.new_zeros(16 * len(words))
     shrink_counters = words.new_zeros(SHRINK_COUNTERS)
-    dense = parts = None
+    dense = None
     if packed.device.type == "cpu":
         dense = torch.cat([_decode_on_cpu(*q) for q in qs])
-        parts = qs
-    return PackedNVFP4(
-        words, scales, global_scales, (N, K), counters, shrink_counters, dense, parts
-    )
+    return PackedNVFP4(words, scales, global_scales, (N, K), counters, shrink_counters, dense)
 
 
-def _check_part(packed, block_scale, global_scale, device):
-    N, half_K = packed.shape
-    K = 2 * half_K
-    found = (
-        packed.dtype,
-        block_scale.dtype,
-        block_scale.shape,
-        {packed.device, block_scale.device, global_scale.device},
-        K % BLOCK,
+def _check_part(packed, block_scale, global_scale, like):
+    """ValueError, as `pack` says. like: codes of the first part, whose K and device all have."""
+    N = len(packed)
+    _, half_K = like.shape
+    devices = {packed.device, block_scale.device, global_scale.device}
+    found = packed.dtype, packed.shape, block_scale.dtype, block_scale.shape, devices
+    right = (
+        torch.uint8,
+        (N, half_K),
+        torch.float8_e4m3fn,
+        (N, half_K // (BLOCK // 2)),
+        {like.device},
     )
-    if found != (torch.uint8, torch.float8_e4m3fn, (N, K // BLOCK), {device}, 0):
-        raise ValueError(
-            f"codes and scales {found} do not make (N, {K}) on {device}, K a multiple of 16"
-        )
+    if found != right or half_K % (BLOCK // 2):
+        raise ValueError(f"codes, scales and devices {found} are not {right}, K a multiple of 16")
 
 
 def _decode_on_cpu(packed, block_scale, global_scale):
@@ -771,7 +767,8 @@ def _linear_kernel(
     row = tl.arange(0, TILE_N)
     if TILE_M >= TMA_ROWS:
         # TMA fills rows past the end of x with zeros, but slowly. So shift a last tile back that
-        # would pass the end: it computes rows of the tile before once more, with the same result.
+        # would pass the end, unless x is shorter than a tile: it computes rows of the tile before
+        # once more, with the same result.
         first_m = tl.maximum(tl.minimum(first_m, M - TILE_M), 0)
     offs_m = first_m + tl.arange(0, TILE_M)
     offs_n = pid_n * TILE_N + row
@@ -893,7 +890,8 @@ def _small_tiles(M, N, K, gpu):
     # A small W has too few tiles for all SMs. There are two remedies: tiles with fewer rows of x,
     # though each of them decodes the same weights again, or a split of k, below. A long k favors
     # the split. So double the rows while there is work for all SMs, where a tile counts K // LONG_K
-    # times because it can be split. Begin with 16 rows, or with 32 if K is long (fitted).
+    # times because it can be split. Begin with 16 rows (8 for
+    # so few rows of x), or with 32 if K is long (fitted).
     tile_m = min(max_tile_m, 16 if K < 2 * LONG_K else 32)
     while tile_m < max_tile_m and tiles_n * max(1, K // LONG_K) * triton.cdiv(M, tile_m) > sms:
         tile_m *= 2
@@ -987,7 +985,7 @@ def _launch_linear(x, weight, bias, low_rank, xa, gpu):
 # What other files call
 #
 #     y, for M rows        packed weight                             Dense weight (not quantized)
-#     GPU, M ≤ 256         shrink kernel, main kernel                shrink kernel, cuBLAS
+#     GPU, M ≤ 256         (shrink kernel,) main kernel              (shrink kernel,) cuBLAS
 #     GPU, M > 256         _dequantize_kernel to bf16, cuBLAS        cuBLAS
 #     GPU, dx              _dequantize_kernel to bf16, cuBLAS        cuBLAS
 #     CPU                  torch, with an fp32 copy of W             torch

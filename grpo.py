@@ -100,12 +100,12 @@ def overlong_penalty(lengths: Tensor, max_new_tokens: int, cache: int) -> Tensor
 #     lengths (B,) int64       |o_i|, the trained tokens of each answer, but at least 1
 #     bounds                   1 − ε_low and 1 + ε_high
 # and return each answer's loss, (B,) f32, before the division by normalizer; and a bool, (B, T) or
-# (B, 1): which tokens, or which answers, the clip keeps from moving.
+# (B, 1): which tokens, or which answers, the clip keeps from moving (with cispo: bounds).
 
 
 def dapo(log_ratio, logprobs, advantages, weights, lengths, bounds):
-    """DAPO, eq. 8: PPO's clipped objective, summed over an answer's tokens. It is Dr. GRPO's, too,
-    which only has another normalizer.
+    """DAPO, eq. 8: PPO's clipped objective, summed over an answer's tokens. Dr. GRPO's has the same
+    form, with another normalizer and ε_high; its advantages are not divided by the std.
 
         −Σ_t w_t · min(ρ_t A, clip(ρ_t, 1 − ε_low, 1 + ε_high) A)
 
@@ -249,7 +249,7 @@ def policy_loss(
     return losses.sum() / normalizer, (stopped & (weights > 0)).sum()
 
 
-# --- what the sampler's rounding and a reference policy add
+# --- what a sampler that differs, and a reference policy, add
 
 
 def importance_weights(old_logprobs: Tensor, sampled_logprobs: Tensor, cap: float = 2.0) -> Tensor:

@@ -64,7 +64,7 @@ FP8_MAX = 448.0  # the largest e4m3 number
 # nothing: with a scale above amax / 3.5 no magnitude exceeds 3, and half that scale represents the
 # same weights.
 OFFSETS = {"rtn": range(1), "sweep": range(-2, 8), "gptq": range(-2, 8)}
-CHUNK = 1 << 18  # numbers that quantize works on at once on a CPU: its cache holds them
+CHUNK = 1 << 18  # numbers that rtn and sweep work on at once on a CPU: its cache holds them
 LAZY = 128  # columns that GPTQ rounds before it corrects all later columns at once
 
 
@@ -91,9 +91,9 @@ def quantize(
     or gate, up): pass shared_global_scale(q, k, v) to all three calls.
 
     For gptq alone: hessian (K, K), the sum of x xᵀ over inputs x of the layer, times any factor.
-    Weights of inputs that are always 0 are rounded as by sweep. damping: the share of the Hessian's
-    mean diagonal that is added to its diagonal (the paper's is 0.01); up to a hundred times as much
-    where the sum is not positive definite, as sums of few or of huge inputs may be.
+    Blocks whose inputs are all always 0 are rounded as by sweep. damping: the share of the
+    Hessian's mean diagonal that is added to its diagonal (the paper's is 0.01); up to a hundred
+    times as much where the sum is not positive definite, as sums of few or of huge inputs may be.
 
     ValueError: w is not a matrix, K is not a multiple of 16, a weight is NaN or infinite, unknown
     method, hessian is missing, misshapen or not positive definite with this damping.
@@ -278,8 +278,8 @@ def _correct(scaled, factor):
 
 
 def _round_lazy(lazy, among, errors, scales):
-    """Round LAZY columns of the weights, one after the other, each for all rows at once, and
-    correct those of them that follow.
+    """For LAZY columns of the weights, one after the other and for all rows at once: find what
+    rounding does to a column, and correct those of them that follow. _pack rounds them later.
 
     lazy (LAZY, N): a row of it is a column of the weights; it is corrected in place. among (LAZY,
     LAZY): their factors. Written: errors (LAZY, N), of each column; scales (N, LAZY/16).

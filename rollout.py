@@ -18,8 +18,8 @@ things:
                           a CPU).
     continuous batching   A decode step advances many answers at once, each in a slot of its own.
                           When one ends, another takes its slot.
-    shared prompts        A prompt is computed once for answers of its group that run at once: they
-                          share its pages.
+    shared prompts        A prompt is computed once for answers of its group that start at once:
+                          they share its pages.
     preemption            An answer gets a page when it needs one. If none is free, the youngest
                           answer returns its pages and waits. So there may be fewer pages than all
                           answers would need at their longest.
@@ -56,10 +56,8 @@ Needs: torch, transformers, numpy, tqdm; ops/{attention,sampling}.py, model.py.
 """
 
 import math
-import sys
 import time
 from collections import Counter, deque
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -83,7 +81,7 @@ CPU_PAGE = 16  # positions of a page on a CPU, where attention gathers copies of
 
 class Rollout(NamedTuple):
     """B = P·G rows: sample g of prompt p is row p·G + g. T: the tokens of the longest prompt plus
-    answer.
+    answer, or more while the answers grow.
     """
 
     tokens: torch.Tensor  # (B, T) int64: prompt, answer, then zeros
@@ -153,11 +151,12 @@ class Sampler:
     """slots: most rows that run at once. pages: most pages of keys and values; None: as many as are
     needed, or as a GPU's free memory holds.
 
-    watch: a function that is called with the Rollout whenever its answers have grown.
+    bar: tqdm, or a subclass that shows the progress in another way. watch: a function that is
+    called with the Rollout whenever its answers have grown.
     """
 
-    def __init__(self, model: Decoder, slots: int = SLOTS, pages: int | None = None):
-        self.model, self.slots, self.pages = model, slots, pages
+    def __init__(self, model: Decoder, slots: int = SLOTS, pages: int | None = None, bar=tqdm):
+        self.model, self.slots, self.pages, self.bar = model, slots, pages, bar
         self.held = math.inf  # pages that the memory has held, after it ran out
         self.page_size = CPU_PAGE if model.device.type == "cpu" else attention.PAGE
         self.watch = None
@@ -178,20 +177,18 @@ class Sampler:
         """Sample group_size answers to each prompt, a list of token ids.
 
         step: of training, or −1; with params.seed it selects the random bits. first_sequence: the
-        number of the first answer; give each rank its own, or ranks draw the same bits. progress:
-        the label of a bar or, without a terminal, of a line each tenth; "" for none. ValueError: an
-        empty prompt, or one that with max_new_tokens exceeds the model's context or all pages.
-        torch.OutOfMemoryError: memory ran out while sampling, and half of the pages do not hold the
-        longest row.
+        number of the first answer; give each rank its own, or ranks draw the same bits. progress: a
+        bar's label, "" for none. ValueError: an empty prompt, or one that with max_new_tokens
+        exceeds the model's context or all pages. torch.OutOfMemoryError: memory ran out while
+        sampling, and half of the pages do not hold the longest row.
         """
         _check(prompts, params.max_new_tokens, self.model.config.max_position_embeddings)
         rollout = _without_answers(prompts, group_size, params.max_new_tokens, self.model.device)
         rows, length = rollout.tokens.shape
         self._allot(list(map(len, prompts)), rows, length, params)
-        with tqdm(
+        with self.bar(
             total=rows, desc=progress, unit="seq", leave=False, disable=None if progress else True
         ) as bar:
-            bar.label = progress
             while waiting := _unfinished(rollout, group_size, params.max_new_tokens):
                 bar.n = rows - len(waiting)
                 try:
@@ -316,20 +313,7 @@ def continuous_batching(scheduler: "Scheduler", runner: "ModelRunner", bar: tqdm
         runner.decode(scheduler.running)
         if runner.watch:
             runner.watch(runner.rollout)
-        advance(bar, scheduler.finish())
-
-
-def advance(bar: tqdm, ended: int):
-    """Count rows that have ended. Where the bar is disabled, for want of a terminal, print a line
-    each tenth.
-    """
-    before = bar.n
-    bar.update(ended)
-    if bar.disable and bar.label:
-        bar.n += ended
-        if 10 * bar.n // bar.total > 10 * before // bar.total:
-            with suppress(OSError):  # nobody reads it any more
-                print(f"{bar.label}: {bar.n} of {bar.total} answers", file=sys.stderr, flush=True)
+        bar.update(scheduler.finish())
 
 
 @dataclass

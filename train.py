@@ -3,8 +3,8 @@
     python train.py --help
 
     for each step:
-        σ        ← how much noise this step samples with        aqn.sigma: it falls in stages
-        answers  ← sample G for each of P prompts, with N(0, σ²) added to the RMSNorm weights
+        σ        ← how much noise this step samples with        aqn.sigma: by default it falls
+        answers  ← sample G for each of P prompts, with N(0, σ²) added to the norms of each block
         rewards  ← task.reward(answer)                          a program judges: 1 is right
         A        ← (reward − mean of its group) / std           grpo.advantages
         LoRA     ← AdamW step on policy_loss(…, A)              the base, in NVFP4, never changes
@@ -66,6 +66,7 @@ from tools.memory import MicroBatch, parameters, prompt_groups
 from tools.ranks import (
     alike,
     all_sum,
+    gather,
     join_ranks,
     leave_ranks,
     rank_and_count,
@@ -73,7 +74,7 @@ from tools.ranks import (
     sum_gradients,
     sum_over_ranks,
 )
-from tools.run import Run
+from tools.run import ProgressBar, Run
 
 
 @dataclass
@@ -102,7 +103,9 @@ class Group(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What this rank samples in a step: B = P·G rows, row p·G + g for sample g of prompt p."""
+    """What this rank trains on in a step: its share of P prompts, G answers each, B = P·G rows. Row
+    p·G + g is sample g of prompt p.
+    """
 
     rollout: Rollout  # B rows
     answers: list[Answer]  # one a row
@@ -450,7 +453,9 @@ class Trainer:
             beta=config.beta,
         )
         with torch.no_grad():
-            drift = (logprobs - rollout.logprobs)[mask]  # ln(clean trainer / noisy sampler)
+            drift = (logprobs - rollout.logprobs)[
+                mask
+            ]  # ln(trainer, without noise / sampler, with)
             measured = dict(
                 tokens=mask.sum(),
                 entropy=entropy.sum(),
@@ -540,7 +545,7 @@ def main(config: Config) -> int:
         f"{config.task}: {environment.summary()}; "
         f"{config.prompts} prompts × {config.group_size} answers a step; {rate}"
     )
-    sampler = Sampler(model)
+    sampler = Sampler(model, bar=ProgressBar)
     trainer = Trainer(config, model)
     if on_gpu and environment.longest_prompt:
         prompts = [environment.longest_prompt] * (config.prompts // ranks)

@@ -12,8 +12,7 @@ y to x and normalizes the sum in one pass over memory.
 
 On a CPU plain torch lines compute each result, and they are its definition. On a GPU a Triton
 kernel computes the same. add_norm and swiglu have gradients, also by kernels. Embeddings and norm
-weights are frozen, so they get no gradient. rms_norm calls PyTorch's rms_norm on a CPU and on a
-GPU; add_norm's CPU code uses it.
+weights are frozen, so they get no gradient.
 
 A decode step launches a few hundred kernels of a few microseconds each, so the gaps between kernels
 cost time. PDL (programmatic dependent launch, from Hopper on) closes the gaps: the GPU starts a

@@ -46,14 +46,23 @@ def damage(monkeypatch, what):
     monkeypatch.setattr(export, "write_tensors", lambda tensors, f: real(what(tensors), f))
 
 
+PARTS = {}  # the words of a packed weight → what was packed
+
+
+def remembering_pack(*qs):
+    packed = fp4_gemm.pack(*qs)
+    PARTS[packed.words] = qs
+    return packed
+
+
 def projections(m):
-    """{name: NVFP4Tensor} of each projection in 4 bits, from the model's packed bytes."""
+    """{name: NVFP4Tensor} of each projection in 4 bits of a model that `runs` made."""
     found = {}
     for name, layer in lora.lora_layers(m).items():
         parent, _, module = name.rpartition(".")
         names = adapter.FUSED.get(module, (module,))
         if not isinstance(layer.base.weight, fp4_gemm.Dense):
-            for part, q in zip(names, layer.base.weight.parts, strict=True):
+            for part, q in zip(names, PARTS[layer.base.weight.words], strict=True):
                 found[f"model.{parent}.{part}"] = nvfp4.NVFP4Tensor(*q)
     return found
 
@@ -71,7 +80,9 @@ def runs(tmp_path_factory):
         base, folder = top / family, top / f"{family}-{quant}"
         tiny_checkpoint(base, family)
         (base / "tokenizer.json").write_text("{}")
-        m = model.load(weights.open(base), quant, rank=4, alpha=8)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(weights, "pack", remembering_pack)
+            m = model.load(weights.open(base), quant, rank=4, alpha=8)
         for layer in lora.lora_layers(m).values():
             layer.lora_B.data.normal_(0, 0.2)
         lora.refresh(m)

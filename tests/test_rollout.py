@@ -2,7 +2,6 @@
 token.
 """
 
-import re
 import weakref
 from contextlib import nullcontext
 from itertools import count
@@ -438,16 +437,6 @@ def run_out(monkeypatch, owner, name, fails):
     monkeypatch.setattr(owner, name, short)
 
 
-def test_without_a_terminal_each_tenth_is_a_line(m, capsys):
-    """Never two for one tenth, and none without a label."""
-    limited(m, 2, slots=3).generate(*DRAW)
-    assert not capsys.readouterr().err
-    limited(m, 2, slots=3).generate(*DRAW, progress="step 7")
-    counts = re.findall(r"^step 7: (\d+) of 32 answers$", capsys.readouterr().err, re.M)
-    tenths = [10 * int(count) // 32 for count in counts]
-    assert tenths == [*range(1, 11)]
-
-
 @pytest.mark.parametrize(
     "name, fails, graphs",
     [
@@ -472,9 +461,9 @@ def test_out_of_memory_halves_the_pages_and_draws_nothing_twice(
             super().__init__(**how | dict(disable=False))
             bars.append(self)
 
-    monkeypatch.setattr(rollout, "tqdm", Bar)
     run_out(monkeypatch, rollout.sampling if name == "append" else m, name, fails)
     sampler = limited(m, 2, slots=13, pages=80)
+    sampler.bar = Bar
     check_same(sampler.generate(*DRAW), r)
     assert sampler.stats["pages"] == 20 and sampler.stats["prefill"] == 53
     assert sum(steps) == r.lengths.sum() and bars[0].n == bars[0].total == 32

@@ -967,3 +967,19 @@ def test_preflight_judges_as_the_training_does(change, code, advice):
     for words in ("40.0%", f"{stats['finished']:.1%}", f"{1 - stats['signal']:.1%}"):
         assert f" {words}   " in said
     assert re.search("10.0 .* 4.0 .* 30 steps 5 minutes", said)
+
+
+def test_without_a_terminal_each_tenth_of_a_long_rollout_is_a_line(monkeypatch, capsys):
+    """Never two for one tenth, and none without a label."""
+
+    def lines_of(label):
+        with run_file.ProgressBar(total=32, desc=label, disable=True) as bar:
+            for ended in (3, 1, 0, 2, 10, 16):
+                bar.update(ended)
+        return capsys.readouterr().err
+
+    assert not lines_of("step 7")
+    monkeypatch.setattr(run_file, "LONG_ROLLOUT", -1)
+    counts = [int(line.split()[2]) for line in lines_of("step 7:").splitlines()]
+    assert counts == [4, 16, 32]
+    assert not lines_of("")

@@ -36,7 +36,7 @@ as the step. The checkpoint stores what else the next step depends on: the param
 state, and train.State: the steps done, the problems drawn so far (for --resample) and σ (for
 adaptive noise). So on a CPU a resumed run ends with the same bytes as a run without a stop.
 
-Needs: torch, safetensors; lora.py, tools/{adapter,environment,flags,ranks,report}.py.
+Needs: torch, safetensors, tqdm; lora.py, tools/{adapter,environment,flags,ranks,report}.py.
 """
 
 import fcntl
@@ -54,15 +54,17 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
 
 import lora
 from tools.adapter import CARD, TENSORS, save_adapter, save_file
 from tools.environment import Answer
 from tools.flags import MOVABLE, Config, command_of, flags_of_run
-from tools.ranks import alike, gather
+from tools.ranks import alike, gather, rank_and_count
 from tools.report import diagnose, line, logged, plot
 
 PULSE = 15  # seconds between signs of life
+LONG_ROLLOUT = 10  # seconds; the line of a step tells of a shorter one soon enough
 CARD_TEXT = """\
 ---
 library_name: peft
@@ -74,6 +76,28 @@ library_name: peft
 - accuracy of greedy answers, or their mean reward: {scores}
 - command: `{command}`
 """
+
+
+class ProgressBar(tqdm):
+    """The sampler's bar. Without a terminal, a long rollout prints a line each tenth instead."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.label = options["desc"]
+        self.began = time.perf_counter()
+
+    def update(self, n: int = 1) -> None:
+        """Count n more answers that have ended."""
+        super().update(n)
+        rank, _ = rank_and_count()
+        if not self.disable or not self.label or rank > 0:
+            return
+        before = 10 * self.n // self.total
+        self.n += n  # a disabled bar does not count
+        seconds = time.perf_counter() - self.began
+        if 10 * self.n // self.total > before and seconds > LONG_ROLLOUT:
+            with suppress(OSError):  # nobody reads it any more
+                print(f"{self.label}: {self.n} of {self.total} answers", file=sys.stderr)
 
 
 class Run:
