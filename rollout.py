@@ -60,7 +60,6 @@ import math
 import sys
 import time
 from collections import Counter, deque
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -330,13 +329,12 @@ def advance(bar: tqdm, ended: int):
     """Count rows that have ended. Where the bar is disabled, for want of a terminal, print a line
     each tenth.
     """
-    before = bar.n
     bar.update(ended)
     if bar.disable and bar.label:
+        tenth = 10 * bar.n // bar.total
         bar.n += ended
-        if 10 * bar.n // bar.total > 10 * before // bar.total:
-            with suppress(OSError):  # nobody reads it any more
-                print(f"{bar.label}: {bar.n} of {bar.total} answers", file=sys.stderr, flush=True)
+        if 10 * bar.n // bar.total > tenth:
+            print(f"{bar.label}: {bar.n} of {bar.total} answers", file=sys.stderr, flush=True)
 
 
 @dataclass

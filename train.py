@@ -504,14 +504,13 @@ def preflight(
     _, ranks = rank_and_count()
     prompts = (PREFLIGHT_PROMPTS + ranks - 1) // ranks * ranks  # a multiple of the ranks
     probe = dataclasses.replace(config, prompts=prompts, resample=0)
-    with run.signs_of_life(sampler):
-        batch = collect(probe, environment, sampler, step=0, drawn=0)
-        began = time.perf_counter()
-        trainer.backward(trainer.experience(batch.rollout, batch.answers))
-        backward_s = time.perf_counter() - began
-        batch.stats["mismatch"] = mismatch(
-            trainer.model, trainer.budget, batch.rollout, config.temperature
-        )
+    batch = collect(probe, environment, sampler, step=0, drawn=0)
+    began = time.perf_counter()
+    trainer.backward(trainer.experience(batch.rollout, batch.answers))
+    backward_s = time.perf_counter() - began
+    batch.stats["mismatch"] = mismatch(
+        trainer.model, trainer.budget, batch.rollout, config.temperature
+    )
     # In capture_s Triton compiles a decode step's kernels, and CUDA captures graphs. Compiling the
     # kernels that the prefill launches first is not subtracted.
     batch.stats["rollout_s"] -= sampler.stats["capture_s"]

@@ -217,10 +217,9 @@ class Config:
 
     def follow_model(self, parameters):
         """Set lr, if it was left out, by the number of the model's parameters → a line of text."""
-        if self.lr is not None:
-            return f"--lr {self.lr:g}"
-        self.lr = next(rate for below, rate in RATES if parameters < below)
-        return f"--lr {self.lr:g} follows the model's {parameters / 1e9:.2g} billion parameters"
+        if self.lr is None:
+            self.lr = next(rate for below, rate in RATES if parameters < below)
+        return f"--lr {self.lr:g} for a model of {parameters / 1e9:.2g} billion parameters"
 
     @property
     def own_task(self):
@@ -242,9 +241,9 @@ def command_of(flags):
     """→ the command line of a run with these flags, {name: value}, without its folder."""
     words = ["python train.py"]
     for name, value in flags.items():
-        if name not in ("out", "resume") and value != FIELDS[name].default:
-            given = f"--no-{name}" if value is False else f"{spelled(name)} {quote(str(value))}"
-            words.append(given)
+        if value != FIELDS[name].default and name not in ("out", "resume"):
+            given = f"{spelled(name)} {quote(str(value))}"
+            words.append(f"--no-{name}" if value is False else given)
     return " ".join(words)
 
 
