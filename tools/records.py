@@ -31,7 +31,7 @@ def question_and_answer(record: dict) -> dict[str, str]:
     number:
 
         problem, question, prompt, messages
-        answer, ground_truth (also inside of reward_model), solution, messages
+        answer, ground_truth (also inside of reward_model), solution, or the chat's answer
 
     prompt and messages may be a chat: what the user says, behind the system's messages, and what
     the assistant answers. ValueError: no column has text; a chat of several turns.
@@ -39,14 +39,15 @@ def question_and_answer(record: dict) -> dict[str, str]:
     columns = dict(record)
     if isinstance(record.get("reward_model"), dict):
         columns |= record["reward_model"]
-    answered = ""
     for key in ("prompt", "messages"):
         if isinstance(record.get(key), list):
             columns[key], answered = _turn(record[key])
-    question = text_of(columns, "problem", "question", "prompt", "messages")
-    columns["messages"] = answered
-    answer = text_of(columns, "answer", "ground_truth", "solution", "messages")
-    return {"question": question, "answer": answer}
+            if answered:
+                columns.setdefault("solution", answered)
+    return {
+        "question": text_of(columns, "problem", "question", "prompt", "messages"),
+        "answer": text_of(columns, "answer", "ground_truth", "solution"),
+    }
 
 
 def _turn(chat: list) -> tuple[str, str]:
