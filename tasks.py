@@ -320,8 +320,8 @@ def text_of(record: dict, *keys: str) -> str:
             if text:
                 return text
     raise ValueError(
-        f"it must be an object in which {' or '.join(map(repr, keys))} is some text, "
-        f"and has {', '.join(map(repr, record))}"
+        f"{' or '.join(map(repr, keys))} must be some text or a number; "
+        f"the columns found are {', '.join(map(repr, record)) or 'none'}"
     )
 
 

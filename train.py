@@ -62,7 +62,7 @@ from tools.environment import (
     load_task,
     notes,
 )
-from tools.memory import MicroBatch, parameters, prompt_groups
+from tools.memory import MicroBatch, plan, prompt_groups
 from tools.ranks import (
     alike,
     all_sum,
@@ -526,7 +526,7 @@ def main(config: Config) -> int:
         began = time.perf_counter()
         source = weights.open(config.model)
         environment = load_environment(config, task, source)
-        rate = config.follow_model(parameters(source.config))
+        config.follow_model(plan(source.config, "bf16").weights / 2)  # two bytes a weight
         run = Run(config, quiet=rank > 0)
         model = load(source, config.quant, config.rank, config.alpha, device, config.seed)
         run.hashes = dict(problems=hash_of(task), model=source.fingerprint.hex())
@@ -543,7 +543,7 @@ def main(config: Config) -> int:
     run.say(
         f"{config.model}: {config.quant} on {model.device}, loaded in {seconds:.0f} s{style}\n"
         f"{config.task}: {environment.summary()}; "
-        f"{config.prompts} prompts × {config.group_size} answers a step; {rate}"
+        f"{config.prompts} prompts × {config.group_size} answers a step"
     )
     sampler = Sampler(model, bar=ProgressBar)
     trainer = Trainer(config, model)

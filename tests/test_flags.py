@@ -178,13 +178,14 @@ finally:
     assert done.stdout.endswith("False\n")
 
 
-def test_the_learning_rate_follows_the_model_unless_it_is_given():
-    rates = {"135m": 5e-4, "0.5b": 1e-4, "1.5b": 1e-4, "3b": 2e-5, "7b": 2e-5, "72b": 2e-5}
-    for shape, rate in rates.items():
-        left_out, given = Config(), Config(lr=0)
-        count = memory.parameters(memory.config(shape))
-        assert f"{rate:g} " in left_out.follow_model(count) and left_out.lr == rate
-        assert given.follow_model(count) == "--lr 0" and given.lr == 0
+@pytest.mark.parametrize("shape", memory.MODELS)
+def test_the_learning_rate_follows_the_model_unless_it_is_given(shape, capsys):
+    rate = {"135m": 5e-4, "0.5b": 1e-4, "1.5b": 1e-4}.get(shape, 2e-5)
+    left_out, given = Config(), Config(lr=0)
+    for config in (left_out, given):
+        config.follow_model(memory.plan(memory.config(shape), "bf16").weights / 2)
+    assert (left_out.lr, given.lr) == (rate, 0)
+    assert capsys.readouterr().out.startswith(f"--lr {rate:g} ")
 
 
 @pytest.mark.parametrize("quiet", ["", "--steps 16 --model a/b", "--model smollm2"])
@@ -197,7 +198,17 @@ def test_few_steps_for_a_model_of_ones_own_are_told(quiet, ended, capsys):
 
 
 def test_a_command_says_again_what_differs_from_the_defaults():
-    given = ["--no-aqn", "--task", "a b'c.py", "--lr", "0.001", "--template-kwargs", '{"a": 1}']
+    given = [
+        "--no-aqn",
+        "--eval-problems",
+        "0",
+        "--task",
+        "a b'c.py",
+        "--lr",
+        "0.001",
+        "--template-kwargs",
+        '{"a": 1}',
+    ]
     config = parse(given)
     command = command_of(vars(config) | {"out": "x", "resume": "y"})
     assert parse(shlex.split(command)[2:]) == config

@@ -49,7 +49,6 @@ FILES = {  # what a file holds, and what it is called
     "array": (json.dumps(ROWS).encode(), "JSON array"),
     "pretty": (json.dumps(ROWS, indent=2).encode("utf-8-sig"), "JSON array"),
     "gz": (gzip.compress(b"{}"), "gzip"),
-    "zip": (b"PK\x03\x04", "zip"),
     "parquet": (b"PAR1\x15\x04", "Parquet"),
 }
 

@@ -110,7 +110,7 @@ def test_show_tells_what_was_wrong_before_and_right_after(tmp_path):
     for prompt, line in rewards.items():
         for step, reward in enumerate(map(int, line)):
             for value in (1 - reward, reward):  # a step that is replayed
-                log.append(dict(prompt=prompt, step=step, reward=value, answer=line, ended=True))
+                log.append(dict(prompt=prompt, step=step, reward=value, text=line, ended=True))
     append(tmp_path / "eval.jsonl", *log, [], {"step": 9}, log[0] | {"step": "x"})
     rose, fell, wrong = re.findall(r"^\w.*: (\d) of 6", report.show([tmp_path]), re.M)
     assert (rose, fell, wrong) == ("3", "1", "1")

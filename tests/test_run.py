@@ -925,7 +925,6 @@ def test_preflight_changes_nothing_and_says_whether_training_would_work(
     """
     before, done = contents(whole), []
     monkeypatch.setattr(train, "load_adapter", lambda _, folder: done.append(folder))
-    monkeypatch.setattr(run_file, "PULSE", 1e-3)  # seconds between two signs of life
     from_call(monkeypatch, 1, Trainer, "backward", done.append, "backward")
     flags = *FLAGS, "--model", tiny_chat, "--out", tmp_path / "run", "--preflight"
     more = "--out", whole, "--adapter", whole / "adapter-best"
@@ -933,8 +932,7 @@ def test_preflight_changes_nothing_and_says_whether_training_would_work(
     assert [main(*flags, *task), main(*flags, *more, *task), main(*flags)] == [0, 0, 3]
     assert main(*flags, "--overlong", "none") == 3
     assert done == ["backward", str(whole / "adapter-best"), *["backward"] * 3]
-    said = capsys.readouterr().out
-    assert said.count("mismatch     1.0000") == 4 and said.count(" decode steps\n") > 3
+    assert capsys.readouterr().out.count("mismatch     1.0000") == 4
     assert not (tmp_path / "run").exists() and contents(whole) == before
 
 

@@ -23,18 +23,16 @@ PREFLIGHT_PROMPTS = 32
 # what to change if a share that a preflight measures is low
 ADVICE = dict(
     finished=(
-        "fewer than half of the answers ended, and most tasks pay nothing for one "
-        "that is cut off: raise --max-new-tokens"
+        "fewer than half of the answers ended, and those cut off earn little or "
+        "nothing: raise --max-new-tokens"
     ),
     signal=(
-        "fewer than a fifth of the groups have unequal rewards, and only these "
-        "teach: take harder problems if most answers are right, easier ones if few "
-        "are, or raise --group-size or --temperature"
+        "fewer than a fifth of the groups teach: take harder problems if most answers "
+        "are right, easier ones if few are, or raise --group-size or --temperature"
     ),
     solved=(
-        "nearly no answer earned a reward above 0: the --task is too hard for this "
-        "--model, or its reward never pays; read answers: --steps 0, then "
-        "python -m tools.report show RUN"
+        "nearly no reward is above 0: the --task is too hard for this --model, or its "
+        "reward never pays; read the answers of --steps 0 by tools.report show"
     ),
 )
 

@@ -126,10 +126,9 @@ def load_task(config: Config) -> Task:
         return load_task_file(config.task)
     for path in (config.data, config.test):
         refuse_other_formats(path)
-    makers = dict(
-        TASKS, math=math_task.math, gsm8k=partial(TASKS["gsm8k"], columns=question_and_answer)
-    )
-    make: Callable = makers[config.task]
+    make: Callable = math_task.math if config.task == "math" else TASKS[config.task]
+    if config.task == "gsm8k":
+        make = partial(make, columns=question_and_answer)
     if config.test:
         given = (config.data, config.operands) if trains else ()
         return with_test_set(make, config.test, *given, trains=trains)

@@ -28,7 +28,7 @@ SCHEDULES = "exponential", "linear", "cosine", "logarithmic"
 GONE = {"stop": "", "gradient_checkpointing": None}
 MOVABLE = "model", "data", "test", "task"  # paths that a resume may give anew
 LITTLE = 1e-9  # above 0
-# --lr of models with fewer parameters than this
+# --lr of models with fewer weights than this
 RATES = (3e8, 5e-4), (3e9, 1e-4), (math.inf, 2e-5)
 # what flag() takes besides the default and the help; no number sensibly exceeds this high
 ABOUT = dict(group="", choices=(), low=0, high=10**9, fixed=False, scored=False)
@@ -215,12 +215,11 @@ class Config:
         if self.max_new_tokens is None:
             self.max_new_tokens = 16 if self.task in ("multiplication", "addition") else 512
 
-    def follow_model(self, parameters):
-        """Set lr, if it was left out, by the number of the model's parameters → a line of text."""
-        if self.lr is not None:
-            return f"--lr {self.lr:g}"
-        self.lr = next(rate for below, rate in RATES if parameters < below)
-        return f"--lr {self.lr:g} follows the model's {parameters / 1e9:.2g} billion parameters"
+    def follow_model(self, weights):
+        """Set lr, if it was left out, by the number of the model's weights, and say so."""
+        if self.lr is None:
+            self.lr = next(rate for below, rate in RATES if weights < below)
+            say(f"--lr {self.lr:g} follows the model's size")
 
     @property
     def own_task(self):
@@ -242,9 +241,9 @@ def command_of(flags):
     """→ the command line of a run with these flags, {name: value}, without its folder."""
     words = ["python train.py"]
     for name, value in flags.items():
-        if name not in ("out", "resume") and value != FIELDS[name].default:
-            given = f"--no-{name}" if value is False else f"{spelled(name)} {quote(str(value))}"
-            words.append(given)
+        if value != FIELDS[name].default and name not in ("out", "resume"):
+            given = f"{spelled(name)} {quote(str(value))}"
+            words.append(f"--no-{name}" if value is False else given)
     return " ".join(words)
 
 

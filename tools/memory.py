@@ -155,16 +155,6 @@ def linears(c: PretrainedConfig) -> dict[str, Linear]:
     }
 
 
-def parameters(c: PretrainedConfig) -> int:
-    """→ how many weights the matrices of a model have, embeddings included. ValueError: this
-    decoder does not support the model.
-    """
-    family(c)
-    layer = sum(gemm.N * gemm.K for gemm in linears(c).values())
-    tables = 1 if c.tie_word_embeddings else 2
-    return c.num_hidden_layers * layer + tables * c.vocab_size * c.hidden_size
-
-
 def plan(
     c: PretrainedConfig,
     quant: str = "nvfp4",
@@ -186,6 +176,7 @@ def plan(
     and values; None: as many as the answers need. shared_keys: how many keys answers read of
     prompts in a micro-batch, G·P for each prompt of P tokens.
     """
+    family(c)  # refuse another model before it lacks a size
     D, V, layers = c.hidden_size, c.vocab_size, c.num_hidden_layers
     gemms = linears(c).values()
     # whether projections are in NVFP4: those of layer 0 in the order of gemms and their parts, then

@@ -10,42 +10,44 @@ import re
 
 from tasks import text_of
 
-QUESTION = "problem", "question", "prompt", "messages"
-ANSWER = "answer", "ground_truth", "solution", "messages"
 # how a file begins that is no JSONL: what it is, and how to make JSONL of it
 FORMATS = {
     rb"\x1f\x8b": "a file of gzip: unpack it with gunzip",
-    b"PK": "a zip archive: unpack it",
-    b"PAR1": 'Parquet: use pandas.read_parquet(…).to_json(…, orient="records", lines=True)',
+    rb"PAR1": "Parquet: pandas.read_parquet(…).to_json(…, orient='records', lines=True)",
     rb"\[": (
-        "a JSON array, not an object a line: python -c "
-        "'import json, sys; [print(json.dumps(x)) for x in json.load(sys.stdin)]' "
-        "< {path} > {path}l"
+        "a JSON array, not an object a line: python -c 'import json, sys; "
+        "[print(json.dumps(x)) for x in json.load(sys.stdin)]' < {path} > {path}l"
     ),
     rb"[^{\n]*[,;\t]": (
-        "a table, such as CSV, not an object a line: python -c "
-        "'import csv, json, sys; [print(json.dumps(x)) for x in csv.DictReader(sys.stdin)]' "
+        "CSV or another table, not JSON: python -c 'import csv, json, sys; "
+        "[print(json.dumps(x)) for x in csv.DictReader(sys.stdin)]' "
         "< {path} > {path}.jsonl"
     ),
 }
 
 
 def question_and_answer(record: dict) -> dict[str, str]:
-    """→ {"question": text, "answer": text}, each from the first column of QUESTION and ANSWER that
-    has text or a number. ground_truth may be inside of reward_model.
+    """→ {"question": text, "answer": text}, each from the first of these columns that has text or a
+    number:
+
+        problem, question, prompt, messages
+        answer, ground_truth (also inside of reward_model), solution, or the chat's answer
 
     prompt and messages may be a chat: what the user says, behind the system's messages, and what
     the assistant answers. ValueError: no column has text; a chat of several turns.
     """
-    reward_model = record.get("reward_model")
-    columns = record | (reward_model if isinstance(reward_model, dict) else {})
-    answered = ""
+    columns = dict(record)
+    if isinstance(record.get("reward_model"), dict):
+        columns |= record["reward_model"]
     for key in ("prompt", "messages"):
         if isinstance(record.get(key), list):
             columns[key], answered = _turn(record[key])
-    question = text_of(columns, *QUESTION)
-    columns["messages"] = answered
-    return {"question": question, "answer": text_of(columns, *ANSWER)}
+            if answered:
+                columns.setdefault("solution", answered)
+    return {
+        "question": text_of(columns, "problem", "question", "prompt", "messages"),
+        "answer": text_of(columns, "answer", "ground_truth", "solution"),
+    }
 
 
 def _turn(chat: list) -> tuple[str, str]:
@@ -68,10 +70,9 @@ def refuse_other_formats(path: str) -> None:
     """ValueError: there is a file, and it is no JSONL; says what it is, and how to make JSONL of
     it.
     """
-    if not os.path.isfile(path):  # a dataset of the hub, or missing
-        return
-    with open(path, "rb") as file:
-        head = file.read(10_000).removeprefix(b"\xef\xbb\xbf").lstrip()
-    for beginning, what in FORMATS.items():
-        if re.match(beginning, head):
-            raise ValueError(f"{path} is {what.format(path=path)}")
+    if os.path.isfile(path):  # no dataset of the hub
+        with open(path, "rb") as file:
+            head = file.read(10_000).removeprefix(b"\xef\xbb\xbf").lstrip()
+        for beginning, what in FORMATS.items():
+            if re.match(beginning, head):
+                raise ValueError(f"{path} is {what.format(path=path)}")

@@ -9,7 +9,7 @@ RUN is the folder of a run of train.py. Four of its files are read here:
     metrics.jsonl   {"kind": "step", "step": 3, "segment": 0, "reward": 0.42, …}       after a step
                     {"kind": "eval", "step": 4, "segment": 0, "eval_greedy": 0.7, …}   an evaluation
     samples.jsonl   {"step": 4, "which": "best", "prompt": …, "answer": …, "reward": 1.0, …}
-    eval.jsonl      {"step": 4, "prompt": …, "answer": …, "reward": 1.0, "ended": true, …}
+    eval.jsonl      {"step": 4, "prompt": …, "text": …, "reward": 1.0, "ended": true, …}
     config.json     the flags: {"model": …, "task": …, "steps": 16, …}
 
 "step" is the number of steps that precede the record's own: step 3 is the fourth, and "eval" of
@@ -54,7 +54,7 @@ SAMPLE = (
     "step {step:4d} {which:5} | reward {reward:+.2f} | advantage {advantage:+.2f}"
     " | {prompt!r} → {answer!r}"
 )
-EVALUATED = "        after {step:4d} steps {reward:+.2f}, ended: {ended} | {answer!r}"
+EVALUATED = "        after {step:4d} steps {reward:+.2f}, ended: {ended} | {text!r}"
 # What a problem's rewards in the first and in the last evaluation tell. Of a user's own task, right
 # is a higher reward.
 CHANGES = {
@@ -250,8 +250,8 @@ def changes(folder):
     evaluations = defaultdict(dict)  # step → {prompt: the last record of it}
     for record in jsonl(Path(folder) / "eval.jsonl"):
         with suppress(LookupError, TypeError, ValueError):  # made by hand
-            text = EVALUATED.format(**record)
-            evaluations[record["step"]][str(record["prompt"])] = record | {"text": text}
+            shown = EVALUATED.format(**record)
+            evaluations[record["step"]][str(record["prompt"])] = record | {"shown": shown}
     if not evaluations:
         return ""
     before = evaluations[min(evaluations)]
@@ -265,7 +265,7 @@ def changes(folder):
         ]
         said.append(f"{title}: {len(found)} of {len(after)} held-out problems")
         for prompt in sorted(found)[:EXAMPLES]:
-            said += [f"    {prompt!r}", before[prompt]["text"], after[prompt]["text"]]
+            said += [f"    {prompt!r}", before[prompt]["shown"], after[prompt]["shown"]]
     return "\n".join(said)
 
 

@@ -57,7 +57,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 import lora
-from tools.adapter import CARD, TENSORS, save_adapter, save_file
+from tools.adapter import TENSORS, save_adapter, save_file
 from tools.environment import Answer
 from tools.flags import MOVABLE, Config, command_of, flags_of_run
 from tools.ranks import alike, gather, rank_and_count
@@ -65,17 +65,13 @@ from tools.report import diagnose, line, logged, plot
 
 PULSE = 15  # seconds between signs of life
 LONG_ROLLOUT = 10  # seconds; the line of a step tells of a shorter one soon enough
-CARD_TEXT = """\
----
-library_name: peft
----
-# A LoRA adapter
-
-- base: {model}, under its own licence
-- task: {task}, {step} of {steps} steps
-- accuracy of greedy answers, or their mean reward: {scores}
-- command: `{command}`
-"""
+CARD = (  # of an adapter, for the hub
+    "---\nlibrary_name: peft\n---\n# A LoRA adapter\n\n"
+    "- base: {model}, under its own licence\n"
+    "- task: {task}, {step} of {steps} steps\n"
+    "- accuracy of greedy answers, or their mean reward: {scores}\n"
+    "- command: `{command}`\n"
+)
 
 
 class ProgressBar(tqdm):
@@ -147,7 +143,7 @@ class Run:
         self.unlogged = []  # records that could not be appended to the log yet
         self.warned = set()  # names of problems: each is told once
         self.hashes = {}
-        self.scores = {}  # step → eval_greedy of the model after so many steps
+        self.scores = {}  # step → the score of its evaluation, in words
         if quiet or config.preflight:
             return
         self._lock_folder()
@@ -225,7 +221,7 @@ class Run:
 
     def _rank(self, step, score):
         """Note the score of an evaluation → whether it is the best of the trained model so far."""
-        self.scores[step] = score
+        self.scores[step] = f"{score:.2f} after {step} steps"
         if step == 0:  # before its first step a run has no adapter of its own to keep
             self.first = score
             return False
@@ -338,8 +334,7 @@ class Run:
         # The checkpoint last: after a crash between the two, a resumed run replays the steps and
         # writes both again. With the checkpoint first, it would have no step to replay after the
         # last save of a run, and adapter/ would stay old.
-        card = self.card(self.state.step)
-        save_adapter(self.model, self.folder / "adapter", self.model_name, card)
+        self.save_adapter("adapter", self.state.step)
         write_atomically(
             self.folder / "checkpoint.safetensors",
             lambda path: save_file(tensors, path, metadata),
@@ -347,16 +342,14 @@ class Run:
         )
         self.newest_damaged = False
 
-    def card(self, step: int) -> str:
-        """→ the model card of the adapter that has learned for so many steps."""
-        evaluated = sorted(self.scores)
-        shown = dict.fromkeys([*evaluated[:1], *evaluated[-1:]])  # one, if there is one
-        return CARD_TEXT.format(
-            **self.flags,
-            step=step,
-            scores=", ".join(f"{self.scores[n]:.2f} after {n} steps" for n in shown),
-            command=command_of(self.flags),
-        )
+    def save_adapter(self, name, step):
+        """Write the adapter, which has learned for so many steps, and a model card into a folder of
+        this name."""
+        first, *later = [self.scores[n] for n in sorted(self.scores)] or ["unknown"]
+        command = command_of(self.flags)
+        scores = ", ".join([first, *later[-1:]])
+        card = CARD.format(**self.flags, step=step, scores=scores, command=command)
+        save_adapter(self.model, self.folder / name, self.model_name, card)
 
     def load(self):
         """Restore the newest checkpoint that is whole into model, optimizer and state. Without a
@@ -454,15 +447,13 @@ class Run:
         values = {name: rounded(value) for name, value in record.items()}
         record = {"kind": kind, "step": step, **values}
         if not self.quiet:
-            if kind == "eval" and self._rank(step, record["eval_greedy"]):
+            if kind == "eval":
                 # The adapter before the record: a resumed run reads `best` from the log, so the log
                 # must not hold a score whose adapter a crash has lost.
-                card = self.card(step)
-                save_adapter(self.model, self.folder / "adapter-best", self.model_name, card)
-            adapter = self.folder / "adapter"
-            if kind == "eval" and step == self.steps and adapter.exists():
-                text = self.card(step)  # it was saved before this evaluation
-                write_atomically(adapter / CARD, lambda path: path.write_text(text))
+                if self._rank(step, record["eval_greedy"]):
+                    self.save_adapter("adapter-best", step)
+                if step == self.steps > 0:  # once more, for the card
+                    self.save_adapter("adapter", step)
             self.unlogged.append(record | {"segment": self.segment})
             self._write_log()
         text = line(record, any_reward=self.any_reward)
@@ -505,17 +496,8 @@ class Run:
     def answered(self, answers: list[Answer]) -> None:
         """Keep the greedy answers of an evaluation, one to each held-out problem."""
         if not self.quiet:
-            records = [
-                dict(
-                    step=self.state.step,
-                    prompt=answer.prompt,
-                    answer=answer.text,
-                    reward=answer.reward,
-                    ended=answer.ended,
-                    segment=self.segment,
-                )
-                for answer in answers
-            ]
+            where = dict(step=self.state.step, segment=self.segment)
+            records = [where | answer._asdict() for answer in answers]
             append(self.folder / "eval.jsonl", *records)
 
     def finish(self):
