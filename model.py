@@ -420,7 +420,7 @@ def family(config: PreTrainedConfig) -> Family:
     """ValueError: the model computes what this decoder does not."""
     name, *_ = config.architectures or ["a model without a named architecture"]
     if name not in FAMILIES:
-        raise ValueError(f"{name} is not supported: this decoder is {', '.join(FAMILIES)}")
+        raise ValueError(f"{name} is not supported: take a {', '.join(FAMILIES)}")
     rope = config.rope_parameters
     theta = rope.get("rope_theta")
     known = {"default", *ROPE_INIT_FUNCTIONS} - {"dynamic", "longrope"}
@@ -433,12 +433,14 @@ def family(config: PreTrainedConfig) -> Family:
         "is_causal": not getattr(config, "is_causal", True),
         "per_layer_config": getattr(config, "is_heterogeneous", False),
         "rope_parameters": unknown_rope or rope.get("partial_rotary_factor", 1) != 1,
-        "rope_theta": type(theta) not in (int, float) or theta <= 0,
+        "rope_theta": type(theta) not in (int, float),
     }
     for key, bad in refused.items():
         if bad:
             value = theta if key == "rope_theta" else getattr(config, key)
-            raise ValueError(f"{name} with {key}={value!r} is not supported by this decoder")
+            raise ValueError(
+                f"{name} with {key}={value!r} is not supported by this decoder: take another model"
+            )
     return FAMILIES[name](config)
 
 
@@ -449,11 +451,15 @@ def head_dim(config: PreTrainedConfig) -> int:
 def rope_frequencies(config: PreTrainedConfig) -> tuple[Tensor, float]:
     """→ (Dh/2,) radians per position, and the factor on cos and sin. transformers has the formulas
     of the scaled kinds; the plain one is written out, because transformers keeps it in models, slow
-    to import.
+    to import. ValueError: a number that is not positive and finite, as a factor of 0 gives.
     """
     rope = config.rope_parameters
     kind = rope.get("rope_type", "default")
+    Dh, scale = head_dim(config), 1.0
+    frequencies = 1 / rope["rope_theta"] ** (torch.arange(0, Dh, 2) / Dh)
     if kind != "default":
-        return ROPE_INIT_FUNCTIONS[kind](config, "cpu")
-    Dh = head_dim(config)
-    return 1 / rope["rope_theta"] ** (torch.arange(0, Dh, 2) / Dh), 1.0
+        frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    for number in (scale, *frequencies.tolist()):
+        if not 0 < number < torch.inf:
+            raise ValueError(f"rope_parameters={rope} gives {number} in the place of a frequency")
+    return frequencies, scale

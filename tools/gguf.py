@@ -90,7 +90,7 @@ class GGUFFile:
         from gguf import MODEL_ARCH, get_tensor_name_map
 
         self.path = path
-        with readable(path, "cannot be read, fetch it again"):
+        with readable(path):
             self.reader = parse(path)
             self.header = {key: field.contents() for key, field in self.reader.fields.items()}
         family = self.header.get("general.architecture")
@@ -293,7 +293,7 @@ def parse(path: Path):
 
 
 @contextmanager
-def readable(path: str | Path, what: str = "cannot be read") -> Iterator[None]:
+def readable(path: str | Path, what: str = "cannot be read, fetch it again") -> Iterator[None]:
     """Inside the block any error becomes a ValueError of one sentence: "PATH WHAT: reason".
 
     path: the file, or any subject of the sentence. The reason is the error's first line. If that
