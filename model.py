@@ -445,7 +445,8 @@ def family(config: PreTrainedConfig) -> Family:
 
 
 def head_dim(config: PreTrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = getattr(config, "head_dim", None)
+    return config.hidden_size // config.num_attention_heads if size is None else size
 
 
 def rope_frequencies(config: PreTrainedConfig) -> tuple[Tensor, float]:

@@ -237,7 +237,7 @@ WRONG = [
     *(MORE.encode() + b'{"question": "\xe9", "answer": "#### 3"}', gzip.compress(TEXT.encode())),
     *(b"PAR1\x15\0", b"\x80\x04\x95.", b"\x28\xb5\x2f\xfd", "version https://git-lfs.github.com/"),
 ]
-REMEDY = "mend |write |give |must |delete |takes |take |fetch |correct |name |save "
+REMEDY = "mend |set |write |give |must |delete |takes |take |fetch |correct |name |save "
 
 
 def is_a_sentence(message, path):
