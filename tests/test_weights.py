@@ -26,6 +26,7 @@ import lora
 import model
 import nvfp4
 from tools import adapter, export, weights
+from tools.gguf import SYNONYMS
 
 IDS = torch.arange(24).view(2, 12) * 7 % 97
 
@@ -692,12 +693,13 @@ def byte_level(path, *marked, **keys):
     ],
 )
 def test_a_text_is_split_by_the_rule_that_the_gguf_names(tmp_path, pre, pieces):
-    """What llama.cpp makes of it."""
-    tokenizer = byte_level(tmp_path / "a.gguf", tokenizer_pre=pre, bos_token_id=5).tokenizer()
-    ids = tokenizer.encode("a   123 7'S ab\n\n\né", add_special_tokens=False)
-    assert tokenizer.convert_ids_to_tokens(ids) == pieces.split()
-    first = [5] if pre == "llama-bpe" else []
-    assert weights.encode(tokenizer, "ab") == [*first, *map(BYTES.index, "ab")]
+    """What llama.cpp makes of it, also under the rule's other names."""
+    for name in (pre, *(name for name, rule in SYNONYMS.items() if rule == pre)):
+        tokenizer = byte_level(tmp_path / "a.gguf", tokenizer_pre=name, bos_token_id=5).tokenizer()
+        ids = tokenizer.encode("a   123 7'S ab\n\n\né", add_special_tokens=False)
+        assert tokenizer.convert_ids_to_tokens(ids) == pieces.split()
+        first = [5] if pre == "llama-bpe" else []
+        assert weights.encode(tokenizer, "ab") == [*first, *map(BYTES.index, "ab")]
 
 
 def test_a_rule_of_splitting_that_is_not_known_is_refused(tmp_path):
