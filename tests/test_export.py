@@ -368,7 +368,10 @@ REFUSED = [  # arguments, what the refusal names
     ("run full --format bf16", "full"),
     ("plain out --format nvfp4", "--format bf16"),
     ("base out --format bf16 --adapter absent", "absent holds no adapter_config.json"),
-    ("base out --format bf16 --adapter full", "full holds a damaged adapter"),
+    (
+        "base out --format bf16 --adapter full",
+        "full/adapter_config.json cannot be read, fetch it again",
+    ),
     ("base out --format bf16 --adapter text", "lora_alpha='16'"),
     ("base out --format bf16 --quant int3", "quant='int3'"),
     ("unsaved out --format nvfp4", "train.py --resume"),

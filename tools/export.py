@@ -215,6 +215,7 @@ class LayerByLayer(model.Builder):
         if adapter:
             settings, self.adapter = read_adapter(adapter)
             check_settings(settings, Path(adapter) / CONFIG)
+            self.targets = settings.get("target_modules")
         rank, alpha = settings["r"], settings["lora_alpha"]
         cpu = torch.device("cpu")
         super().__init__(weights.open(name), quant or "nvfp4", rank, alpha, cpu, seed=0)
@@ -253,7 +254,7 @@ class LayerByLayer(model.Builder):
             at = f"base_model.model.{name}"
             own = {f"{at}.lora_A.weight": A, f"{at}.lora_B.weight": B}
             stored = {key: self.adapter.pop(key) for key in own.keys() & self.adapter}
-            copy_tensors(stored, own, self.folder)
+            copy_tensors(stored, own, self.folder, self.targets)
         return A, self.alpha / self.rank * B
 
     def layers(self) -> Iterator[None]:
