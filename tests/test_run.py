@@ -705,6 +705,28 @@ def test_a_path_with_another_content_is_refused_and_spoils_nothing(moved, change
     assert contents(folder) == before
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_adapter_that_a_run_began_from_may_move_but_not_change(whole, start, tmp_path, kept):
+    """Without a checkpoint the run begins again, from the adapter where it lies now. With one it
+    needs no adapter, and refuses another.
+    """
+    old, new, folder = (tmp_path / name for name in ("old", "new", "run"))
+    shutil.copytree(whole / "adapter", old)
+    assert start("--adapter", old, "--steps", 1) == 0
+    old.rename(new)
+    if not kept:
+        for file in [*folder.glob("checkpoint*"), *folder.glob("adapter/*")]:
+            file.unlink()
+    resume = "--resume", folder, "--steps", 2
+    assert main(*resume, "--adapter", new) == 0
+    if kept:
+        shutil.rmtree(new)
+        assert main(*resume) == 0
+        shutil.copytree(whole / "adapter-best", new)
+        with pytest.raises(ValueError, match="adapter has changed"):
+            main(*resume, "--adapter", new)
+
+
 @pytest.mark.parametrize("where", ["train", "held_out"])
 @pytest.mark.parametrize(
     "then, now, same",

@@ -12,6 +12,7 @@ they have no gradient then, so that they stay as they are, as in PEFT.
 Needs: torch, safetensors; lora.py.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -140,6 +141,14 @@ def read_adapter(folder: str | Path) -> tuple[dict, dict[str, torch.Tensor]]:
         return settings, tensors
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{file} cannot be read, fetch it again: {error}") from error
+
+
+def fingerprint(folder: str) -> dict[str, str]:
+    """→ {"adapter": SHA-256 of its tensors' file}, empty if there is none, as for the folder ""."""
+    file = Path(folder, TENSORS)
+    if not folder or not file.is_file():
+        return {}
+    return {"adapter": hashlib.sha256(file.read_bytes()).hexdigest()}
 
 
 def load_adapter(model: nn.Module, folder: str | Path):
