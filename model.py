@@ -268,7 +268,7 @@ class Decoder(nn.Module):
         # not always to the same number in the sampler's and the trainer's batches.
         residual = elementwise.embed(ids, self.embed_tokens)  # (n, D) f32
         branch = None  # until the first layer that is not recomputed
-        cos, sin = self.rotary(positions)
+        cos, sin = rotary(positions, self.inv_freq, self.rope_scale)
         attend = partial(attend, cos=cos, sin=sin)  # the same angles in every layer
         for i, layer in enumerate(self.layers):
             if i < self.recomputed_layers and torch.is_grad_enabled():
@@ -277,14 +277,6 @@ class Decoder(nn.Module):
                 residual, branch = layer(residual, branch, attend)
         _, hidden = self.norm(residual, branch)
         return hidden
-
-    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions (n,) → cosines and sines of RoPE's angles, both (n, Dh/2) f32."""
-        angle = positions[:, None] * self.inv_freq
-        cos, sin = angle.cos(), angle.sin()
-        if self.rope_scale != 1:
-            cos, sin = cos * self.rope_scale, sin * self.rope_scale
-        return cos, sin
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(n, D) → (n, V) f32."""
@@ -464,3 +456,14 @@ def rope_frequencies(config: PreTrainedConfig) -> tuple[Tensor, float]:
         if not 0 < number < torch.inf:
             raise ValueError(f"rope_parameters={rope} gives {number} in the place of a frequency")
     return frequencies, scale
+
+
+def rotary(positions: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """positions (n,) → cosines and sines of RoPE's angles, both (n, Dh/2) f32. frequencies, scale:
+    of rope_frequencies.
+    """
+    angle = positions[:, None] * frequencies
+    cos, sin = angle.cos(), angle.sin()
+    if scale != 1:
+        cos, sin = cos * scale, sin * scale
+    return cos, sin
