@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -30,6 +31,8 @@ from tools import adapter, weights
 from tools.environment import Answer, load_task
 from tools.flags import parse
 from tools.run import one_sentence
+
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 # --- rollouts
 
@@ -70,7 +73,7 @@ def check_naive(m, r, params, step, first):
     assert (r.finished | (r.lengths == params.max_new_tokens)).all()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *map(slow, (1, 2, 3))])
 def test_any_rollout_equals_naive_decoding(tmp_path, seed):
     """50 on five models: few pages of any size, so that rows are preempted; equal prompts too."""
     rng, preempted, ended = random.Random(seed), 0, 0
@@ -169,13 +172,14 @@ def by_formula(oracle, rewards):
     return update
 
 
+@pytest.mark.parametrize("count", [8, slow(32)])
 @pytest.mark.parametrize("loss", grpo.LOSSES)
-def test_any_update_follows_the_formulas_in_fp64(tmp_path, monkeypatch, loss):
-    """40 of each loss: each gradient, off-policy, with any correction, KL, masking and cut."""
+def test_any_update_follows_the_formulas_in_fp64(tmp_path, monkeypatch, loss, count):
+    """40 of each loss: all gradients, off-policy, with any correction, KL, masking and cut."""
     monkeypatch.setattr(grpo, "CISPO_MAX", 1.5)
     oracle = tiny_checkpoint(tmp_path, hidden_size=32, num_hidden_layers=2).double()
-    rng, zeros = random.Random(loss), 0
-    for _ in range(40):
+    rng, zeros = random.Random(f"{loss} {count}"), 0
+    for _ in range(count):
         P, G = rng.randint(1, 3), rng.randint(2, 4)
         learner = trainer(
             tmp_path,
@@ -203,7 +207,7 @@ def test_any_update_follows_the_formulas_in_fp64(tmp_path, monkeypatch, loss):
             got = [0 * gradient for gradient in want]
         for one, other in zip(got, want, strict=True):
             assert (one - other).abs().max() <= 1e-4 * other.abs().max() + 1e-9
-    assert zeros < 10
+    assert zeros < count / 2
 
 
 # --- files of problems
@@ -339,7 +343,7 @@ def edit(folder, file, changes):
     (folder / file).write_text(json.dumps(json.loads(text) | changes))
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, slow(1)])
 def test_any_odd_setting_of_a_model(loads, tiny_chat, seed):
     """In config.json, in its RoPE of any kind, and in generation_config.json."""
     rng = random.Random(seed)
