@@ -281,17 +281,26 @@ def read(source: str | None, check: Callable[[dict], dict]) -> list[dict]:
         for line in _lines(source):
             number += 1
             if line.strip():
-                record = {**json.loads(line)}  # TypeError for an array
+                record = None
+                record = {**json.loads(line, object_pairs_hook=_once)}  # TypeError for an array
                 problems.append(check(record))
     except Exception as error:  # the library datasets raises a dozen types of errors
         if number:
             remedy = ""
-            if isinstance(error, (json.JSONDecodeError, TypeError, UnicodeDecodeError)):
+            if record is None or type(error) is not ValueError:  # which check raises
                 remedy = "; write one JSON object a line, as plain UTF-8 (no Parquet, no archive)"
             raise ValueError(f"{source}, line {number}: {error}{remedy}") from None
         reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
         raise ValueError(f"{source} cannot be read ({reason}): give {give}") from None
     return problems
+
+
+def _once(pairs: list[tuple]) -> dict:
+    """→ a JSON object. ValueError: a key occurs twice, so that one of two values would be lost."""
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        raise ValueError(f"a key occurs twice among {', '.join(record)}")
+    return record
 
 
 def _lines(source: str) -> Iterable[str | bytes]:

@@ -44,7 +44,7 @@ import lora
 from model import load
 from rollout import Rollout, Sampler
 from tools import weights
-from tools.adapter import load_adapter
+from tools.adapter import fingerprint, load_adapter
 from tools.budget import Budget, grow_segments, limit_memory, return_freed_memory
 from tools.diagnostics import (
     PREFLIGHT_PROMPTS,
@@ -530,6 +530,7 @@ def main(config: Config) -> int:
         run = Run(config, quiet=rank > 0)
         model = load(source, config.quant, config.rank, config.alpha, device, config.seed)
         run.hashes = dict(problems=hash_of(task), model=source.fingerprint.hex())
+        run.hashes |= fingerprint(config.adapter)  # what the run began from
         facts.append(run.hashes)
         adapter = "" if run.checkpoints() else config.adapter  # a resumed run has its own
         if adapter:

@@ -738,6 +738,28 @@ def test_a_path_with_another_content_is_refused_and_spoils_nothing(moved, change
     assert contents(folder) == before
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_adapter_that_a_run_began_from_may_move_but_not_change(whole, start, tmp_path, kept):
+    """Without a checkpoint the run begins again, from the adapter where it lies now. With one it
+    needs no adapter, and refuses another.
+    """
+    old, new, folder = (tmp_path / name for name in ("old", "new", "run"))
+    shutil.copytree(whole / "adapter", old)
+    assert start("--adapter", old, "--steps", 1) == 0
+    old.rename(new)
+    if not kept:
+        for file in [*folder.glob("checkpoint*"), *folder.glob("adapter/*")]:
+            file.unlink()
+    resume = "--resume", folder, "--steps", 2
+    assert main(*resume, "--adapter", new) == 0
+    if kept:
+        shutil.rmtree(new)
+        assert main(*resume) == 0
+        shutil.copytree(whole / "adapter-best", new)
+        with pytest.raises(ValueError, match="adapter has changed"):
+            main(*resume, "--adapter", new)
+
+
 @pytest.mark.parametrize("where", ["train", "held_out"])
 @pytest.mark.parametrize(
     "then, now, same",
@@ -925,6 +947,7 @@ def test_preflight_changes_nothing_and_says_whether_training_would_work(
     """
     before, done = contents(whole), []
     monkeypatch.setattr(train, "load_adapter", lambda _, folder: done.append(folder))
+    monkeypatch.setattr(run_file, "PULSE", 1e-3)  # seconds between two signs of life
     from_call(monkeypatch, 1, Trainer, "backward", done.append, "backward")
     flags = *FLAGS, "--model", tiny_chat, "--out", tmp_path / "run", "--preflight"
     more = "--out", whole, "--adapter", whole / "adapter-best"
@@ -932,7 +955,8 @@ def test_preflight_changes_nothing_and_says_whether_training_would_work(
     assert [main(*flags, *task), main(*flags, *more, *task), main(*flags)] == [0, 0, 3]
     assert main(*flags, "--overlong", "none") == 3
     assert done == ["backward", str(whole / "adapter-best"), *["backward"] * 3]
-    assert capsys.readouterr().out.count("mismatch     1.0000") == 4
+    said = capsys.readouterr().out
+    assert said.count("mismatch     1.0000") == 4 and said.count(" decode steps\n") > 3
     assert not (tmp_path / "run").exists() and contents(whole) == before
 
 

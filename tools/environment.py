@@ -71,7 +71,8 @@ class Environment(NamedTuple):
             if not 0 < len(prompt) <= room:
                 raise ValueError(
                     f"the prompt {str(text)[:60]!r} has {len(prompt)} tokens: --max-new-tokens "
-                    f"{max_new_tokens} leaves 1 to {room}; mend the data, lower "
+                    f"{max_new_tokens} leaves 1 to {room} of the context of "
+                    f"{self.tokenizer.name_or_path}; mend the data, lower "
                     "that flag, or drop long prompts with --max-prompt-tokens"
                 )
             if max(prompt) >= vocab_size:

@@ -26,7 +26,8 @@ SCHEDULES = "exponential", "linear", "cosine", "logarithmic"
 # Flags of earlier versions, and their defaults: a run whose config.json has another value of one
 # cannot be resumed.
 GONE = {"stop": "", "gradient_checkpointing": None}
-MOVABLE = "model", "data", "test", "task"  # paths that a resume may give anew
+# paths that a resume may give anew → which hash of a checkpoint is of their content
+MOVABLE = dict(model="model", adapter="adapter", data="problems", test="problems", task="problems")
 LITTLE = 1e-9  # above 0
 # --lr of models with fewer weights than this
 RATES = (3e8, 5e-4), (3e9, 1e-4), (math.inf, 2e-5)
@@ -256,6 +257,8 @@ def parse(arguments):
     """→ a checked Config. Flags not given are those of the run in --resume, and the scored ones
     those of --adapter's run. SystemExit, ValueError: a wrong flag."""
     given = _given(arguments)
+    if os.path.isdir(f"{given.get('adapter')}/adapter"):  # a run's folder: the adapter in it
+        given["adapter"] += "/adapter"
     stored = {}
     if given.get("resume"):
         stored = _of_resumed_run(given)
@@ -267,7 +270,7 @@ def parse(arguments):
             f"the run's task is {config.task}, a program that would be started: "
             f"if you trust it, add --task {config.task}"
         )
-    for name in ("adapter", *MOVABLE):
+    for name in MOVABLE:
         value = getattr(config, name)
         if is_path(value):
             setattr(config, name, os.path.abspath(value))  # a resume may start elsewhere
@@ -310,7 +313,7 @@ def _of_resumed_run(given):
     # the present epoch anew.
     kept = FIXED | {"out", "adapter", "updates_per_step", "eval_problems", "seed"}
     for name in given.keys() & kept:
-        if name in MOVABLE and is_path(given[name]):
+        if name in MOVABLE and stored[name] and is_path(given[name]):
             continue  # it may have moved: tools/run.py compares hashes with the checkpoint's
         now, then = given[name], stored[name]
         if now != then and os.path.abspath(str(now)) != os.path.abspath(str(then)):
@@ -324,10 +327,7 @@ def _of_resumed_run(given):
 def _of_adapters_run(given):
     """→ the scored flags of the run that --adapter names, without those that are given, empty or 0,
     and under another --task without data, test and operands. Of an adapter from elsewhere its rank
-    and alpha. Changes given["adapter"] from a run's folder to its adapter's."""
-    inside = os.path.join(given["adapter"], "adapter")
-    if os.path.isdir(inside):
-        given["adapter"] = inside
+    and alpha."""
     run = os.path.dirname(os.path.abspath(given["adapter"]))
     if not os.path.isfile(f"{run}/metrics.jsonl"):
         from tools.adapter import read_settings

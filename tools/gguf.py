@@ -20,7 +20,7 @@ something that the decoder does not scale, or rotate only a part of each head.
 
 tools/weights.py also takes `readable` and `tensor_names` from this file.
 
-Left out: every tokenizer.ggml.pre that SPLITS lacks, and RoPE scaling other than Llama 3's.
+Left out: every tokenizer.ggml.pre that SPLITS and SYNONYMS lack; RoPE scaling but Llama 3's.
 
 Needs: torch, transformers, tokenizers, numpy, gguf (llama.cpp's library); nvfp4.py. The library is
 imported in functions, because safetensors load without it.
@@ -68,8 +68,10 @@ SPLITS = {
     "smollm": [r"\p{N}", WORDS],
     "llama-bpe": [LLAMA3],
     "qwen2": [LLAMA3.replace("{1,3}", "")],
-    "deepseek-r1-qwen": [LLAMA3.replace("{1,3}", "")],
 }
+# other names that llama.cpp has for the same rules (src/llama-vocab.cpp)
+SYNONYMS = dict.fromkeys("llama3 llama-v3 falcon3 pixtral midm-2.0".split(), "llama-bpe")
+SYNONYMS |= dict.fromkeys("deepseek-r1-qwen kormo f2llmv2 megrez".split(), "qwen2")
 
 
 class GGUFFile:
@@ -90,7 +92,7 @@ class GGUFFile:
         from gguf import MODEL_ARCH, get_tensor_name_map
 
         self.path = path
-        with readable(path, "cannot be read, fetch it again"):
+        with readable(path):
             self.reader = parse(path)
             self.header = {key: field.contents() for key, field in self.reader.fields.items()}
         family = self.header.get("general.architecture")
@@ -214,6 +216,7 @@ class GGUFFile:
             tokenizer.eos_token = header["tokenizer.ggml.tokens"][end]
         if header["tokenizer.ggml.model"] == "gpt2":
             pre = header.get("tokenizer.ggml.pre")
+            pre = SYNONYMS.get(pre, pre)
             if pre not in SPLITS:
                 raise ValueError(f"tokenizer.ggml.pre is {pre}: take this model's safetensors")
             steps = [Split(Regex(expression), "isolated") for expression in SPLITS[pre]]
@@ -290,7 +293,7 @@ def parse(path: Path):
 
 
 @contextmanager
-def readable(path: str | Path, what: str = "cannot be read") -> Iterator[None]:
+def readable(path: str | Path, what: str = "cannot be read, fetch it again") -> Iterator[None]:
     """Inside the block any error becomes a ValueError of one sentence: "PATH WHAT: reason".
 
     path: the file, or any subject of the sentence. The reason is the error's first line. If that

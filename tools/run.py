@@ -106,7 +106,8 @@ class Run:
     checkpoint.previous as it is: renaming the damaged file would destroy the only good one.
     best: the highest eval_greedy of the trained model so far, in all segments. first: that of the
     model before its first step.
-    hashes: {"problems": tools.environment.hash_of(task), "model": source.fingerprint.hex()}, which
+    hashes: {"problems": tools.environment.hash_of(task), "model": source.fingerprint.hex()} and, if
+    the run began from an adapter that is still there, tools.adapter.fingerprint(it), which
     train.py sets. A checkpoint stores them, so that each may lie elsewhere when the run goes on.
     print_error: why say() could not print, which stops the run.
     """
@@ -396,12 +397,12 @@ class Run:
             write_atomically(self.folder / "config.json", lambda path: path.write_text(text))
 
     def _compare_hashes(self, path, metadata, flags):
-        """ValueError: the checkpoint in `path` is of another model or of other problems; or it has
-        no hash, as until November 2026, and the flags now name another path than they did.
+        """ValueError: the checkpoint in `path` is of another model, adapter or other problems; or
+        it has no hash, as until November 2026, and the flags now name another path than they did.
         """
-        moved = any(flags[name] != self.flags[name] for name in MOVABLE)
+        moved = {kind for name, kind in MOVABLE.items() if flags[name] != self.flags[name]}
         for name, value in self.hashes.items():
-            if metadata.get(name, "" if moved else value) != value:
+            if metadata.get(name, "" if name in moved else value) != value:
                 raise ValueError(
                     f"{path} is of another model or of other problems: {name} has changed since; "
                     f"bring it back, name it by its path, or {self.another_run()}"
@@ -591,7 +592,7 @@ def checksum(tensors, metadata):
     """→ SHA-256, in hex, of a checkpoint's metadata {name: text} and of its tensors' names, types,
     shapes and bytes. Until November 2026 the metadata had the step alone.
     """
-    names = "step", "drawn", "problems", "sigma", "model"
+    names = "step", "drawn", "problems", "sigma", "model", "adapter"
     known = [metadata[name] for name in names if name in metadata]
     sha = hashlib.sha256(" ".join(known).encode())
     for name, tensor in sorted(tensors.items()):

@@ -123,7 +123,7 @@ def open(name: str | Path) -> "Source":  # weights.open(...), like gzip.open
     if not path.is_dir():
         if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)):
             raise ValueError(
-                f"{name} is neither a folder or a .gguf file here (if it has moved, name its new "
+                f"{name} is neither a folder nor a .gguf file here (if it has moved, name its new "
                 "place), nor a hub id like owner/model"
             )
         # a repository may also hold the same weights in formats that nobody reads here
@@ -153,22 +153,24 @@ def config_of(name: str | Path) -> PreTrainedConfig:
     if name == "smollm2" or Path(name).suffix == ".gguf":
         return open(name).config
     own = Path(name, "hf_quant_config.json")
-    with readable(name, "has no config.json that can be loaded, such as save_pretrained writes"):
+    with readable(name, "has no config.json that can be loaded, fetch or save the model again"):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         said = getattr(config, "quantization_config", None) or {}
         if own.is_file() and not said:
             said = json.loads(own.read_text())
-    with readable(name, "cannot be loaded"):
+    with readable(name, "cannot be loaded, take another checkpoint"):
         config.quantization_config = in_4_bits(said, config)
         # what transformers makes of the model_type, and what the config calls it
         computed = type(config).__name__.replace("Config", "ForCausalLM")
         named, *_ = config.architectures or [computed]
         config.architectures = [named]
-        if named in FAMILIES:
-            if named != computed:
-                raise ValueError(f"its architecture is {named}, its model_type {config.model_type}")
-            family(config)
-            rope_frequencies(config)  # raises errors of several types
+        if named in FAMILIES and named != computed:
+            raise ValueError(f"its architecture is {named}, its model_type {config.model_type}")
+        family(config)
+        # errors of several types, and NaN anywhere
+        with readable("its config.json", "has a wrong number"):
+            json.dumps(config.to_dict(), allow_nan=False, default=str)
+            rope_frequencies(config)
     return config
 
 
@@ -209,8 +211,7 @@ def understand(said: dict, lists: dict[str, list[str]], inside: str = "") -> Non
             understand(value, lists, f"{inside}{key}.")
         elif f"{key}={value}" not in MEANT:
             raise ValueError(
-                f"{inside}{key}={value}: of quantised weights only NVFP4 in groups of 16 "
-                "loads; take another checkpoint of this model"
+                f"{inside}{key}={value}: of quantised weights only NVFP4 in groups of 16 loads"
             )
 
 
@@ -341,7 +342,8 @@ class Source:
         packed = f"{name}_packed" in self.names
         if name not in self.names and not packed:
             raise ValueError(
-                f"{self.path} has no tensor {name}, which {self.config.architectures[0]} needs"
+                f"{self.path} has no tensor {name}, which {self.config.architectures[0]} needs: "
+                "fetch the checkpoint again"
             )
         if getattr(self.config, "quantization_config", {}).get(name, packed) != packed:
             raise ValueError(
@@ -356,7 +358,8 @@ class Source:
         self.fingerprint = hashlib.sha256(self.fingerprint + first).digest()
         if shape and tuple(tensor.shape) != tuple(shape):
             raise ValueError(
-                f"{self.path}: {name} is {tuple(tensor.shape)}, its config says {tuple(shape)}"
+                f"{self.path}: {name} is {tuple(tensor.shape)}, its config says {tuple(shape)}: "
+                "fetch config and weights of the same model"
             )
         # Integers and fp8 are values of a quantisation, which mean nothing without its scales.
         if name.endswith((".weight", ".bias")) and not (
@@ -367,10 +370,12 @@ class Source:
                 "loads; take another checkpoint of this model"
             )
         # itemsize 1: codes and block scales of NVFP4, which _nvfp4 checks
-        if shape and tensor.itemsize > 1 and not torch.stack(tensor.aminmax()).isfinite().all():
-            raise ValueError(
-                f"{self.path}: {name} has NaN or infinite values: fetch the checkpoint again"
-            )
+        if shape and tensor.itemsize > 1:
+            extremes = torch.stack(tensor.aminmax()).float()  # fp64 may exceed what we compute in
+            if not extremes.isfinite().all():
+                raise ValueError(
+                    f"{self.path}: {name} has NaN or infinite values: fetch the checkpoint again"
+                )
         return tensor
 
     def _nvfp4(self, name, N, K, device):
@@ -415,7 +420,7 @@ class Source:
         if left:
             raise ValueError(
                 f"{self.path} holds {len(left)} tensors that a {self.config.architectures[0]} "
-                f"has no place for, the first is {left[0]}"
+                f"has no place for, the first is {left[0]}: take another checkpoint of this model"
             )
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -424,7 +429,7 @@ class Source:
         """
         if self._tokenizer is not None:
             return self._tokenizer
-        with readable(self.path, "has no tokenizer that can be read"):
+        with readable(self.path, "has no tokenizer that can be read, fetch it again"):
             tokenizer, marked = self.read_tokenizer()
             for i, text in marked.items():
                 pieces = tokenizer.encode(text, add_special_tokens=False)
@@ -458,7 +463,7 @@ class Source:
         They are all that the checkpoint names: in config.json or a GGUF's header, in
         generation_config.json, as the tokenizer's end token, and as the token with which the chat
         template closes an assistant's turn. Each of them may lack what another has. ValueError: no
-        id is in the vocabulary, so that no answer would end.
+        id is in the vocabulary, so that no answer would end, or one is no number.
         """
         named = [self.config.eos_token_id]  # each an id, a list of ids, or None
         path = self.path / "generation_config.json"  # a GGUF is a file, beside other models' files
@@ -478,16 +483,17 @@ class Source:
             first, *_ = tokenizer.encode(end.strip(), add_special_tokens=False)
             if answer and first in tokenizer.added_tokens_decoder:
                 named.append(first)
-        ids = set()
+        ids = []
         for found in named:
-            ids |= set(found) if isinstance(found, list) else {found}
-        ids.discard(None)
-        if not any(0 <= i < self.config.vocab_size for i in ids):
+            ids += found if isinstance(found, list) else [found]
+        ids = [i for i in ids if i is not None]
+        whole = all(type(i) is int for i in ids)
+        if not whole or not any(0 <= i < self.config.vocab_size for i in ids):
             raise ValueError(
-                f"{self.path} has no token that ends an answer: take another copy of this "
-                "model, or name one as eos_token_id in its config.json"
+                f"{self.path} has no token that ends an answer, but {ids}: take another copy of "
+                "this model, or correct eos_token_id in its config.json and generation_config.json"
             )
-        return sorted(ids)
+        return sorted(set(ids))
 
 
 def _dense(weights, dtype):
@@ -538,7 +544,9 @@ class Safetensors(Source):
         if only.is_file():
             with readable(only), safe_open(only, "pt") as f:
                 return dict.fromkeys(f.keys(), only.name)
-        with readable(index, f"cannot be read, and there is no {only.name} beside it"):
+        with readable(
+            index, f"cannot be read, and there is no {only.name} beside it; fetch it again"
+        ):
             return {k: str(v) for k, v in json.loads(index.read_text())["weight_map"].items()}
 
     def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
@@ -592,7 +600,8 @@ def encode(
         *chat, last = chat
         begun = last["content"]
     with readable(
-        "the chat template of this model", "takes no such chat, so write it as one user message"
+        f"the chat template of {tokenizer.name_or_path}",
+        "takes no such chat, so write it as one user message",
     ):
         # A run that is resumed tomorrow must have the prompts of today, so a template that asks for
         # the date gets Llama 3's own default.
