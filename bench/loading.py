@@ -151,7 +151,8 @@ def write(folder, shape, tokenizer):
         # safetensors refuses tensors that share memory; a norm's weight is near 1
         drawn = {name: values[tensors[name].shape] + ("norm" in name) for name in names}
         save_file(drawn, folder / file, {"format": "pt"})
-    index = {"weight_map": {name: file for file, names in files.items() for name in names}}
+    index = {name: file for file, names in files.items() for name in names}
+    index = {"metadata": {}, "weight_map": index}  # transformers reads both
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 

@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from command import ROOT
 from test_train import ANSWERS, assert_same, gradient, rollout, trainer
 
 from rollout import Rollout
-from tools import budget, memory
+from tools import budget, memory, ranks
 from tools.budget import Budget
 from tools.diagnostics import mismatch
 from tools.memory import PromptRows, micro_batches
@@ -218,3 +219,12 @@ def test_gpu_the_allocator_grows_its_segments(monkeypatch):
         "print(torch.cuda.memory._snapshot()['allocator_settings']['expandable_segments'])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT).strip() == b"True"
+
+
+def test_the_gpu_is_started_in_a_thread_that_raises_nothing(monkeypatch):
+    """The main thread's first allocation meets the same error, and makes it a sentence."""
+    first = Mock(side_effect=RuntimeError("no driver"))
+    monkeypatch.setattr(torch, "zeros", first)
+    monkeypatch.setattr(ranks, "Thread", lambda target, args: Mock(start=lambda: target(*args)))
+    assert [ranks.join_ranks(device) for device in ("cuda", "cpu")] == ["cuda", "cpu"]
+    first.assert_called_once_with(1, device="cuda")
