@@ -148,7 +148,11 @@ TESTS = {
     "paper": Test(0, 8, 0.6, 0.95),
     "wide": Test(100, 512, 1.0, 1.0),
 }
+FIRST, LAST = 5, 10  # steps whose rewards are compared to tell how far a run has come
 MEASURES = {
+    "reward": f"training reward, mean of the last {LAST} steps",
+    "growth": f"that less the mean of the first {FIRST} steps",
+    "held-out": "accuracy on 256 held-out training problems, greedy, at the end",
     "greedy": "test accuracy, greedy",
     "paper": "test accuracy, mean of 8 (T 0.6, top-p .95)",
     "pass@1": "pass@1 (64 samples, T 1, 200 test problems)",
@@ -238,6 +242,13 @@ class Log:
     def measure(self, name):
         """A key of MEASURES. pass@k: 1 − C(n − c, k)/C(n, k) of n samples, c right (Chen et al.
         2021)."""
+        rewards = [r["reward"] for _, r in sorted(self.step.items())]
+        if name == "reward":
+            return np.mean(rewards[-LAST:])
+        if name == "growth":
+            return np.mean(rewards[-LAST:]) - np.mean(rewards[:FIRST])
+        if name == "held-out":
+            return self.eval[max(self.eval)]["eval_greedy"]
         record = self.tests[test_of(name)]
         n, k = record["samples"], int(name.partition("@")[2] or 1)
         return np.mean([1 - math.comb(n - int(c), k) / math.comb(n, k) for c in record["right"]])

@@ -1,6 +1,7 @@
 """Tables and figures of the experiments on GSM8K, from results/gsm8k/*.jsonl alone.
 
     python -m experiments.gsm8k_tables table    the experiments, of the whole seeds
+    python -m experiments.gsm8k_tables rate     4 bits against bf16 in the runs that chose a rate
     python -m experiments.gsm8k_tables plot     each experiment's figure, in results/
 
 A second argument names another folder of logs. The tests and the verdicts are in paired.py. Needs:
@@ -21,8 +22,11 @@ from experiments.gsm8k_plan import (
     LOGS,
     MEASURES,
     ONE,
+    RATE_SEEDS,
+    RATE_STEPS,
     THREE,
     TWO,
+    Job,
     chosen,
     read,
     temperatures,
@@ -216,6 +220,50 @@ def table(logs):
     return "\n".join([*found, conditions(logs)])
 
 
+def rate_differences(logs, experiment, rate, half):
+    """→ {measure: of each seed, 4 bits at `rate` less bf16 at that rate, or at half of it}, of the
+    runs that chose the rate."""
+    bf16, four_bits = experiment.choosers
+    other = rate / 2 if half else rate
+    found = {measure: [] for measure in ("reward", "growth", "held-out")}
+    for seed in RATE_SEEDS:
+        ours = read(logs, Job("rate", four_bits, rate, seed))
+        theirs = read(logs, Job("rate", bf16, other, seed))
+        for measure, differences in found.items():
+            differences.append(ours.measure(measure) - theirs.measure(measure))
+    return found
+
+
+def rate_table(logs):
+    """4 bits less bf16 at one rate, then at twice bf16's, which is the paper's comparison."""
+    lines, counts = [], []
+    for half in (False, True):
+        found = []
+        for experiment in (ONE, TWO):
+            for rate in experiment.rates[half:]:
+                differences = rate_differences(logs, experiment, rate, half)
+                other = f"{rate / 2:g}" if half else "the same"
+                cells = [
+                    f"{np.mean(d):+.3f} ({', '.join(f'{x:+.3f}' for x in d)})"
+                    for d in differences.values()
+                ]
+                lines.append((experiment.size.upper(), f"{rate:g}", other, *cells))
+                found.append(differences)
+        below = [d < 0 for cell in found for d in cell["reward"]]
+        grows = [d > 0 for cell in found for d in cell["growth"]]
+        counts.append(
+            f"the reward of 4 bits ends below bf16's in {sum(below)} of {len(below)} pairs of "
+            f"runs and grows more in {sum(grows)}"
+        )
+    seeds = ", ".join(map(str, RATE_SEEDS))
+    head = ("model", "rate of 4 bits", "of bf16", *(f"{m} ({seeds})" for m in differences))
+    same, twice = counts
+    return (
+        f"{markdown(head, lines)}\nAt one rate {same}. At twice bf16's rate {twice}. "
+        f"{RATE_STEPS} steps; seeds {seeds}."
+    )
+
+
 def conditions(logs):
     starts = []
     for path in sorted(logs.glob("*.jsonl")):
@@ -315,10 +363,13 @@ def plot(logs, experiment, path):
     figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
+TABLES = {"table": table, "rate": rate_table}
+
+
 def main(command, logs=LOGS):
     logs = Path(logs)
-    if command == "table":
-        print(table(logs))
+    if command in TABLES:
+        print(TABLES[command](logs))
         return
     for experiment in EXPERIMENTS:
         if len(whole_seeds(logs, experiment)) >= 3:
@@ -326,6 +377,6 @@ def main(command, logs=LOGS):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] not in (["table"], ["plot"]):
-        sys.exit("usage: python -m experiments.gsm8k_tables table|plot [LOGS]")
+    if not {*sys.argv[1:2]} & {*TABLES, "plot"}:
+        sys.exit(f"usage: python -m experiments.gsm8k_tables {'|'.join(TABLES)}|plot [LOGS]")
     main(*sys.argv[1:3])

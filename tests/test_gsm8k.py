@@ -125,6 +125,18 @@ def test_pass_at_k_is_the_share_of_draws_of_k_samples_with_a_right_one():
     assert log.measure("pass@3") == pytest.approx(0.65)
 
 
+def test_the_rates_table_stands_in_the_log(capsys):
+    gsm8k_tables.main("rate")
+    said = capsys.readouterr().out.strip()
+    assert said.count("\n| ") == 11 and said in (ROOT / "results/LOG.md").read_text()
+
+
+def test_growth_is_the_last_ten_steps_less_the_first_five():
+    """Of rewards 0, 1, …, 19, logged in another order."""
+    log = Log([dict(kind="step", step=step, reward=step) for step in reversed(range(20))])
+    assert log.measure("reward") == 14.5 and log.measure("growth") == 12.5
+
+
 @pytest.mark.parametrize("experiment", [ONE, TWO])
 def test_a_figure_is_drawn_from_the_committed_logs(experiment, tmp_path):
     gsm8k_tables.plot(gsm8k_tables.LOGS, experiment, tmp_path / "figure.png")
