@@ -1,9 +1,11 @@
 """The rules of the three experiments on GSM8K, each fixed before its first run, and their logs.
 
 results/LOG.md says them in words ("GSM8K: the rules"). gsm8k.py makes the runs that plan() lists,
-and gsm8k_tables.py reads their logs. A log, results/gsm8k/NAME.jsonl, has one record a line:
+and gsm8k_tables.py reads their logs. results/gsm8k/ has a file for each experiment, 2.jsonl for the
+second, and a run that is being made has a file of its own, NAME.jsonl. One record a line:
 
-    start    conditions and flags; it replaces what was logged from its step on
+    start    the job, conditions and flags. The records up to the next start are this job's; they
+             replace what it had logged from this step on
     step     reward, entropy, … ; sampler_entropy: mean −ln p of the tokens as they were drawn;
              temperature: of the sampler, where it is searched (arm 12)
     eval     only where a learning rate is chosen: train.py's, on 256 held-out training problems
@@ -39,6 +41,7 @@ class Claim(NamedTuple):
 
 
 class Experiment(NamedTuple):
+    name: str  # of its file of logs, too
     size: str  # of the model
     seeds: tuple  # those reported
     rates: tuple  # learning rates to choose from; none: that of experiment 2
@@ -71,6 +74,7 @@ ADAPTIVE = TIS | dict(aqn=True, sigma_schedule="adaptive", sigma_start=5e-2, sig
 RATE_SEEDS, RATE_STEPS = (0, 1), 50
 
 ONE = Experiment(
+    name="1",
     size="1.5b",
     seeds=(2, 3, 4),
     rates=(2.5e-5, 5e-5, 1e-4),
@@ -87,6 +91,7 @@ ONE = Experiment(
     },
 )
 TWO = Experiment(
+    name="2",
     size="0.5b",
     seeds=(2, 3, 4, 5, 6),
     rates=(5e-5, 1e-4, 2e-4),
@@ -113,6 +118,7 @@ TWO = Experiment(
     ),
 )
 THREE = Experiment(
+    name="3",
     size="0.5b",
     seeds=(7, 8, 9, 10, 11),
     rates=(),
@@ -261,14 +267,44 @@ class Log:
 
 
 def read(folder, job):
-    """→ the Log of a Job, or of a log's name; an empty one if there is none."""
-    path = Path(folder) / f"{getattr(job, 'name', job)}.jsonl"
-    return _parsed(path, path.stat().st_size) if path.is_file() else Log([])
+    """→ the Log of a Job, or of a job's name; an empty one if there is none."""
+    # sorted: the file of an experiment, whose name is a digit, before those of single runs
+    logs = logs_of(sorted(Path(folder).glob("*.jsonl")))
+    return logs.get(getattr(job, "name", job)) or Log([])
 
 
-@functools.cache
-def _parsed(path, size):
-    return Log(report.jsonl(path))
+def logs_of(files):
+    """→ {name of a job: Log} of some files."""
+    return _parsed(tuple((path, path.stat().st_size) for path in files))
+
+
+@functools.lru_cache(maxsize=4)
+def _parsed(sized):
+    records = {}
+    for path, _ in sized:
+        name = path.stem  # of the job, until a record names it
+        for record in report.jsonl(path):
+            if "phase" in record:
+                name = Job(*(record[field] for field in Job._fields)).name
+            records.setdefault(name, []).append(record)
+    return {name: Log(of_job) for name, of_job in records.items()}
+
+
+def append(logs):
+    """Move the runs of a folder that have ended from their own files into those of their
+    experiments, in the plan's order → their names. ValueError: a run is in both."""
+    moved = []
+    for job in plan(logs):
+        own, whole = logs / f"{job.name}.jsonl", logs / f"{job.experiment.name}.jsonl"
+        if not (own.is_file() and read(logs, job).ended):
+            continue
+        if whole.is_file() and job.name in logs_of([whole]):
+            raise ValueError(f"{whole} has {job.name} already: delete {own}, or the run there")
+        with open(whole, "ab") as file:
+            file.write(own.read_bytes())
+        own.unlink()
+        moved.append(job.name)
+    return moved
 
 
 def temperatures():

@@ -28,6 +28,7 @@ from experiments.gsm8k_plan import (
     TWO,
     Job,
     chosen,
+    logs_of,
     read,
     temperatures,
     test_of,
@@ -198,13 +199,13 @@ def costs(logs):
 def table(logs):
     """Markdown of the experiments, of the seeds with which all arms have ended."""
     found = []
-    for number, experiment in enumerate(EXPERIMENTS, 1):
+    for experiment in EXPERIMENTS:
         (rates, lr), seeds = chosen(logs, experiment), whole_seeds(logs, experiment)
         if not (experiment.rates or seeds):
             continue
         tried = ", ".join(f"{rate:g}: {mean_and_sd(v)}, n={len(v)}" for rate, v in rates.items())
         found.append(
-            f"Experiment {number}: {BASE.format(experiment.size.upper())}. Seeds "
+            f"Experiment {experiment.name}: {BASE.format(experiment.size.upper())}. Seeds "
             f"{', '.join(map(str, seeds))}. Learning rate {lr}; held-out accuracy: {tried}.\n"
         )
         if not seeds:
@@ -266,8 +267,8 @@ def rate_table(logs):
 
 def conditions(logs):
     starts = []
-    for path in sorted(logs.glob("*.jsonl")):
-        starts += read(logs, path.stem).starts
+    for _, log in sorted(logs_of(logs.glob("*.jsonl")).items()):
+        starts += log.starts
     places = dict.fromkeys(f"{r['gpu']}, torch {r['torch']}, triton {r['triton']}" for r in starts)
     commits, at_once = (sorted({str(r[k]) for r in starts}) for k in ("commit", "at_once"))
     when = sorted(r["time"] for r in starts) or ["–"]

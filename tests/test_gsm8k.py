@@ -11,9 +11,10 @@ from test_train import actor, rollout
 
 import nvfp4
 import train
-from experiments import gsm8k, gsm8k_tables
+from experiments import gsm8k, gsm8k_plan, gsm8k_tables
 from experiments.gsm8k_plan import ONE, TWO, Job, Log, read
 from experiments.paired import Difference, compare, holm, verdict
+from tools import run as run_file
 from tools.flags import parse
 
 
@@ -110,6 +111,34 @@ def test_the_search_finds_the_temperature_of_an_entropy(tiny_chat):
 
 
 # --- the logs
+def kept(log):
+    return log.starts, log.step, log.tests, log.failed, log.ended
+
+
+def test_an_experiments_file_holds_each_log_as_the_runs_own_files_did(make, tmp_path, monkeypatch):
+    """Of three runs, the first fails and is made again, and the last has not ended."""
+    logs = tmp_path / "logs"
+    jobs = twice, once, stopped = [
+        Job("main", arm, 1e-3, seed) for arm, seed in (("1", 2), ("2", 2), ("1", 3))
+    ]
+    with monkeypatch.context() as patch, pytest.raises(TypeError):
+        patch.setattr(gsm8k, "load", None)
+        make(twice, "logs")
+    for job in (once, twice):
+        make(job, "logs")
+    run_file.append(
+        logs / f"{stopped.name}.jsonl", dict(kind="start", **stopped._asdict(), steps=1, step=0)
+    )
+    before = [kept(read(logs, job)) for job in jobs]
+    assert gsm8k_plan.append(logs) == [twice.name, once.name]
+    assert {path.name for path in logs.iterdir()} == {"2.jsonl", f"{stopped.name}.jsonl"}
+    assert [kept(read(logs, job)) for job in jobs] == before
+    assert len(read(logs, twice).failed) == 1 and read(logs, once).step.keys() == {0, 1, 2, 3}
+    make(once, "logs")
+    with pytest.raises(ValueError, match=rf"2.jsonl has {once.name} already"):
+        gsm8k_plan.append(logs)
+
+
 def test_a_newly_solved_problem_is_one_that_no_sample_solved_before():
     before, after = (
         Log([dict(kind="test", name="wide", samples=512, right=right)])
