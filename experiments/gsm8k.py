@@ -90,6 +90,7 @@ BASES = {
     "bf16": ("bf16", None),
     "rtn": ("rtn", None),
     "sweep": ("nvfp4", None),
+    "gptq": ("nvfp4", None),  # of a folder that is in NVFP4 already: see calibrated()
     "nf4": ("bf16", lambda seed: nf4),
     "gauss": ("bf16", gaussian),
 }
@@ -231,8 +232,23 @@ class Logged(Run):
         pass
 
 
+def calibrated(config):
+    """→ the folder that tools/calibrate.py made of a config's model, on this machine.
+
+    ValueError: it is missing. The sentence has the command that makes it.
+    """
+    folder = ROOT / "runs" / f"{Path(config.model).name.removesuffix('.gguf')}-gptq"
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder} is missing: make it by python -m tools.calibrate {config.model} {folder} "
+            f"--task gsm8k --data {config.data} --max-new-tokens {config.max_new_tokens}"
+        )
+    return folder
+
+
 def configured(job, flags):
-    """→ the checked Config of a job. flags: the command line's, which win."""
+    """→ the checked Config of a job. flags: the command line's, which win. Their --model is the
+    one that a base is made from."""
     size = job.experiment.size
     own = dict(
         model=HUB.format(size.upper(), size),
@@ -242,7 +258,10 @@ def configured(job, flags):
     )
     if job.phase == "rate":
         own |= dict(steps=rules.RATE_STEPS, eval_every=rules.RATE_STEPS)
-    return check(Config(**rules.COMMON | own | job.flags | flags))
+    config = Config(**rules.COMMON | own | job.flags | flags)
+    if job.base == "gptq":
+        config.model = str(calibrated(config))
+    return check(config)
 
 
 def folder_of(out, job):
@@ -286,7 +305,8 @@ def _make(job, out, flags, problems, at_once, write):
         source = Rounded(source, rounding(job.seed), device)
     model = load(source, quant, config.rank, config.alpha, device, job.seed)
     task = TASKS["gsm8k"](config.data)
-    task = task._replace(held_out=[] if job.phase == "main" else task.held_out[:problems])
+    unseen = job.phase == "main" and config.eval_every >= config.steps
+    task = task._replace(held_out=[] if unseen else task.held_out[:problems])
     environment = environment._replace(task=task)
     start = start_record(job, config, at_once, time.perf_counter() - began)
     if job.phase == "base":
@@ -382,6 +402,7 @@ def run(name, logs, out, flags, problems, at_once):
     if log.ended and out != logs:  # the one setting that depends on the card and on who shares it
         logged = log.starts[-1]["flags"].get("micro_tokens", 1024)  # the default then
         flags = {"micro_tokens": logged} | flags
+    configured(job, flags)  # a refusal here leaves no record in the log
     make(job, out, flags, problems, at_once)
     print(name, said(rules.read(out, job)))
     if log.ended and out != logs:
