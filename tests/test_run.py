@@ -828,6 +828,29 @@ def test_a_resumed_run_ends_like_an_unbroken_one(tiny_chat, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
+    "of, where, call, kept", [(train, "collect", 4, 3), (Trainer, "backward", 11, 2)]
+)
+def test_a_resume_of_four_updates_under_noise_ends_with_the_same_bytes(
+    start, tmp_path, monkeypatch, of, where, call, kept
+):
+    """The ratio is to the noisy policy, and the clip acts. One of two runs stops in its fourth
+    step: while it samples, or after one of four updates. The first step has no gradient, and so one
+    update; what half a step has changed is not saved.
+    """
+    flags = "--updates-per-step 4 --correction bypass --sigma-start .3 --sigma-end .1".split()
+    assert start(*flags, "--out", tmp_path / "straight") == 0
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="an accident"):
+        from_call(patch, call, of, where, strike, RuntimeError)
+        start(*flags)
+    assert int(saved(tmp_path / "run")["step"]) == kept
+    assert main("--resume", tmp_path / "run") == 0
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "straight")
+    assert saved(tmp_path / "run") == saved(tmp_path / "straight")
+    made = [r for r in report.read(tmp_path / "run").values() if r["kind"] == "step"]
+    assert any(r["clip_fraction"] for r in made if r["sigma"])
+
+
+@pytest.mark.parametrize(
     "first, then, begins",
     [
         ("--sigma-schedule adaptive", "", False),
