@@ -267,7 +267,7 @@ def test_the_verdicts_of_experiment_4(tmp_path, growth_of_17, verdicts):
     assert [verdict for *_, verdict in claims] == verdicts
     assert [len(a) for _, a, *_ in claims] == [10] * 4
     said = gsm8k_tables.table(logs)
-    assert ("\nThe growth is the rate's." in said) == (verdicts[:2] == ["holds", "holds"])
+    assert ("hold: the growth is the rate's" in said) == (verdicts[:2] == ["holds", "holds"])
 
 
 def test_a_pair_of_experiment_4_counts_if_both_its_runs_have_ended(tmp_path):
