@@ -102,11 +102,11 @@ def claims_table(logs, experiment, seeds):
     if experiment is not FOUR:
         return text
     *_, verdicts = zip(*claims, strict=True)
-    holds = verdicts[:2] == ("holds", "holds")
-    conclusion = (
-        "The growth is the rate's." if holds else "That the growth is the rate's is not said."
+    if verdicts[:2] == ("holds", "holds"):
+        return f"{text}\nThe first two claims hold: the growth is the rate's.\n"
+    return (
+        f"{text}\nThe first two claims do not both hold: the growth is not put down to the rate.\n"
     )
-    return f"{text}\n{conclusion}\n"
 
 
 def comparisons_table(logs, experiment, seeds):

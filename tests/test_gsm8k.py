@@ -69,9 +69,13 @@ def test_the_gaussian_error_has_the_norm_of_rtns_and_is_a_function_of_the_seed()
 
 
 # --- runs
-def test_a_stopped_run_goes_on_and_its_log_equals_that_of_a_run_without_a_stop(make, monkeypatch):
-    """Arm 7, which is sampled at its temperatures and tested, stops in the third step."""
-    job = Job("main", "7", 1e-3, 2)
+@pytest.mark.parametrize("arm, seed", [("7", 2), ("18", 12)])
+def test_a_stopped_run_goes_on_and_its_log_equals_that_of_a_run_without_a_stop(
+    make, monkeypatch, arm, seed
+):
+    """Arm 7 is sampled at its temperatures, 18 under noise and trained four times on each rollout.
+    Both are tested. They stop in the third step."""
+    job = Job("main", arm, 1e-3, seed)
     update = train.Trainer.update
     steps = itertools.count(1)
     whole = make(job, "whole")
@@ -86,7 +90,7 @@ def test_a_stopped_run_goes_on_and_its_log_equals_that_of_a_run_without_a_stop(m
         make(job, "stopped")
     again = make(job, "stopped")
     assert whole.ended and again.ended and [start["step"] for start in again.starts] == [0, 2]
-    assert len(whole.step) == 4 and whole.tests.keys() == {*TWO.tests}
+    assert len(whole.step) == 4 and whole.tests.keys() == {*job.experiment.tests}
     one, other = (
         [
             [(r["length"], r["sampler_entropy"]) for r in log.step.values()],
@@ -263,7 +267,7 @@ def test_the_verdicts_of_experiment_4(tmp_path, growth_of_17, verdicts):
     assert [verdict for *_, verdict in claims] == verdicts
     assert [len(a) for _, a, *_ in claims] == [10] * 4
     said = gsm8k_tables.table(logs)
-    assert ("\nThe growth is the rate's." in said) == (verdicts[:2] == ["holds", "holds"])
+    assert ("hold: the growth is the rate's" in said) == (verdicts[:2] == ["holds", "holds"])
 
 
 def test_a_pair_of_experiment_4_counts_if_both_its_runs_have_ended(tmp_path):
