@@ -62,8 +62,8 @@ def sigma(
     stages − 1. Stage 0 has σ = 0. Or "adaptive": σ is `adapted`, what adapted() returned after the
     step before, and `start` as long as that is 0.
 
-    ValueError: an unknown schedule, fewer than 3 stages, start or end not positive, a step that is
-    negative or not below total_steps.
+    ValueError, unless the schedule is adaptive: it is unknown, fewer than 3 stages, start or end
+    not positive, a step that is negative or not below total_steps.
     """
     if schedule == "adaptive":
         return adapted or start

@@ -36,7 +36,7 @@ try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    # True if Triton runs the kernels on a CPU in fp32, for the tests (TRITON_INTERPRET=1)
+    # True if Triton runs the kernels on a CPU in fp32 (TRITON_INTERPRET=1): in tests, in the demo
     INTERPRETED = constexpr(triton.knobs.runtime.interpret)
 except ImportError:
     # requirements.txt installs Triton on Linux. macOS has none: nothing launches kernels there, and
@@ -131,10 +131,14 @@ def plain_product(
 #     2  scales        a block scale lies in memory as it will lie in a bf16
 #     3  tiles         the words of a tile are contiguous
 #     4  many rows     decode W once, to bf16, and let cuBLAS multiply
-#     5  few rows      W is the left factor; steps of 128 columns; TMA
-#     6  split-K       CTAs share a tile if there are fewer tiles than the GPU runs at once
-#     7  LoRA          the low-rank term is added before y is rounded; PDL hides its first product
+#     5  split-K       CTAs share a tile if there are fewer tiles than the GPU runs at once
+#     6  LoRA          the low-rank term is added before y is rounded; PDL hides its first product
+#     7  few rows      the main kernel: W is the left factor; steps of 128 columns; TMA
 #     8  the plan      the shape of the tiles follows from the shape of the product
+#
+# Changes 1 to 3 are how the weight lies in memory. Change 4 decodes all of it. With at most 256
+# rows of x, the main kernel of change 7 multiplies by it as it lies, beside a small kernel for
+# LoRA.
 # ==================================================================================================
 
 
@@ -294,10 +298,9 @@ class PackedNVFP4(NamedTuple):
     scales: torch.Tensor  # (N/64, K/128, 64, 2) int32, 4 block scales each
     global_scales: torch.Tensor  # (N,) fp32: the parts of a foreign checkpoint may differ in theirs
     shape: tuple  # (N, K)
-    counters: torch.Tensor  # int32, 0 between launches: CTAs done per tile, see change 6
-    # only on a CPU; None on a GPU
-    dense: torch.Tensor | None  # (N, K) fp32: a CPU multiplies by this
-    parts: tuple | None  # the arguments of pack, for code that writes the weight to a file
+    counters: torch.Tensor  # int32, 0 between launches: change 5 counts CTAs per tile of y
+    shrink_counters: torch.Tensor  # the same for tiles of xa, change 6
+    dense: torch.Tensor | None  # (N, K) fp32: a CPU multiplies by this; None on a GPU
 
 
 def pack(*qs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> PackedNVFP4:
@@ -310,9 +313,8 @@ def pack(*qs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> PackedNVFP4:
     ValueError: K is no multiple of 16, or dtypes, shapes or devices do not fit together.
     AssertionError: a block scale is negative or NaN.
     """
-    (first, _, _), *_ = qs
     for q in qs:
-        _check_part(*q, first.device)
+        _check_part(*q, like=qs[0][0])
     packed = torch.cat([codes for codes, _, _ in qs])
     scales = torch.cat([scale.view(torch.uint8) for _, scale, _ in qs])
     global_scales = torch.cat([scale.float().expand(len(codes)) for codes, _, scale in qs])
@@ -325,30 +327,31 @@ def pack(*qs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> PackedNVFP4:
     # layer of a 72B model.
     pieces = map(_pack_rows, packed.split(64 * ROWS), scales.split(64 * ROWS))
     words, scales = map(torch.cat, zip(*pieces, strict=True))
-    # The main kernel needs a counter for each of its tiles. FUSED_MAX = 256 rows of x are at most
-    # 32 tiles of 8 rows, for each 64 rows of W.
-    counters = words.new_zeros(SHRINK_COUNTERS + 32 * len(words))
-    dense = parts = None
+    # A counter for each tile of y. For each 64 rows of W these are at most 16: 256 rows of x in
+    # tiles of 16 (change 8 takes tiles of 8 only for up to 8 rows).
+    counters = words.new_zeros(16 * len(words))
+    shrink_counters = words.new_zeros(SHRINK_COUNTERS)
+    dense = None
     if packed.device.type == "cpu":
         dense = torch.cat([_decode_on_cpu(*q) for q in qs])
-        parts = qs
-    return PackedNVFP4(words, scales, global_scales, (N, K), counters, dense, parts)
+    return PackedNVFP4(words, scales, global_scales, (N, K), counters, shrink_counters, dense)
 
 
-def _check_part(packed, block_scale, global_scale, device):
-    N, half_K = packed.shape
-    K = 2 * half_K
-    found = (
-        packed.dtype,
-        block_scale.dtype,
-        block_scale.shape,
-        {packed.device, block_scale.device, global_scale.device},
-        K % BLOCK,
+def _check_part(packed, block_scale, global_scale, like):
+    """ValueError, as `pack` says. like: codes of the first part, whose K and device all have."""
+    N = len(packed)
+    _, half_K = like.shape
+    devices = {packed.device, block_scale.device, global_scale.device}
+    found = packed.dtype, packed.shape, block_scale.dtype, block_scale.shape, devices
+    right = (
+        torch.uint8,
+        (N, half_K),
+        torch.float8_e4m3fn,
+        (N, half_K // (BLOCK // 2)),
+        {like.device},
     )
-    if found != (torch.uint8, torch.float8_e4m3fn, (N, K // BLOCK), {device}, 0):
-        raise ValueError(
-            f"codes and scales {found} do not make (N, {K}) on {device}, K a multiple of 16"
-        )
+    if found != right or half_K % (BLOCK // 2):
+        raise ValueError(f"codes, scales and devices {found} are not {right}, K a multiple of 16")
 
 
 def _decode_on_cpu(packed, block_scale, global_scale):
@@ -389,13 +392,13 @@ class Dense:
     """A weight (N, K) that is not quantized, for the same functions: the bf16 base to compare with.
 
     weight: (N, K). weight_and_B: [weight, B] (N, K + S·r), so that one GEMM multiplies it by
-    [x, xa]; without an adapter it is the weight itself. counters: int32, for the shrink kernel.
+    [x, xa]; without an adapter it is the weight itself. shrink_counters: as PackedNVFP4's.
     """
 
     def __init__(self, W: torch.Tensor):
         self.weight = self.weight_and_B = W
         self.shape = tuple(W.shape)
-        self.counters = W.new_zeros(SHRINK_COUNTERS, dtype=torch.int32)
+        self.shrink_counters = W.new_zeros(SHRINK_COUNTERS, dtype=torch.int32)
 
     def adapt(self, B: torch.Tensor, splits: tuple[int, ...]):
         """Copy an adapter's B (N, r) beside the weight: call this after each change of B.
@@ -477,11 +480,187 @@ def _dequantize_kernel(
         tl.store(out_ptr, out_tile, in_tile)
 
 
-# --- change 5: few rows
+# --- change 5: split-K
 #
-# The main kernel computes y.T = W @ x.T. A tensor core multiplies at least 16 rows of its left
-# factor by 8 columns of its right one: weights always fill the 16, and few rows of x waste little
-# of the 8. A step of the loop takes the 128 columns of a stored tile.
+# A product with few tiles leaves most SMs idle. Then SPLIT_K CTAs share a tile: each sums over its
+# own range of k and stores the sums in memory, then adds 1 to the tile's counter. The CTA that
+# counts last adds up the stored sums in the order of k, so that timing does not change the result.
+# Each weight has its own counters, so use a weight on one stream at a time.
+
+
+@jit
+def _k_range(steps, SPLIT_K: constexpr):
+    """→ (begin, end): this CTA's share of the steps along k."""
+    pid_k = tl.program_id(2)
+    return pid_k * steps // SPLIT_K, (pid_k + 1) * steps // SPLIT_K
+
+
+@jit
+def _add_partial_sums(acc, partial_sums, counters, SPLIT_K: constexpr):
+    """Add up the sums acc (HEIGHT, WIDTH) of the CTAs that share a tile.
+
+    → (the sum, True) in the CTA that counts last, (acc, False) in the others. partial_sums: (tiles,
+    SPLIT_K, HEIGHT, WIDTH) fp32. counters: (tiles,) int32, 0 before and after a launch.
+    """
+    if SPLIT_K == 1:
+        return acc, True
+    HEIGHT: constexpr = acc.shape[0]
+    WIDTH: constexpr = acc.shape[1]
+    SIZE: constexpr = HEIGHT * WIDTH
+    tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    pid_k = tl.program_id(2)
+    in_tile = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    offs = tile * SPLIT_K * SIZE + in_tile
+    tl.store(partial_sums + pid_k * SIZE + offs, acc)
+    # All warps must have stored before the CTA counts. acq_rel: the CTA that counts last sees the
+    # stores of those that counted before.
+    tl.debug_barrier()
+    is_last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT_K - 1
+    if is_last:
+        tl.store(counters + tile, 0)
+        acc = tl.zeros_like(acc)
+        # Load from L2 (.cg), because L1 may hold lines of an earlier launch. A thread loads at most
+        # 32 sums of a small tile per iteration, too few to hide their latency. So unroll the loop:
+        # the loads of several CTAs' sums then overlap. A large tile has enough loads without that.
+        unroll: constexpr = SPLIT_K if SIZE <= 4096 else 1
+        for i in tl.range(SPLIT_K, loop_unroll_factor=unroll, num_stages=1):
+            acc += tl.load(partial_sums + i * SIZE + offs, cache_modifier=".cg")
+    return acc, is_last
+
+
+def _partial_sums(x, grid, tile_size):
+    """→ fp32 memory for the partial sums of the CTAs of a grid; empty if no tile is split."""
+    *_, split_k = grid
+    return x.new_empty(*grid, tile_size if split_k > 1 else 0, dtype=torch.float32)
+
+
+# --- change 6: LoRA
+#
+# LoRA adds xa @ B.T to y, with xa = scale · x @ A.T. A kernel of its own, "shrink", computes xa. It
+# is an ordinary product with split-K, on A in bf16. It computes xa.T = A @ x.T for a reason that
+# change 7 gives. The main kernel (change 7) adds xa @ B.T to its fp32 sums before it rounds them to
+# bf16. If x @ W.T were rounded first, it would lose more than an adapter adds early in training.
+#
+# The two kernels overlap. Their means is PDL (programmatic dependent launch, from Hopper on): the
+# GPU starts a kernel as soon as all CTAs of its predecessor have called gdc_launch_dependents, or
+# have ended. gdc_wait waits until the predecessor has ended:
+#
+#     previous kernel   ── writes x ──┤
+#     shrink               started … gdc_wait, then xa = scale · x @ A.T ──┤
+#     main                              started … loop over W and x … gdc_wait, then + xa @ B.T ──┤
+#
+# So the main kernel's loop runs beside the shrink kernel. It may read x without a wait of its own,
+# because shrink lets it start only after x is complete. Without LoRA it waits before it reads x. A
+# kernel that reads y must call gdc_wait too, if it is launched with PDL.
+#
+# A rank may be at most 256: with more, a tile of lora_B and one of xa exceed a GPU's shared memory,
+# and Triton refuses to launch the main kernel.
+
+# The shrink kernel's counters of a weight: enough for S·r = 4096 and 256 rows of x, in tiles of 32
+# rows of A and 16 of x. The main kernel has others, because both kernels run at the same time.
+SHRINK_COUNTERS = 2048
+
+
+@jit(do_not_specialize=["M"])
+def _shrink_kernel(
+    # pointers
+    x,
+    lora_A,
+    xa,
+    partial_sums,
+    counters,
+    # sizes
+    M,
+    R,
+    K,
+    scale,
+    # meta
+    TILE_M: constexpr,
+    TILE_R: constexpr,
+    SPLIT_K: constexpr,
+    PDL: constexpr,
+):
+    """Compute a tile (TILE_R, TILE_M) of xa.T = scale · lora_A @ x.T.
+
+    xa (M, R), lora_A (R, K), with R = S·r. Grid: (tiles of x, tiles of lora_A, SPLIT_K). A step has
+    64 columns.
+    """
+    offs_m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)[None, :]
+    offs_r = tl.program_id(1) * TILE_R + tl.arange(0, TILE_R)[:, None]
+    offs_k = tl.arange(0, 64)
+    begin, end = _k_range(tl.cdiv(K, 64), SPLIT_K)
+    if PDL:
+        gdc_wait()  # for the kernel that writes x
+        gdc_launch_dependents()  # the main kernel may start: x is complete
+    a_ptr = lora_A + offs_r * K + offs_k[None, :]
+    x_ptr = x + offs_m * K + offs_k[:, None]
+    acc = tl.zeros((TILE_R, TILE_M), tl.float32)
+    in_r = offs_r < R
+    in_m = offs_m < M
+    for step in range(begin, end):
+        in_k = offs_k < K - step * 64
+        a = tl.load(a_ptr + step * 64, mask=in_r & in_k[None, :], other=0.0)
+        xt = tl.load(x_ptr + step * 64, mask=in_m & in_k[:, None], other=0.0)
+        acc = tl.dot(a, xt, acc)
+    acc, is_last = _add_partial_sums(acc, partial_sums, counters, SPLIT_K)
+    if is_last:
+        tl.store(xa + offs_m * R + offs_r, acc * scale, mask=in_m & in_r)
+
+
+def _launch_shrink(x, weight, low_rank, gpu):
+    """Launch the shrink kernel → xa = scale · x @ A.T (M, S·r), and the memory of its partial sums.
+
+    The next kernel may run beside this one: keep the sums until its memory is allocated.
+    """
+    M, K = x.shape
+    R = len(low_rank.A)
+    dense = isinstance(weight, Dense)
+    tile_m, tile_r = 8 if M <= 8 else 16, 32
+    # If MAX_SHRINK_SPLIT_K CTAs suffice, each sums at most 512 columns for a packed weight, because
+    # the main kernel runs at the same time and hides the shrink kernel. A Dense's GEMM waits for
+    # xa, so there a CTA sums at most 256 columns, which take less time.
+    split_k = 1
+    if K >= SPLIT_FROM:
+        split_k = min(MAX_SHRINK_SPLIT_K, triton.cdiv(K, 256 if dense else 512))
+    grid = triton.cdiv(M, tile_m), triton.cdiv(R, tile_r), split_k
+    # Do not start the shrink kernel early for a Dense if x has more than 16 rows. A shrink kernel
+    # that starts early occupies SMs while it waits, and with so many rows cuBLAS needs all SMs for
+    # the previous layer, if that layer is a Dense too.
+    pdl = gpu.major >= 9 and (M <= 16 or not dense)
+    xa = x.new_empty(M, R)
+    sums = _partial_sums(x, grid, tile_m * tile_r)
+    _shrink_kernel[grid](
+        # pointers
+        x,
+        low_rank.A,
+        xa,
+        sums,
+        weight.shrink_counters,
+        # sizes
+        M,
+        R,
+        K,
+        low_rank.scale,
+        # choices
+        TILE_M=tile_m,
+        TILE_R=tile_r,
+        SPLIT_K=split_k,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_stages=5,  # steps of 64 columns in shared memory: one in use, four loading
+        num_warps=2,  # 16 rows of A each, the least that a tensor core multiplies
+    )
+    return xa, sums
+
+
+# --- change 7: few rows
+#
+# The main kernel puts changes 1 to 3, 5 and 6 together. It computes y.T = W @ x.T, because a tensor
+# core multiplies at least 16 rows of its left factor by 8 columns of its right one: weights always
+# fill the 16, and few rows of x waste little of the 8. A step of its loop takes the 128 columns of
+# a stored tile: load words, scales and x, decode, multiply. After the loop, its epilogue sums over
+# the CTAs that share the tile, multiplies by the global scale, adds the bias and LoRA's term, and
+# stores.
 
 # The most rows of x that the main kernel takes. It decodes W again for each tile of x, so with more
 # rows change 4 is faster.
@@ -517,6 +696,31 @@ def _multiply(acc, w, x_tile, WAIT: constexpr = True):
     return acc
 
 
+@jit
+def _add_low_rank(acc, B, xa, offs_m, M, tile_n, RANK: constexpr, PART_WIDTHS: constexpr):
+    """→ acc (TILE_N, TILE_M) + B @ xa.T, where each part of W uses its own columns of xa.
+
+    B (TILE_N, RANK padded): the tile's rows of lora_B. xa (M, S·RANK): a pointer. tile_n: the
+    tile's first row of W.
+    """
+    TILE_N: constexpr = B.shape[0]
+    S: constexpr = len(PART_WIDTHS)
+    offs_n = tile_n + tl.arange(0, TILE_N)
+    r = tl.arange(0, B.shape[1])[:, None]
+    m = offs_m[None, :]
+    begin = 0
+    for part in tl.static_range(S):
+        end = begin + PART_WIDTHS[part]  # the part's rows of W
+        # Skip a part that has no rows in this tile. Few tiles have rows of two parts.
+        if (begin < tile_n + TILE_N) & (end > tile_n):
+            in_xa = (m < M) & (r < RANK)
+            xa_t = tl.load(xa + m * (S * RANK) + part * RANK + r, in_xa, 0.0)
+            in_part = ((offs_n >= begin) & (offs_n < end))[:, None]
+            acc = tl.dot(tl.where(in_part, B, 0.0), xa_t, acc)
+        begin = end
+    return acc
+
+
 # do_not_specialize: else Triton compiles this kernel anew in the middle of a run, when M or
 # first_tile is 1, or a multiple of 16, for the first time.
 @jit(do_not_specialize=["M", "first_tile"])
@@ -527,12 +731,12 @@ def _linear_kernel(
     scales,
     global_scales,
     bias,  # (N,), or None
-    # LoRA (change 7): None without it
+    # LoRA (change 6): None without it
     xa,  # (M, S·RANK)
     lora_B,  # (N, RANK)
     # the result
     y,  # (M, N)
-    # split-K (change 6)
+    # split-K (change 5)
     partial_sums,
     counters,
     # sizes
@@ -558,12 +762,13 @@ def _linear_kernel(
     # which tile: its first row of x and row of W, and this CTA's steps of 128 columns
     pid_m = tl.program_id(0)
     pid_n = tl.program_id(1) + first_tile
-    begin, end = _split_range(tiles_k, SPLIT_K)
+    begin, end = _k_range(tiles_k, SPLIT_K)
     first_m = pid_m * TILE_M
     row = tl.arange(0, TILE_N)
     if TILE_M >= TMA_ROWS:
         # TMA fills rows past the end of x with zeros, but slowly. So shift a last tile back that
-        # would pass the end: it computes rows of the tile before once more, with the same result.
+        # would pass the end, unless x is shorter than a tile: it computes rows of the tile before
+        # once more, with the same result.
         first_m = tl.maximum(tl.minimum(first_m, M - TILE_M), 0)
     offs_m = first_m + tl.arange(0, TILE_M)
     offs_n = pid_n * TILE_N + row
@@ -576,7 +781,7 @@ def _linear_kernel(
     scales += first_stored * TILE_SCALES
     if PDL:
         if RANK == 0:
-            gdc_wait()  # for the kernel that writes x: see the time line of change 7
+            gdc_wait()  # for the kernel that writes x: see the time line of change 6
         gdc_launch_dependents()  # the next kernel may start; its own gdc_wait waits for this one
     # A tile of 128 rows is two stored tiles, one below the other: rows from 64 on are in the stored
     # tile that follows tiles_k tiles later.
@@ -615,205 +820,15 @@ def _linear_kernel(
             acc = _multiply(acc, _decode(w, s, scale_exponent, 1), x_second, WAIT=TILE_N == 64)
 
     # The epilogue. One CTA of a tile runs it.
-    acc, is_last = _sum_splits(acc, partial_sums, counters + FIRST_COUNTER, SPLIT_K)
+    acc, is_last = _add_partial_sums(acc, partial_sums, counters, SPLIT_K)
     if is_last:
         acc = acc * scale + add
         if RANK > 0:
             if PDL:
                 gdc_wait()  # for the shrink kernel, which writes xa
-            first_n = 0
-            for part in tl.static_range(len(PART_WIDTHS)):
-                last_n = first_n + PART_WIDTHS[part]
-                # Skip a part that has no rows in this tile. Few tiles have rows of two parts.
-                if (first_n < (pid_n + 1) * TILE_N) & (last_n > pid_n * TILE_N):
-                    xa_t = tl.load(
-                        xa + offs_m[None, :] * (len(PART_WIDTHS) * RANK) + part * RANK + r[:, None],
-                        mask=in_m & in_r[:, None],
-                        other=0.0,
-                    )
-                    in_part = ((offs_n >= first_n) & (offs_n < last_n))[:, None]
-                    acc = tl.dot(tl.where(in_part, B, 0.0), xa_t, acc)
-                first_n = last_n
+            acc = _add_low_rank(acc, B, xa, offs_m, M, pid_n * TILE_N, RANK, PART_WIDTHS)
         y_ptr = y + offs_m[None, :] * N + offs_n[:, None]
         tl.store(y_ptr, acc, mask=in_m & in_n[:, None])
-
-
-# --- change 6: split-K
-#
-# If W has too few tiles for the GPU, SPLIT_K CTAs share one. Each sums a range of k into memory,
-# then adds 1 to the tile's counter. The last one adds the sums in the order of k, so that timing
-# does not change the result. Each weight has its own counters, so use a weight on one stream at a
-# time.
-
-# The first counters of a weight are the shrink kernel's: one for each tile of 16 rows of x and 32
-# of A, so enough for FUSED_MAX rows and S·r = 4096. The main kernel uses the counters behind them,
-# because both kernels run at the same time (change 7).
-SHRINK_COUNTERS = 2048
-FIRST_COUNTER = constexpr(SHRINK_COUNTERS)  # of the main kernel
-
-
-@jit
-def _split_range(steps, SPLIT_K: constexpr):
-    """→ (begin, end): this CTA's share of the steps along k."""
-    pid_k = tl.program_id(2)
-    return pid_k * steps // SPLIT_K, (pid_k + 1) * steps // SPLIT_K
-
-
-@jit
-def _sum_splits(acc, partial_sums, counters, SPLIT_K: constexpr):
-    """Add up the sums acc (HEIGHT, WIDTH) of the CTAs that share a tile.
-
-    → (the sum, True) in the CTA that counts last, (acc, False) in the others. partial_sums: (tiles,
-    SPLIT_K, HEIGHT, WIDTH) fp32. counters: (tiles,) int32, 0 before and after a launch.
-    """
-    if SPLIT_K == 1:
-        return acc, True
-    HEIGHT: constexpr = acc.shape[0]
-    WIDTH: constexpr = acc.shape[1]
-    SIZE: constexpr = HEIGHT * WIDTH
-    tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    pid_k = tl.program_id(2)
-    in_tile = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    offs = tile * SPLIT_K * SIZE + in_tile
-    tl.store(partial_sums + pid_k * SIZE + offs, acc)
-    # All warps must have stored before the CTA counts. acq_rel: the CTA that counts last sees the
-    # stores of those that counted before.
-    tl.debug_barrier()
-    is_last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT_K - 1
-    if is_last:
-        tl.store(counters + tile, 0)
-        acc = tl.zeros_like(acc)
-        # Load from L2 (.cg), because L1 may hold lines of an earlier launch. A thread loads at most
-        # 32 sums of a small tile per iteration, too few to hide their latency. So unroll the loop:
-        # the loads of several CTAs' sums then overlap. A large tile has enough loads without that.
-        unroll: constexpr = SPLIT_K if SIZE <= 4096 else 1
-        for i in tl.range(SPLIT_K, loop_unroll_factor=unroll, num_stages=1):
-            acc += tl.load(partial_sums + i * SIZE + offs, cache_modifier=".cg")
-    return acc, is_last
-
-
-def _partial_sums(x, grid, tile_size):
-    """→ fp32 memory for the partial sums of the CTAs of a grid; empty if no tile is split."""
-    *_, split_k = grid
-    return x.new_empty(*grid, tile_size if split_k > 1 else 0, dtype=torch.float32)
-
-
-# --- change 7: LoRA
-#
-# A small kernel, "shrink", computes xa = scale · x @ A.T, and the main kernel's epilogue adds
-# xa @ B.T to its fp32 sums. So y is rounded once. If x @ W.T were rounded to bf16 first, it would
-# lose more than an adapter adds early in training.
-#
-# With PDL (programmatic dependent launch, from Hopper on) the GPU starts a kernel as soon as all
-# CTAs # CTAs of its predecessor have called gdc_launch_dependents, or have ended. gdc_wait waits
-# until the predecessor has ended:
-#
-#     previous kernel   ── writes x ──┤
-#     shrink               started … gdc_wait, then xa = scale · x @ A.T ──┤
-#     main                              started … loop over W and x … gdc_wait, then + xa @ B.T ──┤
-#
-# So the main kernel's loop runs beside the shrink kernel. It may read x without a wait of its own,
-# because shrink lets it start only after x is complete. Without LoRA it waits before it reads x. A
-# kernel that reads y must call gdc_wait too, if it is launched with PDL.
-#
-# A rank may be at most 256: with more, a tile of lora_B and one of xa exceed a GPU's shared memory,
-# and Triton refuses to launch the main kernel.
-
-
-@jit(do_not_specialize=["M"])
-def _shrink_kernel(
-    # pointers
-    x,
-    lora_A,
-    xa,
-    partial_sums,
-    counters,
-    # sizes
-    M,
-    R,
-    K,
-    scale,
-    # meta
-    TILE_M: constexpr,
-    TILE_R: constexpr,
-    SPLIT_K: constexpr,
-    PDL: constexpr,
-):
-    """Compute a tile (TILE_R, TILE_M) of xa.T = scale · lora_A @ x.T.
-
-    xa (M, R), lora_A (R, K), with R = S·r. Grid: (tiles of x, tiles of lora_A, SPLIT_K). A step has
-    64 columns. partial_sums and counters: not the main kernel's, which runs at the same time.
-    """
-    offs_m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)[None, :]
-    offs_r = tl.program_id(1) * TILE_R + tl.arange(0, TILE_R)[:, None]
-    offs_k = tl.arange(0, 64)
-    begin, end = _split_range(tl.cdiv(K, 64), SPLIT_K)
-    if PDL:
-        gdc_wait()  # for the kernel that writes x
-        gdc_launch_dependents()  # the main kernel may start: x is complete
-    a_ptr = lora_A + offs_r * K + offs_k[None, :]
-    x_ptr = x + offs_m * K + offs_k[:, None]
-    acc = tl.zeros((TILE_R, TILE_M), tl.float32)
-    in_r = offs_r < R
-    in_m = offs_m < M
-    for step in range(begin, end):
-        in_k = offs_k < K - step * 64
-        a = tl.load(a_ptr + step * 64, mask=in_r & in_k[None, :], other=0.0)
-        xt = tl.load(x_ptr + step * 64, mask=in_m & in_k[:, None], other=0.0)
-        acc = tl.dot(a, xt, acc)
-    acc, is_last = _sum_splits(acc, partial_sums, counters, SPLIT_K)
-    if is_last:
-        tl.store(
-            xa + offs_m * R + offs_r,
-            acc * scale,
-            mask=in_m & in_r,
-        )
-
-
-def _launch_shrink(x, weight, low_rank, gpu):
-    """Launch the shrink kernel → xa = scale · x @ A.T (M, S·r), and the memory of its partial sums.
-
-    The next kernel may run beside this one: keep the sums until its memory is allocated.
-    """
-    M, K = x.shape
-    R = len(low_rank.A)
-    dense = isinstance(weight, Dense)
-    tile_m, tile_r = 8 if M <= 8 else 16, 32
-    # If MAX_SHRINK_SPLITS CTAs suffice, each sums at most 512 columns for a packed weight, because
-    # the main kernel runs at the same time and hides the shrink kernel. A Dense's GEMM waits for
-    # xa, so there a CTA sums at most 256 columns, which take less time.
-    split_k = 1
-    if K >= SPLIT_FROM:
-        split_k = min(MAX_SHRINK_SPLITS, triton.cdiv(K, 256 if dense else 512))
-    grid = triton.cdiv(M, tile_m), triton.cdiv(R, tile_r), split_k
-    # Do not start the shrink kernel early for a Dense if x has more than 16 rows. A shrink kernel
-    # that starts early occupies SMs while it waits, and with so many rows cuBLAS needs all SMs for
-    # the previous layer, if that layer is a Dense too.
-    pdl = gpu.major >= 9 and (M <= 16 or not dense)
-    xa = x.new_empty(M, R)
-    sums = _partial_sums(x, grid, tile_m * tile_r)
-    _shrink_kernel[grid](
-        # pointers
-        x,
-        low_rank.A,
-        xa,
-        sums,
-        weight.counters,
-        # sizes
-        M,
-        R,
-        K,
-        low_rank.scale,
-        # choices
-        TILE_M=tile_m,
-        TILE_R=tile_r,
-        SPLIT_K=split_k,
-        PDL=pdl,
-        launch_pdl=pdl,
-        num_stages=5,  # steps of 64 columns in shared memory: one in use, four loading
-        num_warps=2,  # 16 rows of A each, the least that a tensor core multiplies
-    )
-    return xa, sums
 
 
 # --- change 8: the plan
@@ -836,8 +851,10 @@ def _launch_shrink(x, weight, low_rank, gpu):
 CTAS_PER_SM = {8: 3, 16: 4, 32: 3, 64: 3, 128: 2}
 SPLIT_FROM = 8 * COLS  # a K with fewer columns is not split (fitted)
 MIN_RANGE = 2 * COLS  # a CTA that shares a tile has at least so many columns (fitted)
-MAX_SPLITS = 14  # at most so many CTAs share a tile: the last one adds the sums of all (fitted)
-MAX_SHRINK_SPLITS = 28  # more in the shrink kernel: sums of its small tiles are added fast (fitted)
+MAX_SPLIT_K = 14  # at most so many CTAs share a tile: the last one adds the sums of all (fitted)
+MAX_SHRINK_SPLIT_K = (
+    28  # more in the shrink kernel: sums of its small tiles are added fast (fitted)
+)
 LONG_K = 14 * COLS  # K // LONG_K: how many CTAs a tile will keep busy, before it is known (fitted)
 LARGE_M, LARGE_N = 256, 128  # a large tile: rows of x, rows of W
 LARGE_TIME = 1.8  # a wave of large tiles takes 1.8 times as long as one of half the work (measured)
@@ -873,7 +890,8 @@ def _small_tiles(M, N, K, gpu):
     # A small W has too few tiles for all SMs. There are two remedies: tiles with fewer rows of x,
     # though each of them decodes the same weights again, or a split of k, below. A long k favors
     # the split. So double the rows while there is work for all SMs, where a tile counts K // LONG_K
-    # times because it can be split. Begin with 16 rows, or with 32 if K is long (fitted).
+    # times because it can be split. Begin with 16 rows (8 for
+    # so few rows of x), or with 32 if K is long (fitted).
     tile_m = min(max_tile_m, 16 if K < 2 * LONG_K else 32)
     while tile_m < max_tile_m and tiles_n * max(1, K // LONG_K) * triton.cdiv(M, tile_m) > sms:
         tile_m *= 2
@@ -881,7 +899,7 @@ def _small_tiles(M, N, K, gpu):
     split_k = 1
     if K >= SPLIT_FROM:
         room = CTAS_PER_SM[tile_m] * sms // (tiles_n * triton.cdiv(M, tile_m))
-        split_k = max(1, min(room, MAX_SPLITS, K // MIN_RANGE))
+        split_k = max(1, min(room, MAX_SPLIT_K, K // MIN_RANGE))
     return Launch(0, tiles_n, tile_m, ROWS, split_k, 3 if tile_m >= 64 else 4)
 
 
@@ -967,7 +985,7 @@ def _launch_linear(x, weight, bias, low_rank, xa, gpu):
 # What other files call
 #
 #     y, for M rows        packed weight                             Dense weight (not quantized)
-#     GPU, M ≤ 256         shrink kernel, main kernel                shrink kernel, cuBLAS
+#     GPU, M ≤ 256         (shrink kernel,) main kernel              (shrink kernel,) cuBLAS
 #     GPU, M > 256         _dequantize_kernel to bf16, cuBLAS        cuBLAS
 #     GPU, dx              _dequantize_kernel to bf16, cuBLAS        cuBLAS
 #     CPU                  torch, with an fp32 copy of W             torch
@@ -1081,7 +1099,7 @@ def _check_arguments(x, weight, bias, low_rank):
     for tensor, shape in shapes:
         if tensor is not None:
             found = tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous()
-            right = shape, dtype, weight.counters.device, True
+            right = shape, dtype, weight.shrink_counters.device, True
             assert found == right, f"{found} should be {right}: shape, dtype, device, contiguous"
 
 

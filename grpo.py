@@ -1,7 +1,8 @@
 """GRPO and its relatives: from the rewards of a group of answers to a loss.
 
     A    = (r − mean of its group) / (std of its group + 1e-4)  advantage: one number per answer;
-                                                                dr_grpo does not divide
+                                                                dr_grpo does not divide; rloo
+                                                                and none: see advantages()
     ρ_t  = π_θ(token t) / π_old(token t)                        ratio: the policy's move since "old"
 
     dapo     −Σ_i Σ_t min(ρA, clip(ρ, 1−ε_low, 1+ε_high)A) / Σ lengths     DAPO 2503.14476, eq. 8
@@ -42,12 +43,17 @@ from torch import Tensor
 CISPO_MAX = 5.0
 
 
-def advantages(rewards: Tensor, scale: str = "group") -> Tensor:
+def advantages(rewards: Tensor, scale: str = "group", baseline: str = "group") -> Tensor:
     """Rewards (P, G) of any dtype → advantages (P, G) f32: how much better than its group a sample
-    is. A group whose rewards are all equal gets exact zeros.
+    is. A group whose rewards are all equal gets exact zeros, unless the baseline is "none".
 
     scale: "group" divides by the group's unbiased std + 1e-4 (GRPO, DAPO), "none" does not (Dr.
     GRPO).
+
+    baseline: what is subtracted from a reward. "group": the mean of its group. "rloo": the mean of
+    the others in it, which does not depend on this sample, so that the gradient has no bias (leave
+    one out: Kool et al. 2019; RLOO, arXiv 2402.14740). "none": nothing, as in REINFORCE
+    (Williams 1992); then the scale has no meaning. KeyError: any other.
 
     ValueError: fewer than two samples in a group, unknown scale, a reward that is NaN or infinite.
     """
@@ -61,8 +67,12 @@ def advantages(rewards: Tensor, scale: str = "group") -> Tensor:
             f"{int((~rewards.isfinite()).sum())} rewards are NaN or infinite: "
             "see the task's reward()"
         )
+    if baseline == "none":
+        return rewards.float()
     rewards = rewards.double()  # float32 would round the mean of close rewards
     centered = rewards - rewards.mean(1, keepdim=True)
+    # R − (sum − R) / (G − 1) = G / (G − 1) · (R − sum / G)
+    centered = centered * {"group": 1, "rloo": G / (G - 1)}[baseline]
     if scale == "group":
         centered = centered / (rewards.std(1, keepdim=True) + 1e-4)
     # Equal rewards must give exact zeros: the trainer skips answers whose advantage is 0. The mean
@@ -90,12 +100,12 @@ def overlong_penalty(lengths: Tensor, max_new_tokens: int, cache: int) -> Tensor
 #     lengths (B,) int64       |o_i|, the trained tokens of each answer, but at least 1
 #     bounds                   1 − ε_low and 1 + ε_high
 # and return each answer's loss, (B,) f32, before the division by normalizer; and a bool, (B, T) or
-# (B, 1): which tokens, or which answers, the clip keeps from moving.
+# (B, 1): which tokens, or which answers, the clip keeps from moving (with cispo: bounds).
 
 
 def dapo(log_ratio, logprobs, advantages, weights, lengths, bounds):
-    """DAPO, eq. 8: PPO's clipped objective, summed over an answer's tokens. It is Dr. GRPO's, too,
-    which only has another normalizer.
+    """DAPO, eq. 8: PPO's clipped objective, summed over an answer's tokens. Dr. GRPO's has the same
+    form, with another normalizer and ε_high; its advantages are not divided by the std.
 
         −Σ_t w_t · min(ρ_t A, clip(ρ_t, 1 − ε_low, 1 + ε_high) A)
 
@@ -239,7 +249,7 @@ def policy_loss(
     return losses.sum() / normalizer, (stopped & (weights > 0)).sum()
 
 
-# --- what the sampler's rounding and a reference policy add
+# --- what a sampler that differs, and a reference policy, add
 
 
 def importance_weights(old_logprobs: Tensor, sampled_logprobs: Tensor, cap: float = 2.0) -> Tensor:

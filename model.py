@@ -159,11 +159,6 @@ class Attention(nn.Module):
         heads = attend(self.qkv_proj(h), self.heads, layer=self.layer_idx)
         return self.o_proj(heads)
 
-    def int8_frame(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """→ attention.center_and_stretch of this layer."""
-        bias = self.qkv_proj(0 * self.qkv_proj.copy_A[:1])  # of a hidden state of zeros
-        return attention.center_and_stretch(bias.float(), self.heads, cos, sin)
-
 
 class MLP(nn.Module):
     def __init__(self, build: Builder, layer_idx: int):
@@ -273,7 +268,7 @@ class Decoder(nn.Module):
         # not always to the same number in the sampler's and the trainer's batches.
         residual = elementwise.embed(ids, self.embed_tokens)  # (n, D) f32
         branch = None  # until the first layer that is not recomputed
-        cos, sin = self.rotary(positions)
+        cos, sin = rotary(positions, self.inv_freq, self.rope_scale)
         attend = partial(attend, cos=cos, sin=sin)  # the same angles in every layer
         for i, layer in enumerate(self.layers):
             if i < self.recomputed_layers and torch.is_grad_enabled():
@@ -283,13 +278,17 @@ class Decoder(nn.Module):
         _, hidden = self.norm(residual, branch)
         return hidden
 
-    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions (n,) → cosines and sines of RoPE's angles, both (n, Dh/2) f32."""
-        angle = positions[:, None] * self.inv_freq
-        cos, sin = angle.cos(), angle.sin()
-        if self.rope_scale != 1:
-            cos, sin = cos * self.rope_scale, sin * self.rope_scale
-        return cos, sin
+    def center_and_stretch(self, length: int) -> tuple[Tensor, Tensor]:
+        """→ those of attention.Int8, for rows of up to `length` tokens."""
+        positions = torch.arange(length, device=self.device)
+        angles = rotary(positions, self.inv_freq, self.rope_scale)
+        of_layers = []
+        for layer in self.layers:
+            qkv_proj, heads = layer.self_attn.qkv_proj, layer.self_attn.heads
+            bias = qkv_proj(0 * qkv_proj.copy_A[:1])  # qkv of a hidden state of zeros
+            of_layers.append(attention.center_and_stretch(bias.float(), heads, *angles))
+        center, stretch = zip(*of_layers, strict=True)
+        return torch.stack(center), torch.stack(stretch)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(n, D) → (n, V) f32."""
@@ -425,7 +424,7 @@ def family(config: PreTrainedConfig) -> Family:
     """ValueError: the model computes what this decoder does not."""
     name, *_ = config.architectures or ["a model without a named architecture"]
     if name not in FAMILIES:
-        raise ValueError(f"{name} is not supported: this decoder is {', '.join(FAMILIES)}")
+        raise ValueError(f"{name} is not supported: take a {', '.join(FAMILIES)}")
     rope = config.rope_parameters
     theta = rope.get("rope_theta")
     known = {"default", *ROPE_INIT_FUNCTIONS} - {"dynamic", "longrope"}
@@ -438,27 +437,45 @@ def family(config: PreTrainedConfig) -> Family:
         "is_causal": not getattr(config, "is_causal", True),
         "per_layer_config": getattr(config, "is_heterogeneous", False),
         "rope_parameters": unknown_rope or rope.get("partial_rotary_factor", 1) != 1,
-        "rope_theta": type(theta) not in (int, float) or theta <= 0,
+        "rope_theta": type(theta) not in (int, float),
     }
     for key, bad in refused.items():
         if bad:
             value = theta if key == "rope_theta" else getattr(config, key)
-            raise ValueError(f"{name} with {key}={value!r} is not supported by this decoder")
+            raise ValueError(
+                f"{name} with {key}={value!r} is not supported by this decoder: take another model"
+            )
     return FAMILIES[name](config)
 
 
 def head_dim(config: PreTrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = getattr(config, "head_dim", None)
+    return config.hidden_size // config.num_attention_heads if size is None else size
 
 
 def rope_frequencies(config: PreTrainedConfig) -> tuple[Tensor, float]:
     """→ (Dh/2,) radians per position, and the factor on cos and sin. transformers has the formulas
     of the scaled kinds; the plain one is written out, because transformers keeps it in models, slow
-    to import.
+    to import. ValueError: a number that is not positive and finite, as a factor of 0 gives.
     """
     rope = config.rope_parameters
     kind = rope.get("rope_type", "default")
+    Dh, scale = head_dim(config), 1.0
+    frequencies = 1 / rope["rope_theta"] ** (torch.arange(0, Dh, 2) / Dh)
     if kind != "default":
-        return ROPE_INIT_FUNCTIONS[kind](config, "cpu")
-    Dh = head_dim(config)
-    return 1 / rope["rope_theta"] ** (torch.arange(0, Dh, 2) / Dh), 1.0
+        frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    for number in (scale, *frequencies.tolist()):
+        if not 0 < number < torch.inf:
+            raise ValueError(f"rope_parameters={rope} gives {number} in the place of a frequency")
+    return frequencies, scale
+
+
+def rotary(positions: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """positions (n,) → cosines and sines of RoPE's angles, both (n, Dh/2) f32. frequencies, scale:
+    of rope_frequencies.
+    """
+    angle = positions[:, None] * frequencies
+    cos, sin = angle.cos(), angle.sin()
+    if scale != 1:
+        cos, sin = cos * scale, sin * scale
+    return cos, sin

@@ -18,8 +18,8 @@ things:
                           a CPU).
     continuous batching   A decode step advances many answers at once, each in a slot of its own.
                           When one ends, another takes its slot.
-    shared prompts        A prompt is computed once for answers of its group that run at once: they
-                          share its pages.
+    shared prompts        A prompt is computed once for answers of its group that start at once:
+                          they share its pages.
     preemption            An answer gets a page when it needs one. If none is free, the youngest
                           answer returns its pages and waits. So there may be fewer pages than all
                           answers would need at their longest.
@@ -52,8 +52,7 @@ the memory.
 
 Training takes no top-k and no top-p: the trainer's probabilities would include the tokens that the
 sampler excludes, and their ratio would be wrong. Evaluation computes no ratio and may use top-p.
-Needs: torch, transformers, numpy, tqdm; on a GPU also triton; ops/{attention,sampling}.py,
-model.py.
+Needs: torch, transformers, numpy, tqdm; ops/{attention,sampling}.py, model.py.
 """
 
 import math
@@ -71,12 +70,6 @@ from transformers import PreTrainedConfig
 
 from model import Decoder, head_dim
 from ops import attention, sampling
-from ops.sampling import constexpr, jit, launch_options, wait_for_predecessor
-
-try:
-    import triton.language as tl
-except ImportError:  # macOS has no Triton, and never launches the kernel that uses tl
-    pass
 
 SLOTS = 256  # most rows that run at once
 STEPS = 8  # most decode steps before the host reads which rows have ended
@@ -88,7 +81,7 @@ CPU_PAGE = 16  # positions of a page on a CPU, where attention gathers copies of
 
 class Rollout(NamedTuple):
     """B = P·G rows: sample g of prompt p is row p·G + g. T: the tokens of the longest prompt plus
-    answer.
+    answer, or more while the answers grow.
     """
 
     tokens: torch.Tensor  # (B, T) int64: prompt, answer, then zeros
@@ -159,14 +152,23 @@ class Sampler:
 
     slots: most rows that run at once. pages: most pages of keys and values; None: as many as are
     needed, or as a GPU's free memory holds.
+
+    bar: tqdm, or a subclass that shows the progress in another way. watch: a function that is
+    called with the Rollout whenever its answers have grown.
     """
 
     def __init__(
-        self, model: Decoder, slots: int = SLOTS, pages: int | None = None, kv: str = "bf16"
+        self,
+        model: Decoder,
+        slots: int = SLOTS,
+        pages: int | None = None,
+        bar=tqdm,
+        kv: str = "bf16",
     ):
-        self.model, self.slots, self.pages, self.kv = model, slots, pages, kv
+        self.model, self.slots, self.pages, self.bar, self.kv = model, slots, pages, bar, kv
         self.held = math.inf  # pages that the memory has held, after it ran out
         self.page_size = CPU_PAGE if model.device.type == "cpu" else attention.PAGE
+        self.watch = None
         self.limits = None  # Limits of the last call of generate
         self.stats = {}  # its limits and what it measured
         self.loaded = {}  # kind of decode step → batch sizes whose kernels are loaded
@@ -193,7 +195,7 @@ class Sampler:
         rollout = _without_answers(prompts, group_size, params.max_new_tokens, self.model.device)
         rows, length = rollout.tokens.shape
         self._allot(list(map(len, prompts)), rows, length, params)
-        with tqdm(
+        with self.bar(
             total=rows, desc=progress, unit="seq", leave=False, disable=None if progress else True
         ) as bar:
             while waiting := _unfinished(rollout, group_size, params.max_new_tokens):
@@ -318,6 +320,8 @@ def continuous_batching(scheduler: "Scheduler", runner: "ModelRunner", bar: tqdm
                 runner.fill_pages(started)
         scheduler.reserve()
         runner.decode(scheduler.running)
+        if runner.watch:
+            runner.watch(runner.rollout)
         bar.update(scheduler.finish())
 
 
@@ -512,6 +516,7 @@ class ModelRunner:
         first_sequence: int,
     ):
         self.model, self.stats, self.page_size = sampler.model, sampler.stats, sampler.page_size
+        self.watch = sampler.watch
         self.rollout, self.params = rollout, params
         self.step, self.first_sequence = step, first_sequence
         self.cuda = self.model.device.type == "cuda"
@@ -527,10 +532,9 @@ class ModelRunner:
             self.stops = torch.tensor(sorted(params.stop_ids), dtype=torch.long)
             # zeros, not empty: on a CPU a masked position has weight 0, and 0 · NaN would be NaN
             if sampler.kv == "int8":
-                angles = self.model.rotary(torch.arange(rollout.tokens.shape[1]))
-                frames = [layer.self_attn.int8_frame(*angles) for layer in self.model.layers]
-                center, stretch = map(torch.stack, zip(*frames, strict=True))
-                int8 = attention.Int8(torch.zeros(*shape, 1), center, stretch)
+                longest = rollout.tokens.shape[1]
+                scale = torch.zeros(*shape, 1)
+                int8 = attention.Int8(scale, *self.model.center_and_stretch(longest))
                 kv = torch.zeros(*shape, head_dim(c) // 2, dtype=torch.int16)
             else:
                 int8 = None
@@ -626,7 +630,7 @@ class ModelRunner:
             sequence=slots.sequence_number,
             position=self.rollout.lengths[slots.rollout_row],  # of the new token in its answer
         )
-        append(token, logprob, slots, self.stops, params.max_new_tokens, self.rollout)
+        sampling.append(token, logprob, slots, self.stops, params.max_new_tokens, self.rollout)
 
 
 def _seconds():
@@ -689,89 +693,6 @@ class DecodeGraphs:
         batch_size, splits = size
         larger = [(b, s) for b, s in self.graphs if b >= batch_size and s >= splits]
         return size if same or not larger else min(larger)
-
-
-def append(
-    token: torch.Tensor,
-    logprob: torch.Tensor,
-    slots: Slots,
-    stops: torch.Tensor,
-    max_new_tokens: int,
-    rollout: Rollout,
-):
-    """Write each row's new token to the Rollout; end the row at a stop token or at max_new_tokens.
-
-    token (n,) int64, logprob (n,) f32: from sampling.sample, for n slots. stops (m,) int64. Changed
-    in place: rollout; slots.last_token, which takes the token; slots.position, which grows by 1, or
-    becomes −1 when its row ends, and is then skipped.
-    """
-    if sampling.uses_kernels(logprob):
-        _append_kernel[len(token),](
-            # what was drawn, for which rows
-            token,
-            logprob,
-            slots.rollout_row,
-            slots.position,
-            # when an answer ends
-            stops,
-            len(stops),
-            max_new_tokens,
-            # receives the token, which the model reads next
-            slots.last_token,
-            # the Rollout
-            rollout.tokens,
-            rollout.logprobs,
-            rollout.lengths,
-            rollout.finished,
-            rollout.tokens.shape[1],
-            **launch_options(token),
-            num_warps=1,
-        )
-        return
-    live = slots.position >= 0
-    token, row, position = token[live], slots.rollout_row[live], slots.position[live] + 1
-    rollout.tokens[row, position] = token
-    rollout.logprobs[row, position] = logprob[live]
-    rollout.lengths[row] += 1
-    rollout.finished[row] = torch.isin(token, stops)
-    ended = rollout.finished[row] | (rollout.lengths[row] >= max_new_tokens)
-    slots.position[live] = torch.where(ended, -1, position)
-    slots.last_token[live] = token
-
-
-@jit(do_not_specialize=["limit", "width"])
-def _append_kernel(
-    token,
-    logprob,
-    rows,
-    positions,
-    stops,
-    n_stops,
-    limit,
-    last,
-    tokens,
-    logprobs,
-    lengths,
-    finished,
-    width,
-    PDL: constexpr,
-):
-    """Grid (n,): a CTA appends the token of one slot, as the torch lines of append do."""
-    wait_for_predecessor(PDL)
-    b = tl.program_id(0)
-    at = tl.load(positions + b) + 1
-    if at > 0:
-        row, new = tl.load(rows + b), tl.load(token + b)
-        length = tl.load(lengths + row) + 1
-        stop = 0
-        for i in range(n_stops):
-            stop |= (tl.load(stops + i) == new).to(tl.int32)
-        tl.store(tokens + row * width + at, new)
-        tl.store(logprobs + row * width + at, tl.load(logprob + b))
-        tl.store(lengths + row, length)
-        tl.store(finished + row, stop != 0)
-        tl.store(positions + b, tl.where((stop != 0) | (length >= limit), -1, at))
-        tl.store(last + b, new)
 
 
 # --- memory

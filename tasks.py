@@ -16,8 +16,9 @@ A number counts only if plain words are beside it, and no operator, second numbe
 text is evaluated as code.
 
 data is a JSONL file, or a dataset of the hub as owner/name[/config][:split]. A record of gsm8k has
-a question and an answer, which ends with "#### 18", as openai/gsm8k/main has. Questions that differ
-only in how many blanks separate their words or, without LaTeX, in case, are one problem.
+a question and an answer: a plain number, or what ends with "#### 18", as in openai/gsm8k/main, or
+with \boxed{18}. tools/records.py reads chats and other columns. Questions that differ only in how
+many blanks separate their words or, without LaTeX, in case, are one problem.
 
 tools/math_task.py makes the Task of formulas in LaTeX, tools/own_task.py that of a user's own file.
 
@@ -117,14 +118,20 @@ def _draw_pairs(values: range, count: int) -> list[tuple[int, int]]:
 # --- GSM8K
 
 
-def gsm8k(data: str | None = None, operands: str | None = None, held_out: int = 256) -> Task:
+def gsm8k(
+    data: str | None = None,
+    operands: str | None = None,
+    held_out: int = 256,
+    columns: Callable[[dict], dict] = dict,
+) -> Task:
     """→ the Task of word problems whose answers are numbers.
 
     data: a JSONL file, or a dataset of the hub. held_out: how many problems to hold out, at most a
-    quarter of all. ValueError: what read and hold_out raise, among others for an answer that is no
-    plain number.
+    quarter of all. columns: a record → {"question": text, "answer": text}. ValueError: what read
+    and hold_out raise, among others for an answer that is no plain number.
     """
-    task = Task(read(data, _word_problem), [], GSM8K.format_map, gsm8k_reward)
+    problems = read(data, lambda record: _word_problem(columns(record)))
+    task = Task(problems, [], GSM8K.format_map, gsm8k_reward)
     return hold_out(task, held_out, data, operands, lambda p: final_answer(p["answer"]))
 
 
@@ -134,13 +141,16 @@ def gsm8k_reward(problem: dict, text: str, finished: bool) -> float:
 
 
 def _word_problem(record: dict) -> dict:
-    """→ the problem of a line of the data. ValueError: no plain number follows "####"."""
+    """→ the problem of a line of the data. ValueError: its answer is no plain number, and none is
+    marked as the final one.
+    """
     problem = {key: text_of(record, key) for key in ("question", "answer")}
-    _, mark, end = problem["answer"].rpartition("####")
-    if not mark or final_answer(problem["answer"]) is None:
-        line = end.partition("\n")[0]
+    answer = problem["answer"]
+    marked = "####" in answer or "\\boxed" in answer
+    if (final_answer if marked else read_number)(answer) is None:
+        line = answer.rpartition("####")[2].partition("\n")[0]
         raise ValueError(
-            "its answer must end with '#### number', one plain number, "
+            "its answer must be one plain number, or end with '#### number', "
             f"not with {line[:60]!r}; --task math takes other answers"
         )
     return problem
@@ -271,17 +281,26 @@ def read(source: str | None, check: Callable[[dict], dict]) -> list[dict]:
         for line in _lines(source):
             number += 1
             if line.strip():
-                record = {**json.loads(line)}  # TypeError for an array
+                record = None
+                record = {**json.loads(line, object_pairs_hook=_once)}  # TypeError for an array
                 problems.append(check(record))
     except Exception as error:  # the library datasets raises a dozen types of errors
         if number:
             remedy = ""
-            if isinstance(error, (json.JSONDecodeError, TypeError, UnicodeDecodeError)):
+            if record is None or type(error) is not ValueError:  # which check raises
                 remedy = "; write one JSON object a line, as plain UTF-8 (no Parquet, no archive)"
             raise ValueError(f"{source}, line {number}: {error}{remedy}") from None
         reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
         raise ValueError(f"{source} cannot be read ({reason}): give {give}") from None
     return problems
+
+
+def _once(pairs: list[tuple]) -> dict:
+    """→ a JSON object. ValueError: a key occurs twice, so that one of two values would be lost."""
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        raise ValueError(f"a key occurs twice among {', '.join(record)}")
+    return record
 
 
 def _lines(source: str) -> Iterable[str | bytes]:
@@ -309,7 +328,10 @@ def text_of(record: dict, *keys: str) -> str:
             text.encode()  # raises on half an emoji, which JSON allows, no tokenizer
             if text:
                 return text
-    raise ValueError(f"it must be an object in which {' or '.join(map(repr, keys))} is some text")
+    raise ValueError(
+        f"{' or '.join(map(repr, keys))} must be some text or a number; "
+        f"the columns found are {', '.join(map(repr, record)) or 'none'}"
+    )
 
 
 def hold_out(

@@ -3,8 +3,8 @@
     python train.py --help
 
     for each step:
-        σ        ← how much noise this step samples with        aqn.sigma: it falls in stages
-        answers  ← sample G for each of P prompts, with N(0, σ²) added to the RMSNorm weights
+        σ        ← how much noise this step samples with        aqn.sigma: by default it falls
+        answers  ← sample G for each of P prompts, with N(0, σ²) added to the norms of each block
         rewards  ← task.reward(answer)                          a program judges: 1 is right
         A        ← (reward − mean of its group) / std           grpo.advantages
         LoRA     ← AdamW step on policy_loss(…, A)              the base, in NVFP4, never changes
@@ -29,6 +29,13 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tools.ends import exit_on_signals, one_sentence
+from tools.flags import Config, parse
+
+if __name__ == "__main__":
+    with one_sentence("train.py"):  # a wrong flag ends here, before the seconds that torch takes
+        FLAGS = parse(sys.argv[1:])
+
 import torch
 
 import aqn
@@ -37,7 +44,7 @@ import lora
 from model import load
 from rollout import Rollout, Sampler
 from tools import weights
-from tools.adapter import load_adapter
+from tools.adapter import fingerprint, load_adapter
 from tools.budget import Budget, grow_segments, limit_memory, return_freed_memory
 from tools.diagnostics import (
     PREFLIGHT_PROMPTS,
@@ -55,8 +62,7 @@ from tools.environment import (
     load_task,
     notes,
 )
-from tools.flags import Config, parse
-from tools.memory import MicroBatch, prompt_groups
+from tools.memory import MicroBatch, plan, prompt_groups
 from tools.ranks import (
     alike,
     all_sum,
@@ -64,10 +70,11 @@ from tools.ranks import (
     join_ranks,
     leave_ranks,
     rank_and_count,
+    share_out,
     sum_gradients,
     sum_over_ranks,
 )
-from tools.run import Run, exit_on_signals, one_sentence
+from tools.run import ProgressBar, Run
 
 
 @dataclass
@@ -96,7 +103,9 @@ class Group(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What this rank samples in a step: B = P·G rows, row p·G + g for sample g of prompt p."""
+    """What this rank trains on in a step: its share of P prompts, G answers each, B = P·G rows. Row
+    p·G + g is sample g of prompt p.
+    """
 
     rollout: Rollout  # B rows
     answers: list[Answer]  # one a row
@@ -151,9 +160,7 @@ def train(
             with aqn.noisy_norms(trainer.model, sigma, config.seed, step):
                 batch = collect(config, environment, sampler, step, state.drawn)
                 if step % 10 == 0:  # rarely: measuring the mismatch costs a few forward passes
-                    batch.stats["mismatch"] = mismatch(
-                        trainer.model, trainer.budget, batch.rollout, config.temperature
-                    )
+                    batch.stats["mismatch"] = mismatch(trainer, batch.rollout)
             experience = trainer.experience(batch.rollout, batch.answers)
             lr = learning_rate(step, config.steps, config.lr, config.warmup, config.schedule)
 
@@ -163,13 +170,7 @@ def train(
                     # Measure outside the noise, which is what moved the sampler, if no answer was
                     # trained: too much noise may be why there is no signal.
                     if stats["kl_noise"] is None:
-                        stats["kl_noise"] = mismatch(
-                            trainer.model,
-                            trainer.budget,
-                            batch.rollout,
-                            config.temperature,
-                            measure=grpo.kl_k3,
-                        )
+                        stats["kl_noise"] = mismatch(trainer, batch.rollout, grpo.kl_k3)
                     state.sigma = aqn.adapted(sigma, stats["kl_noise"], config.sigma_target)
                 state.drawn = batch.drawn
                 # log the step, and count it in state.step
@@ -192,10 +193,8 @@ def collect(
 
     --resample is DAPO's dynamic sampling (arXiv 2503.14476, §3.2): groups without signal are
     replaced by groups of further problems, as long as there are such groups and draws are left. A
-    rank that has its P groups stops drawing, and the others go on. In each round every rank learns
-    which ranks draw, so that they share out the next problems and leave the loop together. If of
-    ranks 0, 1 and 2 only 0 and 2 still draw, rank 0 gets the next P problems, rank 2 the P behind
-    them. Without --resample there is one round, and every rank draws.
+    rank that has P groups with signal draws no more, and the loop ends when no rank draws. Without
+    --resample there is one round, and every rank draws.
 
     Signal is judged by the task's rewards, before the length penalty is added: a group of wrong
     answers has none, whatever their lengths.
@@ -207,18 +206,18 @@ def collect(
     P, G = config.prompts // ranks, config.group_size
     useful, flat = [], []  # groups with signal, and those without
     for attempt in range(1 + config.resample):
-        drawing = gather(len(useful) < P)  # of each rank: whether it draws P more problems
-        if not any(drawing):
+        wanted = P if len(useful) < P else 0
+        before, total = share_out(wanted)  # problems of lower ranks; of all ranks
+        if total == 0:
             break
-        if len(useful) < P:
-            start = drawn + P * sum(drawing[:rank])
-            problems = draw_problems(environment.task.train, config.seed, start, P)
-            first_sequence = (attempt * ranks + rank) * P * G
+        if wanted:
+            problems = draw_problems(environment.task.train, config.seed, drawn + before, P)
+            first_sequence = (attempt * ranks + rank) * P * G  # unlike those of other ranks, rounds
             groups = sample_groups(environment, sampler, problems, G, step, first_sequence)
             for group in groups:
                 kind = useful if group.has_signal(config.overlong) else flat
                 kind.append(group)
-        drawn += P * sum(drawing)
+        drawn += total
 
     groups = useful + flat
     rollout = Rollout.join([group.rollout for group in groups[:P]])
@@ -285,16 +284,19 @@ def evaluate(config: Config, environment: Environment, sampler: Sampler, run: Ru
     prompts = environment.encode_prompts(problems)
     step = -1  # of the random bits: each evaluation draws the same, and training draws others
     right = dict(greedy=0.0, loose=0.0, sampled=0.0)
+    answers = []
     if problems:
         params = environment.params._replace(temperature=0.0)
         greedy = sampler.generate(prompts, 1, params, step, start, "eval")
-        for problem, answer in zip(problems, environment.judge(problems, greedy), strict=True):
+        answers = environment.judge(problems, greedy)
+        for problem, answer in zip(problems, answers, strict=True):
             right["greedy"] += answer.reward
             right["loose"] += environment.task.reward(problem, answer.text, True)
         params = environment.params._replace(top_p=config.eval_top_p)
         sampled = sampler.generate(prompts, samples, params, step, start * samples, "eval")
-        answers = environment.judge(problems, sampled)
-        right["sampled"] = sum(answer.reward for answer in answers) / samples
+        judged = environment.judge(problems, sampled)
+        right["sampled"] = sum(answer.reward for answer in judged) / samples
+    run.answered(sum(gather(answers), []))  # the greedy ones of all ranks
     right = sum_over_ranks(right)
     return dict(
         eval_greedy=right["greedy"] / count,
@@ -317,20 +319,21 @@ class Trainer:
         self.model = model
         self.budget = Budget(model, config.quant, config.rank, config.micro_tokens)
         self.optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=config.lr,
+            model.parameters(),  # update() sets their learning rate
             betas=(0.9, 0.99),
             weight_decay=config.weight_decay,
             fused=model.device.type == "cuda",  # one kernel for all parameters
         )
 
     def experience(self, rollout: Rollout, answers: list[Answer]) -> Experience:
-        """Compare each answer with its group → Experience. Dr. GRPO does not divide by the standard
-        deviation.
+        """Compare each answer with its group → Experience. Neither Dr. GRPO nor RLOO divides by the
+        standard deviation.
         """
         rewards = torch.tensor([answer.reward for answer in answers], dtype=torch.float64)
-        scale = "none" if self.config.loss == "dr_grpo" else "group"
-        advantages = grpo.advantages(rewards.view(-1, self.config.group_size), scale).flatten()
+        baseline = self.config.advantage
+        scale = "none" if self.config.loss == "dr_grpo" or baseline == "rloo" else "group"
+        groups = rewards.view(-1, self.config.group_size)
+        advantages = grpo.advantages(groups, scale, baseline).flatten()
         old = rollout.logprobs if self.config.correction == "bypass" else None
         return Experience(rollout, advantages.to(self.model.device), old)
 
@@ -450,7 +453,9 @@ class Trainer:
             beta=config.beta,
         )
         with torch.no_grad():
-            drift = (logprobs - rollout.logprobs)[mask]  # ln(clean trainer / noisy sampler)
+            drift = (logprobs - rollout.logprobs)[
+                mask
+            ]  # ln(trainer, without noise / sampler, with)
             measured = dict(
                 tokens=mask.sum(),
                 entropy=entropy.sum(),
@@ -499,9 +504,7 @@ def preflight(
         began = time.perf_counter()
         trainer.backward(trainer.experience(batch.rollout, batch.answers))
         backward_s = time.perf_counter() - began
-        batch.stats["mismatch"] = mismatch(
-            trainer.model, trainer.budget, batch.rollout, config.temperature
-        )
+        batch.stats["mismatch"] = mismatch(trainer, batch.rollout)
     # In capture_s Triton compiles a decode step's kernels, and CUDA captures graphs. Compiling the
     # kernels that the prefill launches first is not subtracted.
     batch.stats["rollout_s"] -= sampler.stats["capture_s"]
@@ -510,9 +513,8 @@ def preflight(
     return exit_code
 
 
-def main(arguments: list[str]) -> int:
+def main(config: Config) -> int:
     """Put together what the flags name, then train → the exit code."""
-    config = parse(arguments)
     grow_segments()
     device = join_ranks(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     rank, ranks = rank_and_count()
@@ -524,9 +526,11 @@ def main(arguments: list[str]) -> int:
         began = time.perf_counter()
         source = weights.open(config.model)
         environment = load_environment(config, task, source)
+        config.follow_model(plan(source.config, "bf16").weights / 2)  # two bytes a weight
         run = Run(config, quiet=rank > 0)
         model = load(source, config.quant, config.rank, config.alpha, device, config.seed)
         run.hashes = dict(problems=hash_of(task), model=source.fingerprint.hex())
+        run.hashes |= fingerprint(config.adapter)  # what the run began from
         facts.append(run.hashes)
         adapter = "" if run.checkpoints() else config.adapter  # a resumed run has its own
         if adapter:
@@ -542,7 +546,7 @@ def main(arguments: list[str]) -> int:
         f"{config.task}: {environment.summary()}; "
         f"{config.prompts} prompts × {config.group_size} answers a step"
     )
-    sampler = Sampler(model, kv=config.kv)
+    sampler = Sampler(model, bar=ProgressBar, kv=config.kv)
     trainer = Trainer(config, model)
     if on_gpu and environment.longest_prompt:
         prompts = [environment.longest_prompt] * (config.prompts // ranks)
@@ -562,4 +566,4 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     with one_sentence("train.py"):
-        sys.exit(main(sys.argv[1:]))
+        sys.exit(main(FLAGS))

@@ -128,7 +128,7 @@ class RandomWeights(weights.Source):
     def __init__(self, shape):
         self.config = memory.config(shape)
 
-    def tensor(self, name, shape):
+    def tensor(self, name, shape, *_):
         if "norm" in name:
             return torch.ones(shape, device=DEVICE)
         weight = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)

@@ -1,12 +1,15 @@
-"""Tables of README.md and results/LOG.md, from the logs in results/ and plans of tools/memory.py.
+"""Tables of README.md, docs/ and results/LOG.md, from the logs in results/ and plans of
+tools/memory.py.
 
 python -m bench.tables NAME
-    results, hardware       README.md: what was measured, and which model needs which card
+    results, largest, longest   README.md: what was measured, and what fits on a card
+    hardware                docs/planner.md: which model needs which card
     quickstart, alone       results/LOG.md: the default run, and GSM8K with README's command
     gemm, rollout, step, whole, peaks, recipes, vllm, long, qwen   results/LOG.md: speed and memory
 """
 
 import argparse
+import functools
 import json
 import re
 import statistics
@@ -19,6 +22,9 @@ from tools import memory, report
 LOGS = Path(__file__).parent.parent / "results"
 ANSWERS = 128  # of a step in `hardware`
 PROMPT, MEAN = 150, 500  # tokens of a prompt and of an answer there
+SHAPES = "1.5b", "3b", "7b", "14b", "32b", "72b"  # of the tables of what fits
+PLANNED_PROMPT = 256  # tokens of a prompt in these
+CARDS = 12, 16, 24, 40, 48, 80  # GB as cards are sold
 FIRST_STEPS = 20  # of a run on GSM8K, in which its answers have nearly their first lengths
 NAMES = {
     "135m": "SmolLM2-135M",
@@ -531,7 +537,7 @@ def quickstart():
 
 def results():
     """README's numbers for a reader who decides."""
-    head("measured on one H100", "this project", "beside it | log")
+    head("measured on one H100", "this project", "compared with | log")
     runs = runs_alone()
     before, after = (
         statistics.mean(run[when]["eval_greedy"] for run in runs) for when in ("before", "after")
@@ -549,15 +555,6 @@ def results():
         f"**{seconds_of_a_step(ours):.1f}**",
         f"{seconds_of_a_step(theirs):.1f}, TRL with vLLM in bf16, {mean_length(theirs):.0f} tokens "
         "| [runs](results/LOG.md#real-qwen25-checkpoints)",
-    )
-    group = whole_steps()[16]
-    entry(
-        "seconds of a whole step, Qwen2.5-7B *, 128 answers of {mean_length:.0f} tokens".format(
-            **group["nvfp4"]
-        ),
-        "**{step_s:.1f}**".format(**group["nvfp4"]),
-        "{step_s:.1f}, this project in bf16, {mean_length:.0f} tokens "
-        "| [table](results/LOG.md#whole-steps)".format(**group["bf16"]),
     )
     _, rates = peers()
     ours, theirs = beside_vllm(rates, "nvfp4")[64]
@@ -589,6 +586,45 @@ def first_steps(runs):
     return [r for run in runs for r in run["made"][:FIRST_STEPS]]
 
 
+def largest():
+    """README's first table of what fits: of each card the largest model with room for answers of
+    1,024 tokens, and the peak of the last step of it that ran under a cap of that size.
+    """
+    head("card, GB", "largest Qwen2.5", "its answers of 1,024 tokens at once", "measured")
+    capped = {(r["shape"], card_of(r)): r for r in steps() if r.get("cap_gb")}
+    for gb in CARDS:
+        shape = [s for s in SHAPES if planned_line(s, gb).answers][-1]
+        step = "**{most_gb:.1f} GB**, {prompts} × {samples} answers of {new:,} tokens"
+        measured = each(step, [capped.get((shape, gb))])
+        entry(f"{gb}", shape.upper(), f"{planned_line(shape, gb).answers}", measured)
+
+
+def longest():
+    """README's second table of what fits: tokens of the longest answers, 8 at a time. In brackets:
+    of the longest answers that a step had, on the card or under a cap of its size.
+    """
+    head("card, GB", *(shape.upper() for shape in SHAPES))
+    made = {}  # (shape, card) → tokens of the longest answer that a step had
+    for r in [*steps(), *long_steps().values()]:
+        key = r["shape"], card_of(r)
+        made[key] = max(r["new"], made.get(key, 0))
+    for gb in CARDS:
+        cells = []
+        for shape in SHAPES:
+            answer = planned_line(shape, gb).longest - PLANNED_PROMPT
+            cell = f"{answer:,}" if answer > 0 else "–"
+            if (shape, gb) in made:
+                cell += f" (**{made[shape, gb]:,}**)"
+            cells.append(cell)
+        entry(f"{gb}", *cells)
+
+
+def card_of(r):
+    """→ GB of the smallest card on which a record's step fits: of its cap, or of its own GPU."""
+    own = 80 if "H100" in r["gpu"] else 141
+    return min(gb for gb in memory.CARDS if gb * 2**30 >= (r.get("cap_gb") or own) * 1e9)
+
+
 def hardware():
     head(
         "Qwen2.5 | weights, GB | planned for 24 GB: answers at once; longest | for 80 GB",
@@ -603,7 +639,7 @@ def hardware():
             capped[r["shape"]] = r | {"card": card(r)}
     rates["72b"] = capped["72b"]
     longest = long_steps()
-    for shape in ("1.5b", "3b", "7b", "14b", "32b", "72b"):
+    for shape in SHAPES:
         c = memory.config(shape)
         seconds = ""
         if shape in rates:
@@ -620,17 +656,25 @@ def hardware():
             [longest.get((shape, 0))],
         )
         weights = f"{memory.plan(c).weights / 1e9:.1f}"
-        entry(shape.upper(), weights, fitting(c, 24), fitting(c, 80), measured, long, seconds)
+        planned = fitting(shape, 24), fitting(shape, 80)
+        entry(shape.upper(), weights, *planned, measured, long, seconds)
 
 
-def fitting(c, gb):
+def fitting(shape, gb):
     """What `tools.memory --rank 16` says of a model and a card, `longest` without the prompt."""
-    row = memory.line_of(c, "nvfp4", 16, 256, 1024, gb)
-    return f"{row.answers}; {row.longest - 256:,}" if row.answers else "–"
+    row = planned_line(shape, gb)
+    return f"{row.answers}; {row.longest - PLANNED_PROMPT:,}" if row.answers else "–"
+
+
+@functools.cache
+def planned_line(shape, gb):
+    return memory.line_of(memory.config(shape), "nvfp4", 16, PLANNED_PROMPT, 1024, gb)
 
 
 TABLES = {
     "results": results,
+    "largest": largest,
+    "longest": longest,
     "hardware": hardware,
     "quickstart": quickstart,
     "alone": alone,

@@ -90,11 +90,11 @@ class Calibrated(weights.Source):
     def __getattr__(self, name):
         return getattr(self.source, name)
 
-    def tensor(self, name, shape):
+    def tensor(self, name, shape, device="cpu"):
         if f"{name}_packed" not in self.tensors:
-            return self.source.tensor(name, shape)
+            return self.source.tensor(name, shape, device)
         ends = ("packed", "scale", "global_scale")
-        codes, scale, divisor = (self.tensors[f"{name}_{end}"] for end in ends)
+        codes, scale, divisor = (self.tensors[f"{name}_{end}"].to(device) for end in ends)
         return nvfp4.NVFP4Tensor(codes, scale, 1 / divisor.view(()))
 
 

@@ -4,6 +4,7 @@ The rules, fixed before the first run, are gsm8k_plan.py; gsm8k_tables.py makes 
 
     python -m experiments.gsm8k list              the runs that the log lacks and that can start
     python -m experiments.gsm8k run main-5-2      arm 5, seed 2, again, into runs/gsm8k-again
+    python -m experiments.gsm8k append            logs of ended runs go to their experiments' files
     python -m experiments.gsm8k list --logs LOGS |  # three runs at once, at most 24 minutes each
         xargs -n 1 -P 3 --process-slot-var SLOT timeout 24m \\
         python -m experiments.gsm8k run --logs LOGS --out LOGS --share 0.3
@@ -13,7 +14,7 @@ trial --problems 8 --steps 2 --prompts 4. With several GPUs, the slot that xargs
 
 A run that is stopped (Ctrl-C, or SIGTERM as by timeout) saves itself in runs/, and the next call on
 the same machine continues it, if its log, NAME.jsonl in the folder of --out, has all its steps. On
-another machine it begins again: only the logs, 4 to 68 KB a run, go from machine to machine.
+another machine it begins again: only the logs, 4 to 94 KB a run, go from machine to machine.
 
 Needs: train.py and what it needs; bench/common.py.
 """
@@ -89,23 +90,24 @@ BASES = {
     "bf16": ("bf16", None),
     "rtn": ("rtn", None),
     "sweep": ("nvfp4", None),
+    "gptq": ("nvfp4", None),  # of a folder that is in NVFP4 already: see calibrated()
     "nf4": ("bf16", lambda seed: nf4),
     "gauss": ("bf16", gaussian),
 }
 
 
 class Rounded(weights.Source):
-    """A checkpoint whose projections pass through `rounding`, on `device`."""
+    """A checkpoint whose projections pass through `rounding`."""
 
-    def __init__(self, source, rounding, device):
-        self.source, self.rounding, self.device = source, rounding, device
+    def __init__(self, source, rounding):
+        self.source, self.rounding = source, rounding
 
     def __getattr__(self, name):
         return getattr(self.source, name)
 
-    def tensor(self, name, shape):
-        w = self.source.tensor(name, shape)
-        return self.rounding(w.to(self.device)) if name.endswith("_proj.weight") else w
+    def tensor(self, name, shape, *device):
+        w = self.source.tensor(name, shape, *device)
+        return self.rounding(w) if name.endswith("_proj.weight") else w
 
 
 # --- sampling
@@ -230,8 +232,23 @@ class Logged(Run):
         pass
 
 
+def calibrated(config):
+    """→ the folder that tools/calibrate.py made of a config's model, on this machine.
+
+    ValueError: it is missing. The sentence has the command that makes it.
+    """
+    folder = ROOT / "runs" / f"{Path(config.model).name.removesuffix('.gguf')}-gptq"
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder} is missing: make it by python -m tools.calibrate {config.model} {folder} "
+            f"--task gsm8k --data {config.data} --max-new-tokens {config.max_new_tokens}"
+        )
+    return folder
+
+
 def configured(job, flags):
-    """→ the checked Config of a job. flags: the command line's, which win."""
+    """→ the checked Config of a job. flags: the command line's, which win. Their --model is the
+    one that a base is made from."""
     size = job.experiment.size
     own = dict(
         model=HUB.format(size.upper(), size),
@@ -241,7 +258,10 @@ def configured(job, flags):
     )
     if job.phase == "rate":
         own |= dict(steps=rules.RATE_STEPS, eval_every=rules.RATE_STEPS)
-    return check(Config(**rules.COMMON | own | job.flags | flags))
+    config = Config(**rules.COMMON | own | job.flags | flags)
+    if job.base == "gptq":
+        config.model = str(calibrated(config))
+    return check(config)
 
 
 def folder_of(out, job):
@@ -260,7 +280,7 @@ def make(job, out, flags, problems=None, at_once=1):
         _make(job, out, flags, problems, at_once, write)
         write(dict(kind="end"))
     except Exception as error:
-        write(dict(kind="failed", error=f"{type(error).__name__}: {error}"))
+        write(dict(kind="failed", **job._asdict(), error=f"{type(error).__name__}: {error}"))
         raise
     shutil.rmtree(folder_of(out, job), ignore_errors=True)
 
@@ -282,10 +302,11 @@ def _make(job, out, flags, problems, at_once, write):
     environment = Environment(None, source.tokenizer(), params, source.config)
     quant, rounding = BASES[job.base]
     if rounding:
-        source = Rounded(source, rounding(job.seed), device)
+        source = Rounded(source, rounding(job.seed))
     model = load(source, quant, config.rank, config.alpha, device, job.seed)
     task = TASKS["gsm8k"](config.data)
-    task = task._replace(held_out=[] if job.phase == "main" else task.held_out[:problems])
+    unseen = job.phase == "main" and config.eval_every >= config.steps
+    task = task._replace(held_out=[] if unseen else task.held_out[:problems])
     environment = environment._replace(task=task)
     start = start_record(job, config, at_once, time.perf_counter() - began)
     if job.phase == "base":
@@ -381,6 +402,7 @@ def run(name, logs, out, flags, problems, at_once):
     if log.ended and out != logs:  # the one setting that depends on the card and on who shares it
         logged = log.starts[-1]["flags"].get("micro_tokens", 1024)  # the default then
         flags = {"micro_tokens": logged} | flags
+    configured(job, flags)  # a refusal here leaves no record in the log
     make(job, out, flags, problems, at_once)
     print(name, said(rules.read(out, job)))
     if log.ended and out != logs:
@@ -390,8 +412,8 @@ def run(name, logs, out, flags, problems, at_once):
 def main(arguments):
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    listed, one = commands.add_parser("list"), commands.add_parser("run")
-    for command in (listed, one):
+    one = commands.add_parser("run")
+    for command in (one, commands.add_parser("list"), commands.add_parser("append")):
         command.add_argument("--logs", type=Path, default=rules.LOGS)
     one.add_argument(
         "name", help="as in the log: main-ARM-SEED, base-SIZE-BASE-SEED, rate-ARM-RATE-SEED"
@@ -404,6 +426,9 @@ def main(arguments):
     a, more = parser.parse_known_args(arguments)
     if a.command == "list":
         show_list(a.logs)
+        return
+    if a.command == "append":
+        print(*rules.append(a.logs))
         return
     named = {word.partition("=")[0].replace("--no-", "--") for word in more}
     parsed = vars(parse(more))

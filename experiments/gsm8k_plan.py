@@ -1,9 +1,11 @@
-"""The rules of the three experiments on GSM8K, each fixed before its first run, and their logs.
+"""The rules of the four experiments on GSM8K, each fixed before its first run, and their logs.
 
 results/LOG.md says them in words ("GSM8K: the rules"). gsm8k.py makes the runs that plan() lists,
-and gsm8k_tables.py reads their logs. A log, results/gsm8k/NAME.jsonl, has one record a line:
+and gsm8k_tables.py reads their logs. results/gsm8k/ has a file for each experiment, 2.jsonl for the
+second, and a run that is being made has a file of its own, NAME.jsonl. One record a line:
 
-    start    conditions and flags; it replaces what was logged from its step on
+    start    the job, conditions and flags. The records up to the next start are this job's; they
+             replace what it had logged from this step on
     step     reward, entropy, … ; sampler_entropy: mean −ln p of the tokens as they were drawn;
              temperature: of the sampler, where it is searched (arm 12)
     eval     only where a learning rate is chosen: train.py's, on 256 held-out training problems
@@ -20,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from experiments.paired import LEVEL, MARGIN, verdict
 from tools import report
 
 LOGS = Path(__file__).parent.parent / "results" / "gsm8k"
@@ -29,6 +32,8 @@ class Arm(NamedTuple):
     base: str  # how the base is rounded: a key of gsm8k.BASES
     flags: dict  # of train.py, beside COMMON
     what: str  # in the tables
+    part: float = 1.0  # its learning rate, in parts of the experiment's
+    twin: str = ""  # of experiment 2: at that experiment's seeds this arm's runs are the twin's
 
 
 class Claim(NamedTuple):
@@ -36,9 +41,11 @@ class Claim(NamedTuple):
     measure: str  # a key of MEASURES
     a: str  # the claim says that this arm ends above …
     b: str  # … that one
+    above: bool = True  # False: that it does not
 
 
 class Experiment(NamedTuple):
+    name: str  # of its file of logs, too
     size: str  # of the model
     seeds: tuple  # those reported
     rates: tuple  # learning rates to choose from; none: that of experiment 2
@@ -48,6 +55,8 @@ class Experiment(NamedTuple):
     shown: tuple  # keys of MEASURES that the figure shows
     arms: dict  # name → Arm
     claims: tuple = ()  # Claims; their p are Holm-adjusted together
+    compared: tuple = ()  # pairs of arms whose differences are shown, without a claim
+    tests_bases: bool = True  # whether each base is tested before training
 
 
 AT_A_TEMPERATURE = "7", "12"  # the arms that sample at another temperature than 1
@@ -71,6 +80,7 @@ ADAPTIVE = TIS | dict(aqn=True, sigma_schedule="adaptive", sigma_start=5e-2, sig
 RATE_SEEDS, RATE_STEPS = (0, 1), 50
 
 ONE = Experiment(
+    name="1",
     size="1.5b",
     seeds=(2, 3, 4),
     rates=(2.5e-5, 5e-5, 1e-4),
@@ -87,6 +97,7 @@ ONE = Experiment(
     },
 )
 TWO = Experiment(
+    name="2",
     size="0.5b",
     seeds=(2, 3, 4, 5, 6),
     rates=(5e-5, 1e-4, 2e-4),
@@ -113,6 +124,7 @@ TWO = Experiment(
     ),
 )
 THREE = Experiment(
+    name="3",
     size="0.5b",
     seeds=(7, 8, 9, 10, 11),
     rates=(),
@@ -131,7 +143,60 @@ THREE = Experiment(
         Claim("adaptive noise finds more than temperature", "wide@256", "11", "12"),
     ),
 )
-EXPERIMENTS = (ONE, TWO, THREE)
+# the paper's loop: four updates on each rollout, whose ratio is to the policy that sampled
+LOOP = dict(updates_per_step=4, correction="bypass")
+CURVE = dict(eval_every=20)  # 256 held-out problems, for the figure
+NEW_SEEDS = (12, 13, 14, 15, 16)
+FOUR = Experiment(
+    name="4",
+    size="0.5b",
+    seeds=(*NEW_SEEDS, *TWO.seeds),
+    rates=(),
+    choosers=("15", "17"),
+    tests=("greedy",),
+    figure="gsm8k-0.5b-rate.png",
+    shown=(),
+    arms={
+        "14": Arm("bf16", CURVE, "bf16 at x", twin="1"),
+        "15": Arm("bf16", CURVE, "bf16 at x/2", part=0.5),
+        "16": Arm("rtn", CURVE, "NVFP4 (rtn) at x", twin="2"),
+        "17": Arm("gptq", CURVE, "NVFP4 (gptq) at x"),
+        "18": Arm("rtn", LOOP | PAPER, "rtn at x, AQN at the paper's σ, 4 updates, bypass"),
+        "19": Arm("rtn", LOOP, "rtn at x, 4 updates, bypass"),
+    },
+    claims=(
+        Claim("calibrated 4 bits at twice the rate grow more than bf16", "growth", "17", "15"),
+        Claim("at one rate they do not", "growth", "17", "14", above=False),
+        Claim("calibration lifts NVFP4", "greedy", "17", "16"),
+        Claim("AQN lifts NVFP4 in the paper's loop", "greedy", "18", "19"),
+    ),
+    compared=(
+        ("17", "15"),
+        ("17", "14"),
+        ("17", "16"),
+        ("18", "19"),
+        ("16", "15"),
+        ("16", "14"),
+    ),
+    tests_bases=False,
+)
+LARGE = Experiment(
+    name="4-1.5b",
+    size="1.5b",
+    seeds=ONE.seeds,
+    rates=(),
+    choosers=("20", "21"),
+    tests=("greedy",),
+    figure="",
+    shown=(),
+    arms={
+        "20": Arm("bf16", {}, "bf16 at x/2", part=0.5),
+        "21": Arm("gptq", {}, "NVFP4 (gptq) at x"),
+    },
+    compared=(("21", "20"), ("21", "bf16"), ("21", "nvfp4")),
+    tests_bases=False,
+)
+EXPERIMENTS = (ONE, TWO, THREE, FOUR, LARGE)
 ARMS = {arm: experiment for experiment in EXPERIMENTS for arm in experiment.arms}
 
 
@@ -148,7 +213,12 @@ TESTS = {
     "paper": Test(0, 8, 0.6, 0.95),
     "wide": Test(100, 512, 1.0, 1.0),
 }
+FIRST, LAST = 5, 10  # steps whose rewards are compared to tell how far a run has come
 MEASURES = {
+    "reward": f"training reward, mean of the last {LAST} steps",
+    "growth": f"that less the mean of the first {FIRST} steps",
+    "entropy": "entropy of the next-token distribution, mean over the steps, noise off",
+    "held-out": "accuracy on 256 held-out training problems, greedy, at the end",
     "greedy": "test accuracy, greedy",
     "paper": "test accuracy, mean of 8 (T 0.6, top-p .95)",
     "pass@1": "pass@1 (64 samples, T 1, 200 test problems)",
@@ -238,6 +308,15 @@ class Log:
     def measure(self, name):
         """A key of MEASURES. pass@k: 1 − C(n − c, k)/C(n, k) of n samples, c right (Chen et al.
         2021)."""
+        rewards = [r["reward"] for _, r in sorted(self.step.items())]
+        if name == "reward":
+            return np.mean(rewards[-LAST:])
+        if name == "growth":
+            return np.mean(rewards[-LAST:]) - np.mean(rewards[:FIRST])
+        if name == "entropy":
+            return self.mean("entropy")
+        if name == "held-out":
+            return self.eval[max(self.eval)]["eval_greedy"]
         record = self.tests[test_of(name)]
         n, k = record["samples"], int(name.partition("@")[2] or 1)
         return np.mean([1 - math.comb(n - int(c), k) / math.comb(n, k) for c in record["right"]])
@@ -250,14 +329,44 @@ class Log:
 
 
 def read(folder, job):
-    """→ the Log of a Job, or of a log's name; an empty one if there is none."""
-    path = Path(folder) / f"{getattr(job, 'name', job)}.jsonl"
-    return _parsed(path, path.stat().st_size) if path.is_file() else Log([])
+    """→ the Log of a Job, or of a job's name; an empty one if there is none."""
+    # sorted: the file of an experiment, whose name is a digit, before those of single runs
+    logs = logs_of(sorted(Path(folder).glob("*.jsonl")))
+    return logs.get(getattr(job, "name", job)) or Log([])
 
 
-@functools.cache
-def _parsed(path, size):
-    return Log(report.jsonl(path))
+def logs_of(files):
+    """→ {name of a job: Log} of some files."""
+    return _parsed(tuple((path, path.stat().st_size) for path in files))
+
+
+@functools.lru_cache(maxsize=4)
+def _parsed(sized):
+    records = {}
+    for path, _ in sized:
+        name = path.stem  # of the job, until a record names it
+        for record in report.jsonl(path):
+            if "phase" in record:
+                name = Job(*(record[field] for field in Job._fields)).name
+            records.setdefault(name, []).append(record)
+    return {name: Log(of_job) for name, of_job in records.items()}
+
+
+def append(logs):
+    """Move the runs of a folder that have ended from their own files into those of their
+    experiments, in the plan's order → their names. ValueError: a run is in both."""
+    moved = []
+    for job in plan(logs):
+        own, whole = logs / f"{job.name}.jsonl", logs / f"{job.experiment.name}.jsonl"
+        if not (own.is_file() and read(logs, job).ended):
+            continue
+        if whole.is_file() and job.name in logs_of([whole]):
+            raise ValueError(f"{whole} has {job.name} already: delete {own}, or the run there")
+        with open(whole, "ab") as file:
+            file.write(own.read_bytes())
+        own.unlink()
+        moved.append(job.name)
+    return moved
 
 
 def temperatures():
@@ -291,6 +400,14 @@ def chosen(logs, experiment):
     return found, max(experiment.rates, key=lambda lr: (round(sum(found[lr]), 6), -lr))
 
 
+def main_job(arm, seed, lr=None):
+    """→ the Job that trains an arm. lr: of its experiment."""
+    made = ARMS[arm].arms[arm]
+    if made.twin and seed in TWO.seeds:
+        arm = made.twin
+    return Job("main", arm, lr and lr * made.part, seed)
+
+
 def jobs_of_seed(logs, experiment, seed):
     """→ the Jobs of a seed: all arms, and the bases that they start from."""
     lr = chosen(logs, experiment)[1]
@@ -298,7 +415,9 @@ def jobs_of_seed(logs, experiment, seed):
     jobs = []
     for arm in experiment.arms:
         ready = arm not in waits_for or read(logs, waits_for[arm]).ended
-        jobs.append(Job("main", arm, lr if ready else None, seed))
+        jobs.append(main_job(arm, seed, lr if ready else None))
+    if not experiment.tests_bases:
+        return jobs
     for base in dict.fromkeys(arm.base for arm in experiment.arms.values()):
         # but for gauss, which draws another error for each seed, a base is the same for all seeds
         at = seed if base == "gauss" else experiment.seeds[0]
@@ -315,6 +434,24 @@ def plan(logs):
             for job in jobs_of_seed(logs, experiment, seed):
                 (main if job.phase == "main" else bases).append(job)
     return list(dict.fromkeys([*rates, *main, *bases]))
+
+
+def judged(claim, difference):
+    """→ holds, does not or cannot tell. difference: paired.py's, with its p Holm-adjusted.
+
+    That an arm does not end above another holds if the 95 % interval ends below MARGIN.
+    """
+    if claim.above:
+        return verdict(difference)
+    if difference.mean + difference.half < MARGIN:
+        return "holds"
+    return "does not" if difference.p < LEVEL and difference.mean > 0 else "cannot tell"
+
+
+def whole_pairs(logs, a, b, seeds):
+    """→ the Logs of two arms: a pair for each seed with which both have ended."""
+    pairs = [[read(logs, main_job(arm, seed)) for arm in (a, b)] for seed in seeds]
+    return [(one, other) for one, other in pairs if one.ended and other.ended]
 
 
 def whole_seeds(logs, experiment):

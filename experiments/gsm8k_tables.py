@@ -1,6 +1,7 @@
 """Tables and figures of the experiments on GSM8K, from results/gsm8k/*.jsonl alone.
 
     python -m experiments.gsm8k_tables table    the experiments, of the whole seeds
+    python -m experiments.gsm8k_tables rate     4 bits against bf16 in the runs that chose a rate
     python -m experiments.gsm8k_tables plot     each experiment's figure, in results/
 
 A second argument names another folder of logs. The tests and the verdicts are in paired.py. Needs:
@@ -15,21 +16,31 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.gsm8k_plan import (
+    ARMS,
     AT_A_TEMPERATURE,
     COMMON,
     EXPERIMENTS,
+    FOUR,
     LOGS,
     MEASURES,
+    NEW_SEEDS,
     ONE,
+    RATE_SEEDS,
+    RATE_STEPS,
     THREE,
     TWO,
+    Job,
     chosen,
+    judged,
+    logs_of,
+    main_job,
     read,
     temperatures,
     test_of,
+    whole_pairs,
     whole_seeds,
 )
-from experiments.paired import compare, holm, mean_and_sd, verdict
+from experiments.paired import compare, holm, mean_and_sd
 
 BASE = "Qwen2.5-Coder-{}-Instruct, dequantised from a Q4_K_M GGUF (its bf16 has that rounding too)"
 
@@ -46,20 +57,35 @@ def dashed(text):
     return text.replace("nan", "–")
 
 
-def measured(logs, arm, measure, seeds):
-    return [read(logs, f"main-{arm}-{seed}").measure(measure) for seed in seeds]
+def numbers_of(pairs, measure):
+    """→ of each Log of a pair, its number; a list for the first ones and one for the second."""
+    return [[pair[i].measure(measure) for pair in pairs] for i in (0, 1)]
+
+
+def claims_of(logs, experiment, seeds):
+    """→ of each claim: itself, the numbers of A and B, their Difference with Holm's p, the
+    verdict."""
+    found = []
+    for claim in experiment.claims:
+        a, b = numbers_of(whole_pairs(logs, claim.a, claim.b, seeds), claim.measure)
+        found.append((claim, a, b, compare(a, b)))
+    adjusted = holm([difference.p for *_, difference in found])
+    judgements = []
+    for (claim, a, b, difference), p in zip(found, adjusted, strict=True):
+        difference = difference._replace(p=p)
+        judgements.append((claim, a, b, difference, judged(claim, difference)))
+    return judgements
+
+
+def interval(difference):
+    return dashed(f"{difference.mean:+.3f} ± {difference.half:.3f}")
 
 
 def claims_table(logs, experiment, seeds):
     """Each claim with its test over seeds, its Holm-adjusted p and its verdict."""
-    found = []
-    for claim in experiment.claims:
-        a, b = (measured(logs, arm, claim.measure, seeds) for arm in (claim.a, claim.b))
-        found.append((claim, a, b, compare(a, b)))
     lines = []
-    adjusted = holm([difference.p for *_, difference in found])
-    for (claim, a, b, difference), p in zip(found, adjusted, strict=True):
-        difference = difference._replace(p=p)
+    claims = claims_of(logs, experiment, seeds)
+    for claim, a, b, difference, said in claims:
         lines.append(
             (
                 claim.text,
@@ -67,12 +93,33 @@ def claims_table(logs, experiment, seeds):
                 f"{claim.a} {mean_and_sd(a)}",
                 f"{claim.b} {mean_and_sd(b)}",
                 len(a),
-                dashed(f"{difference.mean:+.3f} ± {difference.half:.3f}"),
-                dashed("<.001" if p < 0.001 else f"{p:.3f}"),
-                verdict(difference),
+                interval(difference),
+                dashed("<.001" if difference.p < 0.001 else f"{difference.p:.3f}"),
+                said,
             )
         )
-    return markdown(("claim", "measure", "A", "B", "n", "A − B, 95 %", "p", "verdict"), lines)
+    text = markdown(("claim", "measure", "A", "B", "n", "A − B, 95 %", "p", "verdict"), lines)
+    if experiment is not FOUR:
+        return text
+    *_, verdicts = zip(*claims, strict=True)
+    if verdicts[:2] == ("holds", "holds"):
+        return f"{text}\nThe first two claims hold: the growth is the rate's.\n"
+    return (
+        f"{text}\nThe first two claims do not both hold: the growth is not put down to the rate.\n"
+    )
+
+
+def comparisons_table(logs, experiment, seeds):
+    """The pairs of arms that an experiment compares without a claim, over some seeds."""
+    names = ("reward", "growth", "greedy", "entropy")
+    lines = []
+    for arms in experiment.compared:
+        pairs = whole_pairs(logs, *arms, seeds)
+        a, b = (f"{arm}: {ARMS[arm].arms[arm].what}" for arm in arms)
+        cells = [interval(compare(*numbers_of(pairs, name))) for name in names]
+        lines.append((a, b, len(pairs), *cells))
+    head = ("A", "B", "n", *(f"{name}: A − B, 95 %" for name in names))
+    return markdown(head, lines)
 
 
 def mean_of_tenth(logs, arm, key, seeds, tenth):
@@ -139,7 +186,7 @@ def pairs_of(logs, experiment, arm, seeds):
     for seed in seeds:
         at = seed if base == "gauss" else experiment.seeds[0]
         before = read(logs, f"base-{experiment.size}-{base}-{at}")
-        pairs.append((before, read(logs, f"main-{arm}-{seed}")))
+        pairs.append((before, read(logs, main_job(arm, seed))))
     return pairs
 
 
@@ -151,12 +198,17 @@ def arm_row(logs, experiment, arm, seeds):
     for measure, name in MEASURES.items():
         if test_of(measure) not in experiment.tests:
             continue
-        old = np.mean([log.measure(measure) for log in before])
-        new = [log.measure(measure) for log in after]
-        row[name] = f"{old:.3f} → {mean_and_sd(new)}"
+        row[name] = mean_and_sd([log.measure(measure) for log in after])
+        if experiment.tests_bases:
+            old = np.mean([log.measure(measure) for log in before])
+            row[name] = f"{old:.3f} → {row[name]}"
         if measure in experiment.shown:
-            d = compare(new, measured(logs, experiment.choosers[0], measure, seeds))
-            row[f"{measure} − bf16's, 95 %"] = dashed(f"{d.mean:+.3f} ± {d.half:.3f}")
+            others = whole_pairs(logs, arm, experiment.choosers[0], seeds)
+            row[f"{measure} − bf16's, 95 %"] = interval(compare(*numbers_of(others, measure)))
+    if not experiment.tests_bases:
+        row["seeds"] = len(after)
+        for measure in ("reward", "growth"):
+            row[MEASURES[measure]] = mean_and_sd([log.measure(measure) for log in after])
     for key, name in (
         ("reward", "reward"),
         ("entropy", "entropy"),
@@ -191,19 +243,40 @@ def costs(logs):
     }
 
 
+def tables_of_pairs(logs, experiment):
+    """→ the tables of experiment 4, whose claims are about whole pairs, not whole seeds."""
+    found = []
+    if experiment.claims:
+        found.append(claims_table(logs, experiment, experiment.seeds))
+    found.append(comparisons_table(logs, experiment, experiment.seeds))
+    if experiment is FOUR:
+        seeds = ", ".join(map(str, NEW_SEEDS))
+        found.append(f"Seeds {seeds} alone:\n")
+        found.append(comparisons_table(logs, experiment, NEW_SEEDS))
+    rows = []
+    for arm in experiment.arms:
+        made = [s for s in experiment.seeds if read(logs, main_job(arm, s)).ended]
+        rows.append(arm_row(logs, experiment, arm, made))
+    found.append(markdown(rows[0], [row.values() for row in rows]))
+    return found
+
+
 def table(logs):
     """Markdown of the experiments, of the seeds with which all arms have ended."""
     found = []
-    for number, experiment in enumerate(EXPERIMENTS, 1):
+    for experiment in EXPERIMENTS:
         (rates, lr), seeds = chosen(logs, experiment), whole_seeds(logs, experiment)
         if not (experiment.rates or seeds):
             continue
         tried = ", ".join(f"{rate:g}: {mean_and_sd(v)}, n={len(v)}" for rate, v in rates.items())
         found.append(
-            f"Experiment {number}: {BASE.format(experiment.size.upper())}. Seeds "
+            f"Experiment {experiment.name}: {BASE.format(experiment.size.upper())}. Seeds "
             f"{', '.join(map(str, seeds))}. Learning rate {lr}; held-out accuracy: {tried}.\n"
         )
         if not seeds:
+            continue
+        if not experiment.tests_bases:
+            found += tables_of_pairs(logs, experiment)
             continue
         if experiment.claims:
             found.append(claims_table(logs, experiment, seeds))
@@ -216,10 +289,54 @@ def table(logs):
     return "\n".join([*found, conditions(logs)])
 
 
+def rate_differences(logs, experiment, rate, half):
+    """→ {measure: of each seed, 4 bits at `rate` less bf16 at that rate, or at half of it}, of the
+    runs that chose the rate."""
+    bf16, four_bits = experiment.choosers
+    other = rate / 2 if half else rate
+    found = {measure: [] for measure in ("reward", "growth", "held-out")}
+    for seed in RATE_SEEDS:
+        ours = read(logs, Job("rate", four_bits, rate, seed))
+        theirs = read(logs, Job("rate", bf16, other, seed))
+        for measure, differences in found.items():
+            differences.append(ours.measure(measure) - theirs.measure(measure))
+    return found
+
+
+def rate_table(logs):
+    """4 bits less bf16 at one rate, then at twice bf16's, which is the paper's comparison."""
+    lines, counts = [], []
+    for half in (False, True):
+        found = []
+        for experiment in (ONE, TWO):
+            for rate in experiment.rates[half:]:
+                differences = rate_differences(logs, experiment, rate, half)
+                other = f"{rate / 2:g}" if half else "the same"
+                cells = [
+                    f"{np.mean(d):+.3f} ({', '.join(f'{x:+.3f}' for x in d)})"
+                    for d in differences.values()
+                ]
+                lines.append((experiment.size.upper(), f"{rate:g}", other, *cells))
+                found.append(differences)
+        below = [d < 0 for cell in found for d in cell["reward"]]
+        grows = [d > 0 for cell in found for d in cell["growth"]]
+        counts.append(
+            f"the reward of 4 bits ends below bf16's in {sum(below)} of {len(below)} pairs of "
+            f"runs and grows more in {sum(grows)}"
+        )
+    seeds = ", ".join(map(str, RATE_SEEDS))
+    head = ("model", "rate of 4 bits", "of bf16", *(f"{m} ({seeds})" for m in differences))
+    same, twice = counts
+    return (
+        f"{markdown(head, lines)}\nAt one rate {same}. At twice bf16's rate {twice}. "
+        f"{RATE_STEPS} steps; seeds {seeds}."
+    )
+
+
 def conditions(logs):
     starts = []
-    for path in sorted(logs.glob("*.jsonl")):
-        starts += read(logs, path.stem).starts
+    for _, log in sorted(logs_of(logs.glob("*.jsonl")).items()):
+        starts += log.starts
     places = dict.fromkeys(f"{r['gpu']}, torch {r['torch']}, triton {r['triton']}" for r in starts)
     commits, at_once = (sorted({str(r[k]) for r in starts}) for k in ("commit", "at_once"))
     when = sorted(r["time"] for r in starts) or ["–"]
@@ -315,17 +432,64 @@ def plot(logs, experiment, path):
     figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
+TABLES = {"table": table, "rate": rate_table}
+
+
+def curves(logs, arm):
+    """→ {step: values over seeds}, of the reward (a moving mean) and of the held-out accuracy of an
+    arm of experiment 4."""
+    rewards, accuracies = {}, {}
+    for seed in FOUR.seeds:
+        log = read(logs, main_job(arm, seed))
+        if not log.ended:
+            continue
+        steps = sorted(log.step)
+        for step, reward in zip(steps, smooth([log.step[s]["reward"] for s in steps]), strict=True):
+            rewards.setdefault(step, []).append(reward)
+        for step, record in sorted(log.eval.items()):
+            accuracies.setdefault(step, []).append(record["eval_greedy"])
+    return rewards, accuracies
+
+
+def plot_rate(logs, experiment, path):
+    """The reward and the held-out accuracy of arms 14 to 17 over the steps, with intervals."""
+    rate = chosen(logs, experiment)[1]
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    axes = figure.subplots(1, 2)
+    for color, arm in enumerate(("14", "15", "16", "17")):
+        for axis, curve in zip(axes, curves(logs, arm), strict=True):
+            found = [compare(values, [0] * len(values)) for values in curve.values()]
+            mean, half = (np.array([d[i] for d in found]) for i in (0, 1))
+            seeds = max(map(len, curve.values()))
+            label = f"{arm}: {experiment.arms[arm].what} ({seeds} seeds)"
+            axis.plot(list(curve), mean, color=f"C{color}", label=label)
+            axis.fill_between(
+                list(curve), mean - half, mean + half, color=f"C{color}", alpha=0.15, linewidth=0
+            )
+    for axis, name in zip(axes, ("training reward", "256 held-out problems, greedy"), strict=True):
+        axis.set(xlabel="step", ylabel=name)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    figure.suptitle(
+        f"GSM8K. {BASE.format(experiment.size.upper())}.\nMean and its 95 % interval over seeds; "
+        f"the reward is a moving mean of 9 steps. x: a learning rate of {rate}.",
+        fontsize=9,
+    )
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
 def main(command, logs=LOGS):
     logs = Path(logs)
-    if command == "table":
-        print(table(logs))
+    if command in TABLES:
+        print(TABLES[command](logs))
         return
     for experiment in EXPERIMENTS:
-        if len(whole_seeds(logs, experiment)) >= 3:
-            plot(logs, experiment, logs.parent / experiment.figure)
+        if experiment.figure and len(whole_seeds(logs, experiment)) >= 3:
+            draw = plot_rate if experiment is FOUR else plot
+            draw(logs, experiment, logs.parent / experiment.figure)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] not in (["table"], ["plot"]):
-        sys.exit("usage: python -m experiments.gsm8k_tables table|plot [LOGS]")
+    if not {*sys.argv[1:2]} & {*TABLES, "plot"}:
+        sys.exit(f"usage: python -m experiments.gsm8k_tables {'|'.join(TABLES)}|plot [LOGS]")
     main(*sys.argv[1:3])

@@ -10,7 +10,7 @@ CPU plain torch lines compute each result, and they are its definition.
 A forward pass takes its tokens packed, one after the other without padding. Two objects say which
 tokens a token sees; a layer calls them with its qkv:
 
-    Packed     training and prefill. Each prompt is there once, and its answers follow it:
+    Packed     training and prefill. A prompt is there once for answers that follow it:
                    | prompt 0 | answer | answer | prompt 1 | answer | …
                An answer sees its prompt and itself. Prompts and other answers are independent.
     Paged      a decode step: one new token for each running row. It sees the row's earlier tokens,

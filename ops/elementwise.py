@@ -12,8 +12,7 @@ y to x and normalizes the sum in one pass over memory.
 
 On a CPU plain torch lines compute each result, and they are its definition. On a GPU a Triton
 kernel computes the same. add_norm and swiglu have gradients, also by kernels. Embeddings and norm
-weights are frozen, so they get no gradient. rms_norm calls PyTorch's rms_norm on a CPU and on a
-GPU; add_norm's CPU code uses it.
+weights are frozen, so they get no gradient.
 
 A decode step launches a few hundred kernels of a few microseconds each, so the gaps between kernels
 cost time. PDL (programmatic dependent launch, from Hopper on) closes the gaps: the GPU starts a
@@ -111,7 +110,7 @@ def embed(ids: Tensor, table: Tensor) -> Tensor:
 @jit
 def _embed_kernel(ids, table, out, D: constexpr, TILE: constexpr, PDL: constexpr):
     """A CTA copies one row (D,) of the table. ids (rows,), out (rows, D) f32: a store casts."""
-    wait_for_predecessor(PDL)  # in a decode step, rollout.py's _append_kernel writes ids
+    wait_for_predecessor(PDL)  # in a decode step, sampling.py's _append_kernel writes ids
     row = tl.program_id(0).to(tl.int64)  # int64: row · D may exceed 2³¹
     cols = tl.arange(0, TILE)
     x = tl.load(table + tl.load(ids + row) * D + cols, mask=cols < D, other=0.0)  # (TILE,)

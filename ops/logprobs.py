@@ -39,7 +39,7 @@ except ImportError:  # macOS has no Triton: these two only let Python define the
         return kernel or jit
 
 
-LOGITS_AT_ONCE = 1 << 26  # logits in a chunk: 268 MB of fp32; d_logits is half as large
+LOGITS_AT_ONCE = 1 << 26  # logits in a chunk: 268 MB of fp32; in bf16 d_logits is half as large
 
 
 def logits(hidden: Tensor, W: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def write_logprobs(
             num_warps=8,
         )
         return
-    # In place, and log_p is freed before d_logits is written: at most three such matrices exist.
+    # In place, and log_p is freed before d_logits is written: three such matrices hold numbers.
     log_p = logits.div_(temperature).log_softmax(-1)
     logprob.copy_(log_p.gather(1, targets[:, None])[:, 0])
     p = log_p.exp()

@@ -19,10 +19,11 @@ The counter and the key alone fix a token's noise. So the noise depends neither 
 of the batch nor on the order in which answers end. The sampler may move an answer to another slot,
 or preempt it and resume it later: the answer's next tokens get the same noise.
 
-On a CPU plain torch lines compute each result, and they are its definition. On a GPU, if gradients
-are disabled, `sample` launches Triton kernels with the same result. They use PDL (programmatic
-dependent launch, from Hopper on): the GPU starts a kernel while its predecessor still runs, and the
-kernel waits for its predecessor before it reads.
+`sample` draws tokens, and `append` writes them to the answers. On a CPU plain torch lines compute
+each result, and they are its definition. On a GPU, if gradients are disabled, both launch Triton
+kernels with the same result. The kernels use PDL (programmatic dependent launch, from Hopper on):
+the GPU starts a kernel while its predecessor still runs, and the kernel waits for its predecessor
+before it reads.
 
 Left out: top-k, penalties, speculative sampling. Needs: torch; on a GPU also triton.
 """
@@ -122,15 +123,14 @@ def _sample(logits, temperature, seed, step, sequence, position):
     B, V = logits.shape
     logits = logits.contiguous()
     tiles = triton.cdiv(V, VOCAB_TILE)
-    # Scratch memory between the kernels. With z = logits / temperature, a row holds four lines of
-    # `tiles` numbers, a number for each tile:
-    #     line 0   max z
-    #     line 1   Σ exp(z − max z)       lines 0 and 1 of all tiles give the row's ln Σ exp z
-    #     line 2   max (z + noise)        the row's token is in the tile where this is largest
-    #     line 3   z of the tile's token with the largest z + noise. For the row's token, this z
-    #              minus ln Σ exp z is the log-probability
-    found = logits.new_empty(B, 4, tiles, dtype=torch.float32)
-    winner = sequence.new_empty(B, tiles)  # int64: the id of that token
+    # Scratch memory between the kernels: five numbers of each tile, where z = logits / temperature.
+    # A tile's winner is its token with the largest z + noise. One of the winners becomes the row's
+    # token.
+    #     max_z, sum_exp         max z and Σ exp(z − max z); those of all tiles give ln Σ exp z
+    #     win_id, win_noisy      the winner's id and its z + noise
+    #     win_z                  its z: minus ln Σ exp z it is the log-probability
+    max_z, sum_exp, win_noisy, win_z = logits.new_empty(4, B, tiles, dtype=torch.float32)
+    win_id = sequence.new_empty(B, tiles)  # int64
     token = torch.empty_like(sequence)
     logprob = logits.new_empty(B)
     _tile_kernel[tiles, B](
@@ -142,8 +142,11 @@ def _sample(logits, temperature, seed, step, sequence, position):
         sequence,
         position,
         # pointers: scratch
-        found,
-        winner,
+        max_z,
+        sum_exp,
+        win_id,
+        win_noisy,
+        win_z,
         # sizes
         V,
         # meta
@@ -152,8 +155,11 @@ def _sample(logits, temperature, seed, step, sequence, position):
         **launch_options(logits),
     )
     _merge_kernel[B,](
-        found,
-        winner,
+        max_z,
+        sum_exp,
+        win_id,
+        win_noisy,
+        win_z,
         token,
         logprob,
         tiles,
@@ -174,8 +180,11 @@ def _tile_kernel(
     sequence,
     position,
     # pointers: scratch
-    found,
-    winner,
+    max_z,
+    sum_exp,
+    win_id,
+    win_noisy,
+    win_z,
     # sizes
     V,
     # meta
@@ -210,38 +219,132 @@ def _tile_kernel(
         uniform = (bits.to(tl.float32) + 0.5) * 2.0**-23  # as in noise()
         noisy = z - tl.log(-tl.log(uniform))
     # A finished row may be NaN. Its argmax may then lie past V: the minimum keeps it below V.
-    best = tl.minimum(tl.argmax(noisy, 0), V - 1 - tile * TILE)
+    win = tile * TILE + tl.minimum(tl.argmax(noisy, 0), V - 1 - tile * TILE)
     largest = tl.max(z, 0)
-    tiles = tl.num_programs(0)
-    found += b * 4 * tiles + tile
-    tl.store(found, largest)
+    at = b * tl.num_programs(0) + tile
+    tl.store(max_z + at, largest)
     # -1e30: a tile whose logits are all −inf must add exp(−inf) = 0, but −inf − −inf is NaN.
-    tl.store(found + tiles, tl.sum(tl.exp(z - tl.maximum(largest, -1e30)), 0))
-    tl.store(found + 2 * tiles, tl.max(noisy, 0))
-    tl.store(found + 3 * tiles, tl.sum(tl.where(ids == tile * TILE + best, z, 0.0), 0))
-    tl.store(winner + b * tiles + tile, tile * TILE + best)
+    tl.store(sum_exp + at, tl.sum(tl.exp(z - tl.maximum(largest, -1e30)), 0))
+    tl.store(win_id + at, win)
+    tl.store(win_noisy + at, tl.max(noisy, 0))
+    tl.store(win_z + at, tl.sum(tl.where(ids == win, z, 0.0), 0))
 
 
 @jit
-def _merge_kernel(found, winner, token, logprob, tiles, TILES: constexpr, PDL: constexpr):
+def _merge_kernel(
+    max_z,
+    sum_exp,
+    win_id,
+    win_noisy,
+    win_z,
+    token,
+    logprob,
+    tiles,
+    TILES: constexpr,
+    PDL: constexpr,
+):
     """Grid (B,): a CTA merges a row's tiles. The token is the winner of the tile with the largest
     noisy z; its log-probability is its z minus ln Σ exp z over the row.
 
     TILES: `tiles` rounded up to a power of two. Lanes past `tiles` load what never wins and adds 0.
     """
-    wait_for_predecessor(PDL)  # _tile_kernel writes found and winner
+    wait_for_predecessor(PDL)  # _tile_kernel writes the scratch memory
     b = tl.program_id(0)
     i = tl.arange(0, TILES)
-    found += b * 4 * tiles + i
-    top = tl.load(found, mask=i < tiles, other=float("-inf"))  # (TILES,), as are the other lines
-    total = tl.load(found + tiles, mask=i < tiles, other=0.0)
-    noisy = tl.load(found + 2 * tiles, mask=i < tiles, other=float("-inf"))
+    at = b * tiles + i
+    in_row = i < tiles
+    tops = tl.load(max_z + at, mask=in_row, other=float("-inf"))  # (TILES,), as are the others
+    sums = tl.load(sum_exp + at, mask=in_row, other=0.0)
+    noisy = tl.load(win_noisy + at, mask=in_row, other=float("-inf"))
+    z = tl.load(win_z + at, mask=in_row, other=0.0)
     best = tl.minimum(tl.argmax(noisy, 0), tiles - 1)  # NaN, as above
-    largest = tl.max(top, 0)
-    log_sum = largest + tl.log(tl.sum(total * tl.exp(top - largest), 0))
-    z = tl.load(found + 3 * tiles, mask=i < tiles, other=0.0)
+    largest = tl.max(tops, 0)
+    log_sum = largest + tl.log(tl.sum(sums * tl.exp(tops - largest), 0))
     tl.store(logprob + b, tl.sum(tl.where(i == best, z, 0.0), 0) - log_sum)
-    tl.store(token + b, tl.load(winner + b * tiles + best))
+    tl.store(token + b, tl.load(win_id + b * tiles + best))
+
+
+# --- write a drawn token to its answer
+
+
+def append(token: Tensor, logprob: Tensor, slots, stops: Tensor, max_new_tokens: int, rollout):
+    """Write each row's new token to its answer; end the row at a stop token or at max_new_tokens.
+
+    token (n,) int64, logprob (n,) f32: from sample, for n slots. stops (m,) int64. Changed in
+    place: rollout (a rollout.Rollout), and of slots (n of rollout.Slots) last_token, which takes
+    the token, and position, which grows by 1, or becomes −1 when its row ends. A row at −1 is
+    skipped.
+    """
+    if uses_kernels(logprob):
+        _append_kernel[len(token),](
+            # what was drawn, for which rows
+            token,
+            logprob,
+            slots.rollout_row,
+            slots.position,
+            # when an answer ends
+            stops,
+            len(stops),
+            max_new_tokens,
+            # receives the token, which the model reads next
+            slots.last_token,
+            # the Rollout
+            rollout.tokens,
+            rollout.logprobs,
+            rollout.lengths,
+            rollout.finished,
+            rollout.tokens.shape[1],
+            **launch_options(token),
+            num_warps=1,
+        )
+        return
+    live = slots.position >= 0
+    token, row, position = token[live], slots.rollout_row[live], slots.position[live] + 1
+    rollout.tokens[row, position] = token
+    rollout.logprobs[row, position] = logprob[live]
+    rollout.lengths[row] += 1
+    rollout.finished[row] = torch.isin(token, stops)
+    ended = rollout.finished[row] | (rollout.lengths[row] >= max_new_tokens)
+    slots.position[live] = torch.where(ended, -1, position)
+    slots.last_token[live] = token
+
+
+@jit(do_not_specialize=["limit", "width"])
+def _append_kernel(
+    token,
+    logprob,
+    rows,
+    positions,
+    stops,
+    n_stops,
+    limit,
+    last,
+    tokens,
+    logprobs,
+    lengths,
+    finished,
+    width,
+    PDL: constexpr,
+):
+    """Grid (n,): a CTA appends the token of one slot, as the torch lines of append do."""
+    wait_for_predecessor(PDL)
+    b = tl.program_id(0)
+    at = tl.load(positions + b) + 1
+    if at > 0:
+        row, new = tl.load(rows + b), tl.load(token + b)
+        length = tl.load(lengths + row) + 1
+        stop = 0
+        for i in range(n_stops):
+            stop |= (tl.load(stops + i) == new).to(tl.int32)
+        tl.store(tokens + row * width + at, new)
+        tl.store(logprobs + row * width + at, tl.load(logprob + b))
+        tl.store(lengths + row, length)
+        tl.store(finished + row, stop != 0)
+        tl.store(positions + b, tl.where((stop != 0) | (length >= limit), -1, at))
+        tl.store(last + b, new)
+
+
+# --- the noise, in plain torch
 
 
 def noise(V: int, seed: int, step: int, sequence: Tensor, position: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import pytest
 
 import train
 from tools import report
+from tools.flags import parse
 
 ROOT = Path(train.__file__).parent
 # keys in which the record of a replayed step may differ
@@ -72,7 +73,7 @@ def main(*flags):
     lock.
     """
     try:
-        return train.main(list(map(str, flags)))
+        return train.main(parse(list(map(str, flags))))
     except SystemExit as stop:
         return stop.code
     except KeyboardInterrupt:

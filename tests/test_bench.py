@@ -1,10 +1,13 @@
 """bench/: each script measures a tiny shape on a CPU, and its table is made of its records."""
 
 import functools
+import importlib
 import shlex
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ import torch
 import fp4_gemm
 import lora
 import nvfp4
-from bench import common, gemm, rollout, step, tables, turns, vllm
+from bench import common, gemm, loading, rollout, step, tables, turns, vllm
 from tools import memory, ranks, report
 
 STEP = "--prompts 2 --samples 3 --prompt-length 5 --new 7 "
@@ -103,6 +106,7 @@ def test_wrong_results_are_not_timed():
 @pytest.mark.parametrize("script, flags, why", [
     (gemm, "", "needs a GPU"),
     (step, "--mean 8 --new 8", "--mean 8"),
+    (loading, "", "--model"),
     (turns, "--trees nowhere", "--trees nowhere"),
     (vllm, "--vllm false", "--vllm false")])  # fmt: skip
 def test_wrong_flags_are_named_before_anything_is_measured(capsys, script, flags, why):
@@ -135,6 +139,41 @@ def test_turns_times_an_update():
     tree = SimpleNamespace(common=common, step=step, model=common.random_model("tiny", "nvfp4"))
     update = turns.update_turn(tree, SimpleNamespace(new=6, quant="nvfp4"), batch=4)
     assert update() > 0 and tree.model.recomputed_layers == 2
+
+
+@pytest.mark.parametrize("quant, phase", [("bf16", "join"), ("nvfp4", "quantise")])
+def test_loading_shares_out_the_seconds(tmp_path, tiny_chat, monkeypatch, quant, phase):
+    """Of a folder that it writes. Its phases are all of model.load, and the weights have a sum."""
+    for functions in loading.PHASES.values():
+        for owner, name in functions:
+            if hasattr(owner, name):
+                monkeypatch.setattr(owner, name, getattr(owner, name))
+    place = ["--write", f"{tmp_path}/m", "--tokenizer", str(tiny_chat), "--model-shape", "tiny"]
+    loading.main(place)
+    twice = ["--model", f"{tmp_path}/m", "--quant", quant, quant, "--out", f"{tmp_path}/log"]
+    loading.main(twice)
+    first, second = report.jsonl(tmp_path / "log")
+    within = set(loading.PHASES) | {"rest"}
+    parts = [seconds for name, seconds in first.items() if name in within]
+    assert sum(parts) == pytest.approx(first["load_s"]) and min(parts) >= 0 < first[phase]
+    assert first["sum"] == second["sum"] != 0
+
+
+def test_a_step_of_unsloth_has_our_rates(monkeypatch):
+    """Of 6 answers of 7 tokens to prompts of 5, with stand-ins for what needs a GPU."""
+    for name in ("unsloth", "trl", "datasets"):
+        monkeypatch.setitem(sys.modules, name, Mock())
+    log, trainer = [], Mock(_generate=lambda: time.sleep(0.01))
+    meter = importlib.import_module("bench.unsloth").Meter(log, Mock(prompt_length=5))
+    meter.watch(trainer)
+    meter.on_step_begin(*[None] * 3)
+    trainer._generate()
+    assert len(meter.reward([""] * 6, [[8] * 7] * 6)) == 6
+    meter.on_step_end(None, Mock(global_step=1), None)
+    (r,) = log
+    assert r["rollout_s"] * r["rollout_tok_s"] == pytest.approx(42)
+    assert r["update_s"] * r["update_tok_s"] == pytest.approx(72)
+    assert r["rollout_s"] + r["update_s"] == pytest.approx(r["step_s"])
 
 
 # --- vLLM, in children

@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from command import ROOT
 from test_train import ANSWERS, assert_same, gradient, rollout, trainer
 
 from rollout import Rollout
-from tools import budget, memory
+from tools import budget, memory, ranks
 from tools.budget import Budget
 from tools.diagnostics import mismatch
 from tools.memory import PromptRows, micro_batches
@@ -136,8 +137,7 @@ def test_a_mismatch_that_runs_out_of_memory_is_measured_in_smaller_batches(
 ):
     learner = trainer(tiny_chat)
     sampled = rollout(learner.model, sigma=0.5)
-    given = learner.model, learner.budget, sampled, learner.config.temperature
-    want, real = mismatch(*given), Rollout.scored_by
+    want, real = mismatch(learner, sampled), Rollout.scored_by
 
     def scored_by(some, *arguments):
         if len(some.lengths) > 3:
@@ -146,7 +146,7 @@ def test_a_mismatch_that_runs_out_of_memory_is_measured_in_smaller_batches(
 
     monkeypatch.setattr(Rollout, "scored_by", scored_by)
     # a log-probability near 10 is rounded by 1e-6 in fp32: the relative error of its exponential
-    assert mismatch(*given) == pytest.approx(want, rel=1e-5)
+    assert mismatch(learner, sampled) == pytest.approx(want, rel=1e-5)
     assert "out of memory" in capsys.readouterr().out
 
 
@@ -219,3 +219,12 @@ def test_gpu_the_allocator_grows_its_segments(monkeypatch):
         "print(torch.cuda.memory._snapshot()['allocator_settings']['expandable_segments'])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT).strip() == b"True"
+
+
+def test_the_gpu_is_started_in_a_thread_that_raises_nothing(monkeypatch):
+    """The main thread's first allocation meets the same error, and makes it a sentence."""
+    first = Mock(side_effect=RuntimeError("no driver"))
+    monkeypatch.setattr(torch, "zeros", first)
+    monkeypatch.setattr(ranks, "Thread", lambda target, args: Mock(start=lambda: target(*args)))
+    assert [ranks.join_ranks(device) for device in ("cuda", "cpu")] == ["cuda", "cpu"]
+    first.assert_called_once_with(1, device="cuda")

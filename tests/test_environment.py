@@ -70,7 +70,7 @@ def test_a_prompt_that_the_model_cannot_take_is_named_by_its_text(model):
     chat = [{"role": "user", "content": "1" * 121}]
     for prompt, count in (("", 0), ("1" * 121, 121), (chat, 121)):
         text = re.escape(repr(str(prompt)[:60]))
-        with pytest.raises(ValueError, match=f"{text} has {count} tokens: .* 1 to 120;"):
+        with pytest.raises(ValueError, match=f"{text} has {count} tokens: .* 1 to 120 of "):
             encoded(prompt)
     last = encoded("12")[-1]
     environment.model_config.vocab_size = last + 1
@@ -232,6 +232,11 @@ def test_two_ranks_train_as_one_process(tiny_chat, tmp_path, capfd):
     one, two = report.read(tmp_path / "one"), report.read(folder)
     assert list(one) == list(two) and len(lines(folder)) == len(two)
     assert one["step", 1]["grad_norm"]  # the first gradient
+    asked = [
+        [r["prompt"] for r in report.jsonl(path / "eval.jsonl")]
+        for path in (tmp_path / "one", folder)
+    ]
+    assert asked[0] == asked[1] and len(asked[0]) == 2 * 5  # of all ranks, in order
     skipped = {"kind", *TIMINGS}
     for where in list(one)[:3]:
         want = {key: value or 0 for key, value in one[where].items() if key not in skipped}

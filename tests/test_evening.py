@@ -3,6 +3,7 @@
 python -m pytest tests/test_evening.py -m "slow or not slow"
 """
 
+import json
 import re
 import shutil
 import subprocess
@@ -11,6 +12,9 @@ from pathlib import Path
 
 import pytest
 from command import ROOT
+from test_structure import tracked
+
+from docs import figures, notebook
 
 PAGE = (ROOT / "docs/evening.md").read_text()
 COMMAND = r"```bash\n(.*?)```\n```text\n(.*?)```"
@@ -27,9 +31,8 @@ def clone(tmp_path_factory):
     hold files of its user, such as a virtual environment.
     """
     folder = tmp_path_factory.mktemp("evening")
-    git = ["git", "ls-files"]
-    for name in subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.split("\n"):
-        if name and not name.startswith("results/"):
+    for name in tracked():
+        if not name.startswith("results/"):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
     who = ["-c", "user.name=a", "-c", "user.email=a@b"]
@@ -42,6 +45,20 @@ def test_the_page_has_eight_stations_each_with_a_question():
     assert [number for number, *_ in STATIONS] == list("12345678")
     assert len(KERNEL) == 4
     assert PAGE.count("**Question.**") == PAGE.count("**Look at**") == PAGE.count("<details>") == 8
+
+
+def test_the_notebook_is_the_page():
+    """Made again by python -m docs.notebook."""
+    assert notebook.NOTEBOOK.read_text() == notebook.notebook(PAGE)
+    cells = json.loads(notebook.NOTEBOOK.read_text())["cells"]
+    commands = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"][1:]
+    assert [c.removeprefix("%%bash\n") for c in commands] == [c.strip() for _, c, _ in STATIONS]
+
+
+def test_the_script_draws_each_figure_that_a_page_shows(tmp_path):
+    figures.main(tmp_path)
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn == set(re.findall(r"figures/(\w+\.png)", PAGE))
 
 
 @pytest.mark.parametrize(

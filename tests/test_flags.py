@@ -6,16 +6,22 @@ python -m pytest tests/test_flags.py
 import json
 import math
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from command import FLAGS, main
+from command import FLAGS, ROOT, main
 from safetensors.torch import save_file
 
+import aqn
+import grpo
 import train
-from tools.flags import FIELDS, Config, check, parse, spelled
-from tools.run import one_sentence
+from tools import memory, weights
+from tools.ends import one_sentence
+from tools.flags import FIELDS, Config, check, command_of, parse, spelled
 
 # what the run of an adapter was trained with; each differs from its default
 SCORED = dict(
@@ -147,6 +153,65 @@ def test_a_flag_that_does_nothing_beside_the_others_is_named(case, capsys):
     parse(words.split())
     warnings = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in warnings] == idle.split()
+
+
+def test_the_choices_are_the_names_that_the_method_knows():
+    """flags.py spells them out, so that it needs no torch."""
+    for name, known in dict(
+        quant=weights.QUANT, loss=grpo.LOSSES, sigma_schedule=[*aqn.SCHEDULES, "adaptive"]
+    ).items():
+        assert [*FIELDS[name].metadata["choices"]] == [*known]
+
+
+@pytest.mark.parametrize("flags", ["--stepz 3", "--steps x", "--prompts 0", "--help"])
+def test_a_wrong_flag_does_not_wait_for_torch(flags):
+    code = f"""
+import runpy, sys
+sys.argv = ["train.py", *{flags.split()}]
+try:
+    runpy.run_path("{ROOT}/train.py", run_name="__main__")
+finally:
+    print("torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == (0 if "help" in flags else 2), done.stderr
+    assert done.stdout.endswith("False\n")
+
+
+@pytest.mark.parametrize("shape", memory.MODELS)
+def test_the_learning_rate_follows_the_model_unless_it_is_given(shape, capsys):
+    rate = {"135m": 5e-4, "0.5b": 1e-4, "1.5b": 1e-4}.get(shape, 2e-5)
+    left_out, given = Config(), Config(lr=0)
+    for config in (left_out, given):
+        config.follow_model(memory.plan(memory.config(shape), "bf16").weights / 2)
+    assert (left_out.lr, given.lr) == (rate, 0)
+    assert capsys.readouterr().out.startswith(f"--lr {rate:g} ")
+
+
+@pytest.mark.parametrize("quiet", ["", "--steps 16 --model a/b", "--model smollm2"])
+def test_few_steps_for_a_model_of_ones_own_are_told(quiet, ended, capsys):
+    parse(quiet.split())
+    parse(["--resume", ended(model="a/b")])
+    assert not capsys.readouterr().out
+    parse(["--model", "a/b"])
+    assert re.search("16 steps.* --steps", capsys.readouterr().out)
+
+
+def test_a_command_says_again_what_differs_from_the_defaults():
+    given = [
+        "--no-aqn",
+        "--eval-problems",
+        "0",
+        "--task",
+        "a b'c.py",
+        "--lr",
+        "0.001",
+        "--template-kwargs",
+        '{"a": 1}',
+    ]
+    config = parse(given)
+    command = command_of(vars(config) | {"out": "x", "resume": "y"})
+    assert parse(shlex.split(command)[2:]) == config
 
 
 def test_the_longest_answer_depends_on_the_task():
@@ -389,5 +454,5 @@ def test_what_a_user_can_get_wrong_is_one_line_and_exit_code_2(
     flags, words = case.format(tmp=tmp_path).split(" | ")
     ended(model=str(tiny_chat), rank=4)
     with pytest.raises(SystemExit, match="2"), one_sentence("train.py"):
-        train.main(["--model", str(tiny_chat), *FLAGS, *flags.split()])
+        train.main(parse(["--model", str(tiny_chat), *FLAGS, *flags.split()]))
     assert re.fullmatch(f"train.py: .*{re.escape(words)}.*\n", capsys.readouterr().err)

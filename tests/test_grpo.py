@@ -20,12 +20,12 @@ def random_tokens(scale=0.5):
     return torch.where(MASK, values, math.nan).requires_grad_()
 
 
-def papers_loss(kind, new, old, weights, ref, adv, beta):
+def papers_loss(kind, new, old, weights, ref, adv, beta, lengths=LENGTHS, longest=MAX):
     """The papers' objectives, negated, answer by answer without masks, divided by each paper's own
-    divisor. ε is .1 and .3, ρ_max 1.5.
+    divisor. ε is .1 and .3, ρ_max 1.5. lengths: of the answers; longest: what they may have.
     """
     total = 0
-    for i, n in enumerate(LENGTHS):
+    for i, n in enumerate(lengths):
         log_p, log_ratio = new[i, :n], (new - old)[i, :n]
         if kind == "gspo":  # one ratio for all tokens of an answer
             log_ratio = log_ratio.mean()
@@ -35,7 +35,9 @@ def papers_loss(kind, new, old, weights, ref, adv, beta):
             objective = ratio.detach().clamp(max=1.5) * adv[i] * log_p
         tokens = weights[i, :n] * objective - beta * (log_q.exp() - log_q - 1)
         total -= tokens.sum() / (n.clamp(min=1) if kind in ("grpo", "gspo") else 1)
-    return total / {"dapo": 20, "cispo": 20, "grpo": 5, "gspo": 5, "dr_grpo": 5 * MAX}[kind]
+    tokens, answers = lengths.sum(), (lengths > 0).sum()
+    divisors = {"dapo": tokens, "cispo": tokens, "grpo": answers, "gspo": answers}
+    return total / divisors.get(kind, answers * longest)  # dr_grpo
 
 
 @pytest.mark.parametrize("kind", grpo.LOSSES)
@@ -171,6 +173,17 @@ def test_a_group_of_equal_rewards_gets_exact_zeros():
 def test_what_advantages_refuses_it_names(rewards, scale, words):
     with pytest.raises(ValueError, match=words):
         grpo.advantages(torch.tensor(rewards), scale)
+
+
+def test_leave_one_out_subtracts_the_mean_of_the_others():
+    """RLOO, sample by sample, and REINFORCE, which subtracts nothing."""
+    rewards = torch.tensor([[1, 0, 0, 1.0], [0.1, 0.1, 0.1, 0.1], [-2, 0.5, 3, 0]]).double()
+    want = [[float(r - (row.sum() - r) / (len(row) - 1)) for r in row] for row in rewards]
+    found = grpo.advantages(rewards, "none", "rloo")
+    assert (found - torch.tensor(want)).abs().max() < 1e-6 and (found[1] == 0).all()
+    assert torch.equal(grpo.advantages(rewards, "none", "none"), rewards.float())
+    with pytest.raises(KeyError, match="best"):
+        grpo.advantages(rewards, "none", "best")
 
 
 def test_the_soft_overlong_penalty_of_dapo():

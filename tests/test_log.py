@@ -1,15 +1,34 @@
-"""README.md and results/LOG.md: each current table equals what its script makes of its log."""
+"""README.md, docs/ and results/LOG.md: each table equals what its script makes of its log."""
 
 import re
 import statistics
 
 import pytest
 from command import ROOT
+from test_structure import tracked
 
 from bench import tables
 from experiments import gsm8k_plan, gsm8k_tables
 
-TEXT = " ".join(((ROOT / "README.md").read_text() + (ROOT / "results/LOG.md").read_text()).split())
+PAGES = "README.md", "docs/differences.md", "docs/commands.md", "docs/planner.md", "results/LOG.md"
+TEXT = " ".join("".join((ROOT / page).read_text() for page in PAGES).split())
+
+
+@pytest.fixture(scope="module")
+def git_logs(tmp_path_factory):
+    """→ a folder of links to the logs that git knows. results/ may hold a user's own runs."""
+    folder = tmp_path_factory.mktemp("logs")
+    for name in tracked("results"):
+        link = folder / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(ROOT / name)
+    return folder / "results" if (folder / "results").is_dir() else ROOT / "results"
+
+
+@pytest.fixture(autouse=True)
+def logs(git_logs, monkeypatch):
+    monkeypatch.setattr(tables, "LOGS", git_logs)
+    monkeypatch.setattr(gsm8k_plan, "LOGS", git_logs / gsm8k_plan.LOGS.name)
 
 
 @pytest.mark.parametrize("name", [*tables.TABLES, "gsm8k"])
@@ -25,7 +44,7 @@ def test_each_current_table_equals_what_its_script_makes_of_its_log(name, capsys
         assert " ".join(paragraph.split()) in TEXT, paragraph
 
 
-def test_each_interval_that_readme_and_the_log_quote_stands_in_a_table():
+def test_each_interval_that_a_page_quotes_stands_in_a_table():
     """−.035 ± .030 in a sentence is -0.035 ± 0.030 in a table of results/, which a script made of a
     log.
     """
@@ -38,7 +57,7 @@ def test_each_interval_that_readme_and_the_log_quote_stands_in_a_table():
 
 
 def test_the_numbers_in_readmes_sentences_are_those_of_the_logs():
-    """Each sentence is made from its log, as README has it."""
+    """Each sentence is made from its log, as README or a page of docs/ has it."""
     runs = tables.quickstarts()
     before, after = (runs[0][when]["eval_greedy"] for when in ("before", "after"))
     whole = [run["minutes"] for run in runs]
@@ -55,7 +74,8 @@ def test_the_numbers_in_readmes_sentences_are_those_of_the_logs():
         for group, other in ((short, "bf16"), (short, "hf-nf4"), (long, "bf16"))
     )
     capped = tables.long_steps()["7b", 24.2]
-    (seconds,) = re.findall(r"\| 7B \|.*\| (\d+) \|$", (ROOT / "README.md").read_text(), re.M)
+    planner = (ROOT / "docs/planner.md").read_text()
+    (seconds,) = re.findall(r"\| 7B \|.*\| (\d+) \|$", planner, re.M)
     assert round(max(whole)) == round(min(whole)) == 3
     for sentence in (
         "In about 3 minutes after the download this teaches SmolLM2-135M-Instruct the times table",
@@ -63,8 +83,9 @@ def test_the_numbers_in_readmes_sentences_are_those_of_the_logs():
         f"Alone on an H100 this took {minutes} with `--seed` 0, 1 and 2, and the accuracy rose "
         f"from {alone[0]['before']['eval_greedy']:.2f} to "
         + "{:.2f}, {:.2f} and {:.2f}".format(*learned),
-        f"It took {peaks.pop()} GB",
+        f"It used {peaks.pop()} GB",
         f"A whole step of the 7B takes {bf16:.2f} times as long in bf16, and {qlora:.2f} times",
+        f"Here it takes {bf16:.2f} and {qlora:.2f} times as long with answers of about 150 tokens",
         f"of 2,100 tokens {bf16_long:.2f} times in bf16",
         f"a step of {capped['samples']} answers of {capped['new']:,} tokens in "
         f"{capped['step_s']:.0f} s",
@@ -72,6 +93,7 @@ def test_the_numbers_in_readmes_sentences_are_those_of_the_logs():
         f"{float(row['peak GB']):.0f} GB each",
         f"about {600 * int(seconds) / 3600:.0f} hours on an H200 if answers have 500 tokens (600 "
         f"steps of 128 answers, {seconds} s each)",
+        f"200 steps to take about {200 * int(seconds) / 3600:.0f} hour",
     ):
         assert sentence in TEXT, sentence
     assert not peaks

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import lora
 import model as decoder
-from tools import adapter, weights
+from tools import adapter, export, weights
 
 PROJECTIONS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
 IDS = torch.arange(24).view(2, 12) * 7 % 97
@@ -162,7 +162,8 @@ def test_peft_reads_our_adapter_and_we_read_its(family, tmp_path):
     oracle = tiny_checkpoint(base, family)
     model = randomise(load(base))
     adapter.save_adapter(model, ours, base)
-    assert {*os.listdir(ours)} == {"adapter_config.json", "adapter_model.safetensors"}
+    files = {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    assert {*os.listdir(ours)} == files
     plain = oracle(IDS).logits
     wrapped = peft.PeftModel.from_pretrained(oracle, ours)
     assert (wrapped(IDS).logits - logits(model)).abs().max() < 1e-4
@@ -179,6 +180,24 @@ def test_peft_reads_our_adapter_and_we_read_its(family, tmp_path):
     assert "HuggingFaceTB/SmolLM2-135M-Instruct" in (ours / adapter.CONFIG).read_text()
     a, b = (load_file(folder / adapter.TENSORS) for folder in (ours, theirs))
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@torch.no_grad()
+def test_an_adapter_of_some_projections_and_an_rslora_are_what_peft_computes(tmp_path):
+    """Of an adapter before it nothing is left. An rsLoRA's α is multiplied by √r, here √4."""
+    base, theirs = tmp_path / "base", tmp_path / "theirs"
+    some = dict(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    config = peft.LoraConfig(r=4, lora_alpha=8, use_rslora=True, **some)
+    wrapped = peft.get_peft_model(tiny_checkpoint(base), config).eval()
+    wrapped.save_pretrained(theirs)
+    model = randomise(load(base, alpha=16))
+    adapter.load_adapter(model, theirs)
+    assert (wrapped(IDS).logits - logits(model)).abs().max() < 1e-4
+    merged = export.LayerByLayer(base, "bf16", theirs)
+    for _ in merged.layers():
+        pass
+    ids = (torch.arange(32) + 1) * 7919 % 97
+    assert (wrapped(ids[None]).logits[0] - merged.logits()).abs().max() < 1e-4
 
 
 LAST = "base_model.model.model.layers.2.self_attn.v_proj.lora_B.weight"
@@ -215,7 +234,7 @@ def test_a_file_of_an_adapter_that_is_damaged_or_missing_is_refused(refuses, tmp
     for name, text in ((adapter.CONFIG, "[1]"), (adapter.CONFIG, "{"), (adapter.TENSORS, "{")):
         whole = (tmp_path / name).read_bytes()
         (tmp_path / name).write_text(text)
-        refuses("damaged")
+        refuses(f"{tmp_path / name} cannot be read, fetch it again")
         (tmp_path / name).unlink()
         refuses(f"no {name}")
         (tmp_path / name).write_bytes(whole)

@@ -92,6 +92,18 @@ def test_a_hard_limit_below_the_judges_own_holds_and_does_not_stop_it(stub):
     assert done.stdout == "True False False\n", done.stderr
 
 
+def test_a_system_without_a_limit_of_memory_judges_without_it(stub, tmp_path):
+    """macOS: setrlimit refuses any limit of address space, by a ValueError."""
+    stub()
+    (tmp_path / "resource.py").write_text(
+        "RLIMIT_AS = 5\n"
+        "getrlimit = lambda kind: (-1, -1)\n"
+        "def setrlimit(kind, limits):\n"
+        "    raise ValueError('current limit exceeds maximum limit')\n"
+    )
+    assert [judge.equal("7", answer) for answer in ("7", "8")] == [True, False]
+
+
 PAIRS = [(str(n), str(n + odd)) for odd in (0, 1) for n in range(30)]
 
 
@@ -235,6 +247,7 @@ HOW_IT_IS_STORED = [  # by MATH-500, MATH, DAPO (published, reprocessed), JSONL,
     {"prompt": "Half of one?", "solution": HALF},
     {"question": "Half of one?", "answer": f"#### {HALF}"},
     {"prompt": CHAT, "answer": f"\\boxed{{{HALF}}}"},
+    {"messages": [*CHAT, {"role": "assistant", "content": f"So \\boxed{{{HALF}}}"}]},
 ]
 
 
@@ -243,7 +256,7 @@ def test_math_reads_the_field_names_of_the_known_datasets(tmp_path, record):
     others = [{"prompt": str(n), "reward_model": {"ground_truth": n}} for n in range(3)]
     task = math(jsonl(tmp_path / "some.jsonl", [record, *others]))
     answers = {p["problem"]: p["answer"] for p in task.train + task.held_out}
-    asked = "be brief\n\nHalf of one?" if record.get("prompt") == CHAT else "Half of one?"
+    asked = "be brief\n\nHalf of one?" if "be brief" in str(record) else "Half of one?"
     assert answers == {asked: HALF, "0": "0", "1": "1", "2": "2"}
     prompt = task.prompt({"problem": asked})
     assert prompt.startswith(f"{asked}\n") and prompt.endswith("\\boxed{}.")
@@ -307,6 +320,7 @@ BROKEN = [  # record, what its refusal names
     ({"prompt": ["hi"], "answer": "3"}, "chat"),
     ({"prompt": [CHAT[1], {"role": "user"}], "answer": "3"}, "chat"),
     ({"prompt": CHAT[:1], "answer": "3"}, "chat"),
+    ({"messages": [*CHAT, *CHAT], "answer": "3"}, "chat"),
 ]
 
 

@@ -211,6 +211,18 @@ def test_gptq_keeps_the_outputs_where_sweep_keeps_the_weights(dtype):
     assert (apart == nvfp4.dequantize(gptq)).float().mean() > 0.99  # sums in another order
 
 
+@pytest.mark.gpu
+def test_the_graph_rounds_as_its_kernels_do(monkeypatch):
+    """Also the last columns, which are fewer than a graph rounds at once."""
+    X = torch.randn(272, 600, device="cuda")
+    w = torch.randn(96, 272, device="cuda")
+    replayed = nvfp4.quantize(w, "gptq", hessian=X @ X.T)
+    monkeypatch.setattr(nvfp4, "_as_graph", lambda function: function)
+    launched = nvfp4.quantize(w, "gptq", hessian=X @ X.T)
+    for one, other in zip(replayed, launched, strict=True):
+        assert torch.equal(one.float(), other.float())
+
+
 def test_gptq_without_correlations_is_sweep():
     """With H = I, and for the weights of inputs that are always 0, beside others."""
     w, X = torch.randn(32, 192), inputs_of(192)

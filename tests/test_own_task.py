@@ -13,7 +13,8 @@ from tools import own_task
 from tools.own_task import load_task_file
 
 ROOT = Path(__file__).parent.parent
-OWN = re.search("```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]  # its example
+# its example
+OWN = re.search("```python\n(.*?)```", (ROOT / "docs/tasks.md").read_text(), re.S)[1]
 MINE = """import functools, re, sys, time
 def problems():
     return [{"prompt": f"What is {n} - 1?", "answer": n - 1} for n in range(10, 100)]
@@ -42,11 +43,13 @@ def own(tmp_path):
     return make
 
 
-def test_the_readmes_example_of_a_task_of_ones_own(own):
+def test_the_example_of_a_task_of_ones_own(own):
+    """In docs/tasks.md. A model that shows its work is judged by its last number."""
     task, problem = own(OWN), {"prompt": "What is 8 - 1?", "answer": 7}
     assert len(task.train) == 68 and len(task.held_out) == 22
     assert task.prompt(problem) == "What is 8 - 1?"
-    assert [task.reward(problem, text, True) for text in ("7", "8", "x")] == [1, 0.1, 0]
+    rewards = {"7": 1, "8 - 1 = 7.": 1, "7 or 8": 0.1, "8": 0.1, "-7": 0.1, "x": 0}
+    assert {text: task.reward(problem, text, True) for text in rewards} == rewards
     assert task.reward(problem, "7", False) == 0, "an answer that the model did not end"
 
 

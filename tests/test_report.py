@@ -4,6 +4,7 @@ python -m pytest tests/test_report.py
 """
 
 import json
+import re
 import runpy
 import shutil
 import sys
@@ -98,6 +99,26 @@ def test_report_shows_and_plots(whole, tmp_path, monkeypatch, capsys, argv, draw
     assert list(tmp_path.rglob("curves.png")) == [tmp_path / name for name in drawn]
     for name in drawn:
         assert Path(name).read_bytes().startswith(b"\x89PNG\r\n")
+
+
+def test_show_tells_what_was_wrong_before_and_right_after(tmp_path):
+    """From the first evaluation to the last. The last record of a problem in a step counts, and
+    what was written by hand does not. An evaluation alone shows what is wrong.
+    """
+    rewards = {"0": "0000", "1": "0001", "2": "0011", "3": "0101", "4": "1110", "5": "1111"}
+    log = []
+    for prompt, line in rewards.items():
+        for step, reward in enumerate(map(int, line)):
+            for value in (1 - reward, reward):  # a step that is replayed
+                log.append(dict(prompt=prompt, step=step, reward=value, text=line, ended=True))
+    append(tmp_path / "eval.jsonl", *log, [], {"step": 9}, log[0] | {"step": "x"})
+    rose, fell, wrong = re.findall(r"^\w.*: (\d) of 6", report.show([tmp_path]), re.M)
+    assert (rose, fell, wrong) == ("3", "1", "1")
+    examples = re.findall(r"^    '(\d)'$", report.show([tmp_path]), re.M)
+    assert examples == ["1", "2", "3", "4", "0"]
+    (tmp_path / "eval.jsonl").unlink()
+    append(tmp_path / "eval.jsonl", *(r for r in log if r["step"] == 0))
+    assert re.findall(r": (\d) of 6", report.show([tmp_path])) == ["0", "0", "4"]
 
 
 @pytest.mark.parametrize(

@@ -322,20 +322,17 @@ def biased(tmp_path_factory):
 class Rounded(attention.Packed):
     """A text whose keys and values are rounded to integers, by the words of attention.Int8."""
 
-    def __init__(self, m, tokens, positions):
+    def __init__(self, m, tokens, longest):
         super().__init__([(tokens, [])], m.device)
-        self.m, self.positions_of_sampler = m, torch.arange(positions)
+        self.m, self.longest = m, longest
 
     def __call__(self, qkv, heads, cos, sin, layer):
         q, k, v = attention.rotated_heads(qkv, heads, cos, sin)
-        angles = self.m.rotary(self.positions_of_sampler)
-        layer = self.m.layers[layer].self_attn
-        bias = layer.qkv_proj.base.bias.view(8, 16)[4:6].expand(
-            len(self.positions_of_sampler), -1, -1
-        )
-        center = attention.rope(bias, *angles).mean(0)
-        stretch = layer.int8_frame(*angles)[1][:2]
-        assert stretch.unique().tolist() == [1, 8]  # of the pair that RoPE turns fastest
+        angles = model.rotary(torch.arange(self.longest), self.m.inv_freq, 1)
+        bias = self.m.layers[layer].self_attn.qkv_proj.base.bias.view(8, 16)[4:6]
+        center = attention.rope(bias.expand(self.longest, -1, -1), *angles).mean(0)
+        stretch = self.m.center_and_stretch(self.longest)[1][layer, :2]
+        assert stretch.unique().tolist() == [1, 8]  # 8: of the pair that RoPE turns fastest
         k = self.integers((k - center) / stretch) * stretch
         return self.attend_to_group(q, k, self.integers(v), *self.spans[0])
 
@@ -354,7 +351,7 @@ def test_int8_pages_change_nothing_but_the_rounding(biased, steps):
     place -= r.prompt_lengths[row]
     naive = []
     for ids, p, n in zip(r.tokens, r.prompt_lengths.tolist(), r.lengths.tolist(), strict=True):
-        text = Rounded(biased, p + n, positions=17 + 20)
+        text = Rounded(biased, p + n, longest=17 + 20)
         naive.append(biased(ids[: p + n], text.positions, text)[p - 1 : -1])
     token, logprob = sampling.sample(biased.logits(torch.cat(naive)), 1.0, 5, 2, row, place)
     assert torch.equal(r.tokens[r.answer_mask()], token)
@@ -523,9 +520,9 @@ def test_out_of_memory_halves_the_pages_and_draws_nothing_twice(
             super().__init__(**how | dict(disable=False))
             bars.append(self)
 
-    monkeypatch.setattr(rollout, "tqdm", Bar)
-    run_out(monkeypatch, rollout if name == "append" else m, name, fails)
+    run_out(monkeypatch, rollout.sampling if name == "append" else m, name, fails)
     sampler = limited(m, 2, slots=13, pages=80)
+    sampler.bar = Bar
     check_same(sampler.generate(*DRAW), r)
     assert sampler.stats["pages"] == 20 and sampler.stats["prefill"] == 53
     assert sum(steps) == r.lengths.sum() and bars[0].n == bars[0].total == 32
@@ -537,7 +534,7 @@ def test_out_of_memory_halves_the_pages_and_draws_nothing_twice(
 
 def test_out_of_memory_is_raised_if_half_of_the_pages_is_too_few(m, monkeypatch):
     """Half of 35 pages of 2 does not hold the longest row, half of 36 does."""
-    run_out(monkeypatch, rollout, "append", range(9))
+    run_out(monkeypatch, rollout.sampling, "append", range(9))
     for pages, left in ((35, 35), (37, 18)):
         sampler = limited(m, 2, pages=pages)
         with pytest.raises(torch.OutOfMemoryError):

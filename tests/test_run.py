@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -30,7 +31,7 @@ from tools import report
 from tools import run as run_file
 from tools.diagnostics import preflight_report
 from tools.environment import Answer, hash_of
-from tools.flags import Config
+from tools.flags import Config, parse
 from tools.run import Run
 from train import State, Trainer
 
@@ -137,8 +138,36 @@ def test_a_run_leaves_its_files(whole):
     samples = [(s["step"], s["which"]) for s in report.jsonl(whole / "samples.jsonl")]
     assert samples == list(itertools.product((0, 3), ("worst", "best")))
     files = "adapter adapter-best checkpoint.previous.safetensors checkpoint.safetensors"
-    files += " config.json curves.png metrics.jsonl samples.jsonl"
+    files += " config.json curves.png eval.jsonl metrics.jsonl samples.jsonl"
     assert sorted(path.name for path in whole.iterdir()) == files.split()
+
+
+def test_each_evaluation_keeps_its_answers(whole):
+    """All held-out problems of the three evaluations, with the rewards that metrics.jsonl means."""
+    records = list(report.jsonl(whole / "eval.jsonl"))
+    means = {
+        step: r["eval_greedy"] for (kind, step), r in report.read(whole).items() if kind == "eval"
+    }
+    for step, mean in means.items():
+        found = [r for r in records if r["step"] == step]
+        assert len({r["prompt"] for r in found}) == len(found) == 32
+        assert sum(r["reward"] for r in found) / 32 == pytest.approx(mean)
+    assert {r["ended"] for r in records} == {True, False}
+
+
+def test_each_adapter_has_a_card_of_its_own_step(whole, tmp_path):
+    """The last evaluation follows the last save. The command makes the run once more."""
+    scores = {
+        step: r["eval_greedy"] for (kind, step), r in report.read(whole).items() if kind == "eval"
+    }
+    best = next(step for step in (3, 6) if scores[step] == max(scores[3], scores[6]))
+    for name, step in (("adapter", 6), ("adapter-best", best)):
+        card = (whole / name / "README.md").read_text()
+        assert f"{step} of 6 steps" in card and "multiplication" in card
+        assert f"{scores[0]:.2f} after 0 steps, {scores[step]:.2f} after {step} steps" in card
+        (command,) = re.findall("`python train.py (.*)`", card)
+        flags = json.loads((whole / "config.json").read_text()) | {"out": ""}
+        assert vars(parse(shlex.split(command))) == flags
 
 
 def test_samples_are_stored_whole_and_fill_at_most_a_screen(tmp_path, capsys):
@@ -244,13 +273,16 @@ def test_the_best_adapter_has_its_accuracy(start, tmp_path, monkeypatch, capsys)
 
 
 def test_peak_memory_is_in_units_of_1e9_bytes_and_that_of_the_rank_that_needs_most(monkeypatch):
-    """Linux reports a process's memory in KiB."""
+    """Linux reports a process's memory in KiB, macOS in bytes."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(sys, "platform", "linux")
     usage = SimpleNamespace(ru_maxrss=10**6)
     monkeypatch.setattr(run_file.resource, "getrusage", lambda _: usage)
     assert run_file.peak_memory_gb() == 1.024
     monkeypatch.setattr(run_file, "gather", lambda number: [number, 2 * number])
     assert run_file.peak_memory_gb() == 2.048
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert run_file.peak_memory_gb() == 0.002
 
 
 # --- a run that is stopped
@@ -301,7 +333,7 @@ ERRORS = [
 PLACES = [
     (Trainer, "backward", 3, OUT_OF_FILES),
     (run_file, "peak_memory_gb", 2, OUT_OF_FILES),
-    (run_file, "append", 5, OUT_OF_FILES),  # the record of the second step
+    (run_file, "append", 6, OUT_OF_FILES),  # the record of the second step
     (run_file, "diagnose", 2, KeyError("an accident")),
 ]
 
@@ -410,7 +442,7 @@ def test_a_run_whose_output_nobody_reads_any_more_is_saved(whole, tiny_chat, tmp
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(begun, monkeypatch):
-    """Of a save: two of the adapter, the checkpoint, of which the one before is kept. A line of a
+    """Of a save: three of the adapter, the checkpoint, of which the one before is kept. A line of a
     log is on the disk before the next thing happens.
     """
     run, calls = resumed(begun), []
@@ -418,7 +450,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(begun, monkeypatch):
         from_call(monkeypatch, 1, os, name, calls.append, name)
     run.save()
     run_file.append(begun / "metrics.jsonl", {})
-    assert " ".join(calls) == "fsync replace fsync replace fsync replace replace fsync"
+    assert " ".join(calls) == "fsync replace " * 3 + "fsync replace replace fsync"
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o027])
@@ -433,10 +465,10 @@ def test_files_have_the_permissions_that_the_umask_leaves(start, tmp_path, mask)
         assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~mask, path
 
 
-# renames of a run that is resumed after two steps: config.json (1), the best adapter (2, 3), two
-# saves of four files each (4 to 7, 8 to 11); the seventh is that of the checkpoint itself
+# renames of a run that is resumed after two steps: config.json (1), the best adapter (2 to 4), two
+# saves of five files each (5 to 9, 10 to 14); the ninth is that of the checkpoint itself
 @pytest.mark.parametrize(
-    "crash", [7, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 12) if n != 7)]
+    "crash", [9, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 15) if n != 9)]
 )
 def test_a_crash_between_any_two_files_loses_nothing(whole, begun, monkeypatch, crash):
     """Resumed, the run ends like one without an accident. The steps after the last checkpoint are
@@ -456,11 +488,11 @@ def kill_at(number, name):
     from_call(pytest.MonkeyPatch(), number, os, name, strike, signal.SIGKILL)
 
 
-# Of a run that saves after two steps: config.json (1), adapter/ (2, 3), the checkpoint (4); the
-# best adapter (5, 6), adapter/ (7, 8), the checkpoint before (9) and the new one (10). The seventh
-# fsync is that of adapter/: the log has two steps, and nothing is saved.
-KILLS = [("replace", n) for n in range(2, 12)] + [("fsync", 7)]
-EVERY_DAY = ("replace", 2), ("replace", 4), ("replace", 10), ("fsync", 7)
+# Of a run that saves after two steps: config.json (1), adapter/ (2 to 4), the checkpoint (5); the
+# best adapter (6 to 8), adapter/ (9 to 11), the checkpoint before (12) and the new one (13). The
+# eighth fsync is that of adapter/: the log has two steps, and nothing is saved.
+KILLS = [("replace", n) for n in range(2, 15)] + [("fsync", 8)]
+EVERY_DAY = ("replace", 2), ("replace", 5), ("replace", 13), ("fsync", 8)
 
 
 @pytest.mark.parametrize(
@@ -485,7 +517,7 @@ def test_a_run_that_was_killed_before_its_first_save_is_replayed(
     """
     folder = tmp_path / "run"
     for flags in ((*FLAGS, "--model", tiny_chat, "--out", folder), ("--resume", folder)):
-        code = "import test_run; test_run.kill_at(8, 'fsync')"
+        code = "import test_run; test_run.kill_at(10, 'fsync')"
         more = "--save-every", 5, "--eval-every", 1
         assert Command(tmp_path, *flags, *more, code=code).code == -signal.SIGKILL
         assert list(folder.glob("adapter-best/*.safetensors")) and not saved_any(folder)
@@ -508,7 +540,8 @@ def test_a_full_disk_is_one_sentence_and_keeps_the_checkpoint(whole, two, begun,
     out = tmp_path / "out"
     run = Command(tmp_path, "--resume", begun, code=code, out=out)
     assert run.code == 2 and "step    2" not in out.read_text(), run.said
-    assert re.fullmatch(f"train.py: {begun}: .*File too large.* --resume {begun}\n", run.said)
+    *_, said = run.said.splitlines()
+    assert re.fullmatch(f"train.py: {begun}: .*File too large.* --resume {begun}", said)
     assert saved(begun) == saved(two)
     assert (begun / "metrics.jsonl").stat().st_size == limit
     assert main("--resume", begun) == 0
@@ -712,6 +745,28 @@ def test_a_path_with_another_content_is_refused_and_spoils_nothing(moved, change
     assert contents(folder) == before
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_adapter_that_a_run_began_from_may_move_but_not_change(whole, start, tmp_path, kept):
+    """Without a checkpoint the run begins again, from the adapter where it lies now. With one it
+    needs no adapter, and refuses another.
+    """
+    old, new, folder = (tmp_path / name for name in ("old", "new", "run"))
+    shutil.copytree(whole / "adapter", old)
+    assert start("--adapter", old, "--steps", 1) == 0
+    old.rename(new)
+    if not kept:
+        for file in [*folder.glob("checkpoint*"), *folder.glob("adapter/*")]:
+            file.unlink()
+    resume = "--resume", folder, "--steps", 2
+    assert main(*resume, "--adapter", new) == 0
+    if kept:
+        shutil.rmtree(new)
+        assert main(*resume) == 0
+        shutil.copytree(whole / "adapter-best", new)
+        with pytest.raises(ValueError, match="adapter has changed"):
+            main(*resume, "--adapter", new)
+
+
 @pytest.mark.parametrize("where", ["train", "held_out"])
 @pytest.mark.parametrize(
     "then, now, same",
@@ -777,6 +832,29 @@ def test_a_resumed_run_ends_like_an_unbroken_one(tiny_chat, tmp_path, monkeypatc
     for record in made:
         assert record["sigma"] == pytest.approx(sigma, rel=1e-4)
         sigma = aqn.adapted(sigma, record["kl_noise"], 1e-3)
+
+
+@pytest.mark.parametrize(
+    "of, where, call, kept", [(train, "collect", 4, 3), (Trainer, "backward", 11, 2)]
+)
+def test_a_resume_of_four_updates_under_noise_ends_with_the_same_bytes(
+    start, tmp_path, monkeypatch, of, where, call, kept
+):
+    """The ratio is to the noisy policy, and the clip acts. One of two runs stops in its fourth
+    step: while it samples, or after one of four updates. The first step has no gradient, and so one
+    update; what half a step has changed is not saved.
+    """
+    flags = "--updates-per-step 4 --correction bypass --sigma-start .3 --sigma-end .1".split()
+    assert start(*flags, "--out", tmp_path / "straight") == 0
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="an accident"):
+        from_call(patch, call, of, where, strike, RuntimeError)
+        start(*flags)
+    assert int(saved(tmp_path / "run")["step"]) == kept
+    assert main("--resume", tmp_path / "run") == 0
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "straight")
+    assert saved(tmp_path / "run") == saved(tmp_path / "straight")
+    made = [r for r in report.read(tmp_path / "run").values() if r["kind"] == "step"]
+    assert any(r["clip_fraction"] for r in made if r["sigma"])
 
 
 @pytest.mark.parametrize(
@@ -921,6 +999,9 @@ def test_preflight_changes_nothing_and_says_whether_training_would_work(
         (dict(mismatch=1.1), 0, 1),
         (dict(mismatch=1.6), 3, 1),
         (dict(mismatch=math.nan), 3, 1),
+        (dict(finished=0.49, signal=0.19), 0, 2),
+        (dict(finished=0.5, signal=0.2), 0, 0),
+        (dict(signal=0.19, finished=0), 0, 2),
     ],
 )
 def test_preflight_judges_as_the_training_does(change, code, advice):
@@ -932,6 +1013,25 @@ def test_preflight_judges_as_the_training_does(change, code, advice):
     config = Config(steps=30, prompts=1, group_size=5, updates_per_step=2)
     said, exit_code = preflight_report(stats, answers, 4.0, config)
     assert exit_code == code and said.count("change: ") == advice
+    unpaid = [answer._replace(reward=-1.0) for answer in answers]
+    more, exit_code = preflight_report(stats, unpaid, 4.0, config)
+    assert exit_code == code and more.count("change: ") == advice + 1
     for words in ("40.0%", f"{stats['finished']:.1%}", f"{1 - stats['signal']:.1%}"):
         assert f" {words}   " in said
     assert re.search("10.0 .* 4.0 .* 30 steps 5 minutes", said)
+
+
+def test_without_a_terminal_each_tenth_of_a_long_rollout_is_a_line(monkeypatch, capsys):
+    """Never two for one tenth, and none without a label."""
+
+    def lines_of(label):
+        with run_file.ProgressBar(total=32, desc=label, disable=True) as bar:
+            for ended in (3, 1, 0, 2, 10, 16):
+                bar.update(ended)
+        return capsys.readouterr().err
+
+    assert not lines_of("step 7")
+    monkeypatch.setattr(run_file, "LONG_ROLLOUT", -1)
+    counts = [int(line.split()[2]) for line in lines_of("step 7:").splitlines()]
+    assert counts == [4, 16, 32]
+    assert not lines_of("")

@@ -6,7 +6,6 @@ import pytest
 import torch
 from conftest import compile_with_a_wait, each_generation
 
-import rollout
 from ops import sampling
 
 
@@ -118,7 +117,7 @@ def test_append_ends_rows_at_stops_and_at_the_limit():
     """By hand, four rows: drew a stop token, finished before, below the limit, reaches the
     limit.
     """
-    check_append(rollout.append, "cpu")
+    check_append(sampling.append, "cpu")
 
 
 def check_append(append, device):
@@ -178,7 +177,7 @@ def interpreted():
         same_draws(cut, temperature, 3, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "uses_kernels", lambda x: True)
-        check_append(rollout.append, "cpu")
+        check_append(sampling.append, "cpu")
 
 
 def test_kernels_in_the_interpreter(interpret):
@@ -192,13 +191,13 @@ def test_kernels_compile(cc, everything):
         [
             (sampling._tile_kernel, dict(GREEDY=False, TILE=sampling.VOCAB_TILE), 4, 128),
             (sampling._merge_kernel, dict(TILES=64), 1, 64),
-            (rollout._append_kernel, {}, 1, 64),
+            (sampling._append_kernel, {}, 1, 64),
         ],
         {
             "*i1": "finished",
-            "*fp32": "logits found logprob logprobs",
+            "*fp32": "logits max_z sum_exp win_noisy win_z logprob logprobs",
             "fp32": "temperature",
-            "*i64": "positions sequence position winner token rows stops last tokens lengths",
+            "*i64": "positions sequence position win_id token rows stops last tokens lengths",
         },
         ("V",),
     )
@@ -222,7 +221,7 @@ def test_gpu_samples_and_append(V):
         token, logprob = sampling.sample(logits.cuda(), temperature, 5, 3, on_gpu, on_gpu * 7)
         assert torch.equal(token.cpu()[:63], plain[:63]) and 0 <= token[63] < V
         torch.testing.assert_close(logprob.cpu()[:63], plain_logprob[:63], atol=1e-4, rtol=0)
-    check_append(rollout.append, "cuda")
+    check_append(sampling.append, "cuda")
 
 
 @pytest.mark.gpu

@@ -10,18 +10,30 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-EVIDENCE = ("bench", "experiments", "tests")  # no module of the product may import from these
+EVIDENCE = (
+    "bench",
+    "docs",
+    "experiments",
+    "tests",
+)  # no module of the product may import from these
 ALONE = {"nvfp4", "fp4_gemm", "lora", "aqn", "grpo", "tasks"}  # and every file of ops/
 LINES = 60  # of a function that is no Triton kernel
 
 
-def product():
-    """→ {module: path} of the files at the root, in ops/ and in tools/. Only git's files count: a
-    clone may hold files of its user, such as README's mine.py.
+def tracked(*patterns):
+    """→ names of the files that git knows. A clone may hold others of its user, such as mine.py,
+    and no test reads these. Empty: no git here, or another user's clone.
     """
-    listed = subprocess.run(
-        ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.split()
+    git = ["git", "ls-files", *patterns]
+    listed = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+    return [
+        name for name in listed if (ROOT / name).is_file()
+    ]  # it may be deleted, not yet so in git
+
+
+def product():
+    """→ {module: path} of the files at the root, in ops/ and in tools/."""
+    listed = tracked("*.py")
     if not listed:
         pytest.skip("no git here, or another user's clone")
     paths = {name.removesuffix(".py").replace("/", "."): ROOT / name for name in listed}
@@ -86,17 +98,28 @@ def test_functions_are_short():
 @pytest.mark.parametrize("command", [["check"], ["format", "--check"]])
 def test_ruff_is_clean(command):
     """With pyproject.toml's settings, which bound a function's complexity. Only git's files."""
-    files = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True)
-    if not files.stdout:
+    files = tracked("*.py")
+    if not files:
         pytest.skip("no git here, or another user's clone")
-    ruff = [sys.executable, "-m", "ruff", *command, *files.stdout.split()]
+    ruff = [sys.executable, "-m", "ruff", *command, *files]
     done = subprocess.run(ruff, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
 def test_the_file_map_names_every_file_of_the_method_once():
-    """README's table, in the order in which they are read, marks those that stand alone."""
+    """README's table, in the order in which they are read, marks those that stand alone. An
+    installation has them too.
+    """
     rows = re.findall(r"^\| `(\w+)\.py` \|(.*)\|$", (ROOT / "README.md").read_text(), re.M)
     names = [name for name, _ in rows]
     assert sorted(names) == sorted(name for name in product() if "." not in name)
     assert {name for name, text in rows if "*Alone" in text} == ALONE
+    (listed,) = re.findall(r"^py-modules = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.M)
+    assert ast.literal_eval(listed) == names
+
+
+def test_the_version_is_one():
+    pages = {"pyproject.toml": 'version = "(.*)"', "CITATION.cff": "version: (.*)"}
+    pages |= {"CHANGELOG.md": "## (.*)"}
+    found = [re.search(f"^{p}", (ROOT / n).read_text(), re.M)[1] for n, p in pages.items()]
+    assert len(set(found)) == 1, found

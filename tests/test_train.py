@@ -19,7 +19,7 @@ import model as decoder
 import train
 from rollout import Rollout, Sampler, SamplingParams
 from tasks import Task
-from tools import diagnostics, weights
+from tools import diagnostics, ranks, weights
 from tools.environment import Answer, load_environment, load_task
 from tools.flags import FIELDS, Config
 from tools.memory import prompt_groups
@@ -320,10 +320,16 @@ def test_an_answer_is_compared_with_its_group(tiny_chat, noisy):
     """
     rewards = 0.1 + 1e-9 * torch.rand(16, dtype=torch.float64)
     answers = [Answer("", "", reward, {}) for reward in rewards.tolist()]
-    for loss, scale in ("dapo", "group"), ("dr_grpo", "none"):
-        learner = trainer(tiny_chat, loss=loss, overlong="mask")
+    for loss, advantage, scale in (
+        ("dapo", "group", "group"),
+        ("dr_grpo", "group", "none"),
+        ("dapo", "rloo", "none"),
+        ("dapo", "none", "none"),
+    ):
+        learner = trainer(tiny_chat, loss=loss, overlong="mask", advantage=advantage)
         found = learner.experience(noisy, answers).advantages
-        assert torch.equal(found, grpo.advantages(rewards.view(-1, G), scale).flatten())
+        want = grpo.advantages(rewards.view(-1, G), scale, advantage)
+        assert torch.equal(found, want.flatten())
 
 
 # --- the mismatch
@@ -339,7 +345,7 @@ def test_every_token_weighs_the_same_in_the_mismatch_of_several_ranks(
     want = factors[::4][mask[::4]].mean().item()
 
     def mismatch(rollout):
-        return diagnostics.mismatch(learner.model, learner.budget, rollout, 0.7)
+        return diagnostics.mismatch(learner, rollout)
 
     assert mismatch(Rollout.join([noisy] * 16)) == pytest.approx(want)
     add_up(monkeypatch, diagnostics)
@@ -450,8 +456,11 @@ def test_ranks_take_turns_in_the_data_and_skip_nothing(tiny_chat, monkeypatch, w
     of them: each time, they take the next problems, two for each rank that draws. Each draw of each
     rank has numbers, so random bits, of its own.
     """
-    drawing = iter([[1, 1], [0, 1], [1, 1], [1, 0]])
-    monkeypatch.setattr(train, "gather", lambda _: next(drawing))
+    wanted = iter([[2, 2], [0, 2], [2, 2], [2, 0]])
+    monkeypatch.setattr(
+        ranks, "gather", lambda value: next(wanted) if isinstance(value, int) else [value]
+    )
+    monkeypatch.setattr(ranks, "rank_and_count", lambda: (1, 2))
     monkeypatch.setattr(train, "rank_and_count", lambda: (1, 2))
     draws = watch(train, "draw_problems", lambda start, count, **_: (start, count))
     numbers = watch(Sampler, "generate", lambda first_sequence, **_: first_sequence)
@@ -480,7 +489,7 @@ def test_evaluate_counts_strict_loose_and_sampled(tiny_chat, monkeypatch):
     Every evaluation draws the same bits, and step -1 is none of training's. Two ranks answer 20 and
     21, as one process would number their sequences, and measure all. Under noise there is none.
     """
-    calls = []
+    calls, told = [], []
 
     def generate(problems, samples, params, step, first_sequence, progress):
         calls.append((len(problems), samples, *params[2:], step, first_sequence))
@@ -497,9 +506,11 @@ def test_evaluate_counts_strict_loose_and_sampled(tiny_chat, monkeypatch):
     add_up(monkeypatch, train)
     for rank in range(2):
         monkeypatch.setattr(train, "rank_and_count", lambda rank=rank: (rank, 2))
-        got = train.evaluate(flags, asking, sampler, SimpleNamespace(say=print))
+        run = SimpleNamespace(say=print, answered=lambda found: told.append(len(found)))
+        got = train.evaluate(flags, asking, sampler, run)
     shares = [got[name] * 41 for name in ("eval_greedy", "eval_greedy_loose", "eval_sampled")]
     assert shares == pytest.approx([10, 20, 30]) and got["problems"] == 41
+    assert told == [20, 21]  # greedy answers
     # prompts, samples of each, temperature, top-p, seed, step, first sequence
     assert calls == [
         (20, 1, 0.0, 1.0, 7, -1, 0),

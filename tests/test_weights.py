@@ -4,6 +4,7 @@ import copy
 import datetime
 import importlib.util
 import json
+import math
 import re
 import shutil
 import weakref
@@ -15,7 +16,7 @@ import gguf
 import huggingface_hub
 import pytest
 import torch
-from conftest import logits_of, tiny_checkpoint
+from conftest import ROPE, logits_of, tiny_checkpoint
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -25,6 +26,7 @@ import lora
 import model
 import nvfp4
 from tools import adapter, export, weights
+from tools.gguf import SYNONYMS
 
 IDS = torch.arange(24).view(2, 12) * 7 % 97
 
@@ -97,7 +99,9 @@ def test_a_name_that_leads_nowhere_is_refused(tiny, tmp_path, monkeypatch):
 def test_another_quantisation_is_no_missing_config(tmp_path, method):
     tiny_checkpoint(tmp_path)
     edit_json(tmp_path / "config.json", quantization_config=dict(quant_method=method))
-    with pytest.raises(ValueError, match=f"^{tmp_path} cannot be loaded: quant_method={method}: "):
+    with pytest.raises(
+        ValueError, match=f"^{tmp_path} cannot be loaded, .*: quant_method={method}: "
+    ):
         load(tmp_path)
 
 
@@ -198,12 +202,17 @@ def test_a_familys_logits_are_transformers(tmp_path, family):
         {"rope_theta": "10000.0", "rope_parameters": None},
         {"rope_theta": [1e4], "rope_parameters": None},
         {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": "8"}},
+        *(
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": factor}}
+            for factor in ("8", 0, -2.0, math.nan, math.inf)
+        ),
+        {"rope_parameters": ROPE["yarn"] | {"rope_type": "yarn", "attention_factor": 0}},
+        {"rms_norm_eps": math.nan},
     ],
 )
 def test_a_config_that_contradicts_itself_or_says_more_is_one_sentence(tmp_path, change):
     """Another class for its model_type than its architecture names, keys that transformers honours
-    in every decoder, and numbers of RoPE that are none.
+    in every decoder, and numbers that are none or of which RoPE makes none.
     """
     tiny_checkpoint(tmp_path)
     edit_json(tmp_path / "config.json", **change)
@@ -286,8 +295,8 @@ def test_loading_holds_one_layer_beyond_the_model(tmp_path, quant):
     source = weights.open(tmp_path)
     alive, peak, read = {}, [], source.read
 
-    def counting(name):
-        tensor = read(name)
+    def counting(name, *device):
+        tensor = read(name, *device)
         alive[name] = tensor.numel()
         weakref.finalize(tensor, alive.pop, name)
         peak.append(sum(alive.values()))
@@ -306,13 +315,22 @@ def tokenizer(tiny_chat):
     return weights.open(tiny_chat).tokenizer()
 
 
+def test_a_tokenizer_is_made_once(tiny_chat, monkeypatch):
+    source = weights.open(tiny_chat)
+    made = Mock(side_effect=source.read_tokenizer)
+    monkeypatch.setattr(source, "read_tokenizer", made)
+    source.tokenizer()
+    source.stop_ids()
+    made.assert_called_once()
+
+
 @pytest.mark.parametrize("family, text", [("llama", ""), ("qwen2", ""), ("llama", '{"model": ')])
 def test_a_tokenizer_that_is_missing_or_cannot_be_read_is_named(tmp_path, family, text):
     """transformers makes one up for a Qwen, of one token that would end answers."""
     tiny_checkpoint(tmp_path, family)
     if text:
         (tmp_path / "tokenizer.json").write_text(text)
-    with pytest.raises(ValueError, match=f"^{tmp_path} has no tokenizer that can be read: .+$"):
+    with pytest.raises(ValueError, match=f"^{tmp_path} has no tokenizer that can be read, .+: .+$"):
         weights.open(tmp_path).tokenizer()
     assert weights.open(tmp_path).stop_ids() == [2]
 
@@ -325,6 +343,8 @@ def test_a_tokenizer_that_is_missing_or_cannot_be_read_is_named(tmp_path, family
         (None, "", "eos_token_id"),
         (97, '{"eos_token_id": -1}', "eos_token_id"),
         (2, "[]", "generation_config.json"),
+        (2, '{"eos_token_id": "7"}', "generation_config.json"),
+        (2, '{"eos_token_id": {}}', "generation_config.json"),
     ],
 )
 def test_stop_ids_gather_every_list(tmp_path, config, generation, ids):
@@ -682,12 +702,13 @@ def byte_level(path, *marked, **keys):
     ],
 )
 def test_a_text_is_split_by_the_rule_that_the_gguf_names(tmp_path, pre, pieces):
-    """What llama.cpp makes of it."""
-    tokenizer = byte_level(tmp_path / "a.gguf", tokenizer_pre=pre, bos_token_id=5).tokenizer()
-    ids = tokenizer.encode("a   123 7'S ab\n\n\né", add_special_tokens=False)
-    assert tokenizer.convert_ids_to_tokens(ids) == pieces.split()
-    first = [5] if pre == "llama-bpe" else []
-    assert weights.encode(tokenizer, "ab") == [*first, *map(BYTES.index, "ab")]
+    """What llama.cpp makes of it, also under the rule's other names."""
+    for name in (pre, *(name for name, rule in SYNONYMS.items() if rule == pre)):
+        tokenizer = byte_level(tmp_path / "a.gguf", tokenizer_pre=name, bos_token_id=5).tokenizer()
+        ids = tokenizer.encode("a   123 7'S ab\n\n\né", add_special_tokens=False)
+        assert tokenizer.convert_ids_to_tokens(ids) == pieces.split()
+        first = [5] if pre == "llama-bpe" else []
+        assert weights.encode(tokenizer, "ab") == [*first, *map(BYTES.index, "ab")]
 
 
 def test_a_rule_of_splitting_that_is_not_known_is_refused(tmp_path):
@@ -709,6 +730,29 @@ def test_a_marked_token_of_a_gguf_is_read_as_its_own_id_or_refused(tmp_path, tex
             assert ids == [BYTES.index("1"), 264, BYTES.index("2")]
         except ValueError as error:
             assert f"token 264, {text}," in str(error)
+
+
+@pytest.mark.gpu
+def test_a_gpu_holds_the_bits_that_a_cpu_holds(smollm2):
+    """Of every kind of projection in the first layer, quantised on either."""
+    source, _ = smollm2
+    D, kv, F = 576, 192, 1536
+    for names, K in (
+        ({"self_attn.q_proj": D, "self_attn.k_proj": kv, "self_attn.v_proj": kv}, D),
+        ({"self_attn.o_proj": D}, D),
+        ({"mlp.gate_proj": F, "mlp.up_proj": F}, D),
+        ({"mlp.down_proj": D}, F),
+    ):
+        names = {f"model.layers.0.{name}": rows for name, rows in names.items()}
+        for quant in weights.QUANT:
+            on_cpu, _ = source.parts(names, K, False, quant, torch.device("cpu"))
+            on_gpu, _ = source.parts(names, K, False, quant, torch.device("cuda"))
+            for ours, theirs in zip(on_cpu, on_gpu, strict=True):
+                if torch.is_tensor(ours):
+                    ours, theirs = [ours], [theirs]
+                for a, b in zip(ours, theirs, strict=True):
+                    bytes_of = (x.cpu().reshape(-1).view(torch.uint8) for x in (a, b))
+                    assert b.is_cuda and torch.equal(*bytes_of)
 
 
 def test_a_gguf_is_dequantised_in_pieces_to_what_gguf_gives(smollm2, monkeypatch):

@@ -1,15 +1,19 @@
-"""Adapter files: PEFT's two, with fused projections split into their parts.
+"""Adapter files: PEFT's two, with fused projections split into their parts, and a model card.
 
-    save_adapter(model, "runs/x/adapter")    adapter_config.json, adapter_model.safetensors
+    save_adapter(model, "runs/x/adapter")    adapter_config.json, adapter_model.safetensors, and
+                                             README.md
     load_adapter(model, "runs/x/adapter")    ours, or one that PEFT wrote
 
-PEFT's LoRA has many options. An adapter may scale by another factor (rsLoRA, alpha_pattern), act on
+PEFT's LoRA has many options. An adapter may scale by a factor of each layer (alpha_pattern), act on
 some tokens only (aLoRA), need more tensors (DoRA, modules_to_save), or belong to a base whose
 weights were changed when it was created (PiSSA, OLoRA, …). load_adapter refuses these, because they
-would load without an error, but wrongly. The sentence of each refusal names the setting.
+would load without an error, but wrongly. The sentence of each refusal names the setting. An rsLoRA
+loads with its α times √r. In an adapter of some projections the others get lora_A = lora_B = 0:
+they have no gradient then, so that they stay as they are, as in PEFT.
 Needs: torch, safetensors; lora.py.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -24,6 +28,7 @@ from torch import nn
 import lora
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's two files
+CARD = "README.md"  # which the hub shows, and PEFT does not read
 PREFIX = "base_model.model.model."  # how every tensor name in PEFT's files begins
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 # a name of ours, and the one on the hub, which PEFT needs
@@ -31,7 +36,6 @@ ON_THE_HUB = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 # settings that must be absent or empty
 REFUSED = (
     "use_dora",
-    "use_rslora",
     "rank_pattern",
     "alpha_pattern",
     "modules_to_save",
@@ -58,8 +62,14 @@ def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def save_adapter(model: nn.Module, folder: str | Path, base_name: str | Path = ""):
-    """Write PEFT's two files into folder, each whole or, if the save is interrupted, not at all.
+def save_adapter(
+    model: nn.Module,
+    folder: str | Path,
+    base_name: str | Path = "",
+    card: str = "A LoRA adapter\n",
+):
+    """Write PEFT's two files and a model card into folder, each whole or, if the save is
+    interrupted, not at all.
 
     base_name: the base model, a name on the hub or a path, for PEFT to find it; or a key of
     ON_THE_HUB, of which save_adapter writes the name on the hub.
@@ -82,7 +92,8 @@ def save_adapter(model: nn.Module, folder: str | Path, base_name: str | Path = "
     )
     save_file(tensors, folder / f"{TENSORS}.tmp", {"format": "pt"})
     (folder / f"{CONFIG}.tmp").write_text(json.dumps(config, indent=2) + "\n")
-    for file in (TENSORS, CONFIG):
+    (folder / f"{CARD}.tmp").write_text(card)
+    for file in (TENSORS, CONFIG, CARD):
         temporary = folder / f"{file}.tmp"
         # The bytes must be on the disk before the name is: after a power failure a renamed file may
         # be empty otherwise.
@@ -102,7 +113,7 @@ def save_file(tensors: dict[str, torch.Tensor], path: str | Path, metadata: dict
 
 
 def read_settings(folder: str | Path) -> dict:
-    """→ the settings of PEFT's adapter_config.json.
+    """→ the settings of PEFT's adapter_config.json, those of an rsLoRA as plain LoRA's.
 
     ValueError: that file or the tensors' file is missing, or the settings are damaged.
     """
@@ -117,8 +128,11 @@ def read_settings(folder: str | Path) -> dict:
         settings = json.loads((folder / CONFIG).read_text())
         if not isinstance(settings, dict):
             raise ValueError(f"{type(settings).__name__!r} in the place of its settings")
-    except ValueError as error:
-        raise ValueError(f"{folder} holds a damaged adapter: {error}") from error
+        if settings.get("use_rslora"):  # it scales by α/√r, which is α√r/r
+            settings["use_rslora"] = False
+            settings["lora_alpha"] *= settings["r"] ** 0.5
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder / CONFIG} cannot be read, fetch it again: {error}") from error
     return settings
 
 
@@ -128,10 +142,22 @@ def read_adapter(folder: str | Path) -> tuple[dict, dict[str, torch.Tensor]]:
     ValueError: a file is missing or damaged.
     """
     settings = read_settings(folder)
+    file = Path(folder) / TENSORS
     try:
-        return settings, load_file(Path(folder) / TENSORS)
+        tensors = load_file(file)
+        if not tensors:
+            raise ValueError("it holds no tensor")
+        return settings, tensors
     except (SafetensorError, ValueError) as error:
-        raise ValueError(f"{folder} holds a damaged adapter: {error}") from error
+        raise ValueError(f"{file} cannot be read, fetch it again: {error}") from error
+
+
+def fingerprint(folder: str) -> dict[str, str]:
+    """→ {"adapter": SHA-256 of its tensors' file}, empty if there is none, as for the folder ""."""
+    file = Path(folder, TENSORS)
+    if not folder or not file.is_file():
+        return {}
+    return {"adapter": hashlib.sha256(file.read_bytes()).hexdigest()}
 
 
 def load_adapter(model: nn.Module, folder: str | Path):
@@ -143,7 +169,7 @@ def load_adapter(model: nn.Module, folder: str | Path):
     config, stored = read_adapter(folder)
     layer = _first_layer(model)
     check_settings(config, Path(folder) / CONFIG, r=layer.rank, lora_alpha=layer.alpha)
-    copy_tensors(stored, adapter_tensors(model), folder)
+    copy_tensors(stored, adapter_tensors(model), folder, config.get("target_modules"))
     lora.refresh(model)
 
 
@@ -196,9 +222,11 @@ def check_settings(config, file, r="a number", lora_alpha="a number"):
             raise ValueError(f"{file} has {key}={value!r}, this model takes {takes}")
 
 
-def copy_tensors(stored, own, folder):
-    """Copy the tensors of an adapter's file into those of a model, by name. ValueError: they are
-    not finite, or have other names or shapes; then nothing is copied.
+def copy_tensors(stored, own, folder, targets=None):
+    """Copy the tensors of an adapter's file into those of a model, by name; 0 into those of a
+    projection that has none and is no target. targets: names of projections, None: all of them.
+
+    ValueError: they are not finite, or have other names or shapes; then nothing is copied.
     """
     for name, tensor in stored.items():
         if not tensor.is_floating_point():
@@ -210,7 +238,12 @@ def copy_tensors(stored, own, folder):
                 f"{folder}: {name} has NaN or infinite values: take an earlier adapter"
             )
     has = {name: tuple(t.shape) for name, t in stored.items()}
-    takes = {name: tuple(t.shape) for name, t in own.items()}
+    takes = {
+        name: tuple(t.shape)
+        for name, t in own.items()
+        # without targets any name is in itself
+        if name in stored or name.split(".")[-3] in (targets or name)
+    }
     odd = sorted({name for name, _ in has.items() ^ takes.items()})
     if odd:
         name, *_ = odd
@@ -218,5 +251,5 @@ def copy_tensors(stored, own, folder):
             f"{folder}: {len(odd)} tensors do not fit the model's layers; {name} is "
             f"{has.get(name, 'missing')}, the model has {takes.get(name, 'no such tensor')}"
         )
-    for name, tensor in stored.items():
-        own[name].copy_(tensor)
+    for name, tensor in own.items():
+        tensor.copy_(stored.get(name, torch.zeros(())))

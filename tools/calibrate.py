@@ -22,7 +22,7 @@ So a layer is calibrated on what the quantised layers before it return, as in GP
 2210.17323). Embeddings, lm_head, norms and biases are copied. DST appears when it is complete.
 
 Needs: torch, tqdm; nvfp4.py, fp4_gemm.py, lora.py, model.py, rollout.py,
-ops/attention.py, tools/{adapter,environment,export,flags,run,weights}.py.
+ops/attention.py, tools/{adapter,ends,environment,export,flags,weights}.py.
 """
 
 import sys
@@ -41,10 +41,10 @@ from ops.attention import Packed
 from rollout import Sampler
 from tools import weights
 from tools.adapter import FUSED
+from tools.ends import one_sentence
 from tools.environment import draw_problems, load_environment, load_task
 from tools.export import copy_tokenizer, new_folder, packed, write_config, write_tensors
 from tools.flags import Config, parse
-from tools.run import one_sentence
 
 
 def calibrate(config: Config, place: Path) -> None:

@@ -1,9 +1,9 @@
 """What a step measured, over all ranks: means over its answers and over their tokens, the sampler
 against the trainer, and the report of a preflight.
 
-results/LOG.md explains each name, which is a key of metrics.jsonl.
+docs/metrics.md explains each name, which is a key of metrics.jsonl.
 
-Needs: torch; model.py, rollout.py; tools/{budget,environment,flags,memory,ranks,report,run}.py.
+Needs: torch; rollout.py; tools/{environment,flags,memory,ranks,report,run}.py.
 """
 
 from collections import Counter
@@ -11,9 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from model import Decoder
 from rollout import Rollout
-from tools.budget import Budget
 from tools.environment import Answer
 from tools.flags import Config
 from tools.memory import prompt_groups
@@ -22,6 +20,21 @@ from tools.report import diagnose
 from tools.run import peak_memory_gb
 
 PREFLIGHT_PROMPTS = 32
+# what to change if a share that a preflight measures is low
+ADVICE = dict(
+    finished=(
+        "fewer than half of the answers ended, and those cut off earn little or "
+        "nothing: raise --max-new-tokens"
+    ),
+    signal=(
+        "fewer than a fifth of the groups teach: take harder problems if most answers "
+        "are right, easier ones if few are, or raise --group-size or --temperature"
+    ),
+    solved=(
+        "nearly no reward is above 0: the --task is too hard for this --model, or its "
+        "reward never pays; read the answers of --steps 0 by tools.report show"
+    ),
+)
 
 
 def rollout_stats(rollout: Rollout, answers: list[Answer], counts: dict, seconds: float) -> dict:
@@ -85,11 +98,7 @@ def factor(drift: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def mismatch(
-    model: Decoder,
-    budget: Budget,
-    rollout: Rollout,
-    temperature: float,
-    measure: Callable[[torch.Tensor], torch.Tensor] = factor,
+    trainer, rollout: Rollout, measure: Callable[[torch.Tensor], torch.Tensor] = factor
 ) -> float:
     """→ mean of measure(ln π_trainer − ln π_sampler) over answer tokens.
 
@@ -99,18 +108,18 @@ def mismatch(
     than 256 tokens (training, prefill) rounds the decoded weight to bf16, and a decode step does
     not. Outside the noise, it moves the two apart, and grpo.kl_k3 tells by how many nats a token.
 
-    This reads at most 127 of the rollout's answers, evenly spread. All tokens of all ranks weigh
-    the same.
+    trainer: a train.Trainer, with its model and temperature. This reads at most 127 of the
+    rollout's answers, evenly spread. All tokens of all ranks weigh the same.
     """
     every = max(1, len(rollout.tokens) // 64)
     rows = torch.arange(0, len(rollout.tokens), every)
     groups = prompt_groups(rollout, rows)
-    for attempt in budget.attempts(groups):  # a forward pass takes less than an update
+    for attempt in trainer.budget.attempts(groups):  # a forward pass takes less than an update
         with attempt as batches:
             measured = []
             for micro in batches:
                 some = rollout.rows(micro.rows)
-                logprobs, _ = some.scored_by(model, temperature)
+                logprobs, _ = some.scored_by(trainer.model, trainer.config.temperature)
                 measured.append(measure((logprobs - some.logprobs)[some.answer_mask()]))
     measured = torch.cat(measured)
     sums = sum_over_ranks(dict(measured=measured.double().sum(), tokens=len(measured)))
@@ -129,6 +138,7 @@ def preflight_report(
     sums = sum_over_ranks(
         dict(answers=len(answers), solved=sum(answer.reward > 0 for answer in answers))
     )
+    solved = sums["solved"] / sums["answers"]
     stats = stats | dict(memory_gb=peak_memory_gb())
     accurate = stats["mismatch"] <= 1.5  # NaN is not
     pointless = stats["signal"] == 0 or not accurate
@@ -141,7 +151,7 @@ def preflight_report(
     prompts = f"{PREFLIGHT_PROMPTS} prompts"
     lines = [
         f"{prompts} × {config.group_size} answers, nothing is updated:",
-        f"solve rate  {sums['solved'] / sums['answers']:7.1%}   answers with a reward above 0",
+        f"solve rate  {solved:7.1%}   answers with a reward above 0",
         f"finished    {stats['finished']:7.1%}   "
         "answers that ended; --max-new-tokens cut the others",
         f"no signal   {1 - stats['signal']:7.1%}   "
@@ -153,5 +163,11 @@ def preflight_report(
     ]
     for _, advice in diagnose([stats], needed=1, seen=prompts):
         lines.append(f"change: {advice}")
+    low = dict(  # diagnose() has advised on a 0 of the first two
+        finished=0 < stats["finished"] < 0.5,
+        signal=0 < stats["signal"] < 0.2,
+        solved=solved < 0.02,
+    )
+    lines += [f"change: {ADVICE[name]}" for name, found in low.items() if found]
     lines.append("training would be pointless" if pointless else "ready to train")
     return "\n    ".join(lines), 3 if pointless else 0

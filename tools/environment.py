@@ -8,7 +8,7 @@ All prompts that a run may draw are encoded at the start, so that an error in th
 until a step draws the problem.
 
 Needs: jinja2, transformers; rollout.py, tasks.py;
-tools/{adapter,flags,math_task,own_task,weights}.py.
+tools/{adapter,flags,math_task,own_task,records,weights}.py.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ import json
 import random
 import re
 from collections.abc import Callable
+from functools import partial
 from numbers import Number
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from tools import math_task, weights
 from tools.adapter import other_base
 from tools.flags import Config, say
 from tools.own_task import load_task_file
+from tools.records import question_and_answer, refuse_other_formats
 
 GIVEN = {"messages", "add_generation_prompt"}  # what weights.encode passes to a chat template
 
@@ -39,6 +41,7 @@ class Answer(NamedTuple):
     text: str  # with special tokens, but without the end token
     reward: float
     parts: dict[str, float]  # of a user's own reward that names its parts; else empty
+    ended: bool = True  # by the model, not by --max-new-tokens
 
 
 class Environment(NamedTuple):
@@ -68,7 +71,8 @@ class Environment(NamedTuple):
             if not 0 < len(prompt) <= room:
                 raise ValueError(
                     f"the prompt {str(text)[:60]!r} has {len(prompt)} tokens: --max-new-tokens "
-                    f"{max_new_tokens} leaves 1 to {room}; mend the data, lower "
+                    f"{max_new_tokens} leaves 1 to {room} of the context of "
+                    f"{self.tokenizer.name_or_path}; mend the data, lower "
                     "that flag, or drop long prompts with --max-prompt-tokens"
                 )
             if max(prompt) >= vocab_size:
@@ -94,7 +98,8 @@ class Environment(NamedTuple):
             parts = getattr(reward, "parts", {})  # tools/own_task.py's rewards have it
             # 0.1 + 0.2 ≠ 0.3 would give a tiny advantage, and Adam rescales a tiny gradient to a
             # full step.
-            answers.append(Answer(prompts[number], text, round(reward, 9), parts))
+            reward = round(reward, 9)
+            answers.append(Answer(prompts[number], text, reward, parts, finished[row]))
         return answers
 
 
@@ -120,7 +125,11 @@ def load_task(config: Config) -> Task:
     trains = bool(config.steps or config.preflight)
     if config.own_task:
         return load_task_file(config.task)
+    for path in (config.data, config.test):
+        refuse_other_formats(path)
     make: Callable = math_task.math if config.task == "math" else TASKS[config.task]
+    if config.task == "gsm8k":
+        make = partial(make, columns=question_and_answer)
     if config.test:
         given = (config.data, config.operands) if trains else ()
         return with_test_set(make, config.test, *given, trains=trains)

@@ -20,8 +20,8 @@ No format merges the adapter into 4 bits, because rounding W + (alpha/rank) B A 
 of what the adapter learned. To do it all the same, export bf16, then that folder as nvfp4.
 
 An export is checked before it appears. export() writes a temporary folder beside DST, loads it
-again, compares logits and renames it to DST, or to DST.wrong if the logits differ. All of this runs
-on the CPU, in fp32, and holds one layer and one file of at most 1 GB at a time.
+again, compares logits and renames it to DST, if they do not differ. All of this runs on the CPU, in
+fp32, and holds one layer and one file of at most 1 GB at a time.
 
 Needs: torch, tqdm, transformers; model.py, nvfp4.py, ops/attention.py, tools/weights.py,
 tools/adapter.py.
@@ -94,9 +94,8 @@ def export(
     is as it was before the call.
 
     ValueError: `destination` exists and is not an empty folder, there is nothing to write in this
-    format, a file cannot be read or written, or the deviation exceeds the TOLERANCE; in the last
-    case what was written stays in the folder `destination`.wrong. OSError: the folder around
-    `destination` cannot be made or written.
+    format, a file cannot be read or written, or the deviation exceeds the TOLERANCE. OSError: the
+    folder around `destination` cannot be made or written.
     """
     with new_folder(Path(destination)) as new:
         name, quant, adapter = resolve(source, format, adapter, quant)
@@ -119,13 +118,9 @@ def export(
             pass
         deviation = ((again.logits() - expected).norm() / expected.norm()).item()
         if not deviation <= TOLERANCE[format]:  # also if it is NaN
-            wrong = new.parent.with_name(f"{Path(destination).name}.wrong")
-            while wrong.exists():  # of an earlier export, or the user's own
-                wrong = wrong.with_name(f"{wrong.name}.wrong")
-            os.replace(new, wrong)
             raise ValueError(
-                f"{destination} was not made: the logits of what was written, now in {wrong}, "
-                f"are off by {deviation:.1e} of their size, more than {TOLERANCE[format]:.1e}"
+                f"{destination} was not made: the logits of what was written are off by "
+                f"{deviation:.1e} of their size, more than {TOLERANCE[format]:.1e}: export again"
             )
     return deviation
 
@@ -215,6 +210,7 @@ class LayerByLayer(model.Builder):
         if adapter:
             settings, self.adapter = read_adapter(adapter)
             check_settings(settings, Path(adapter) / CONFIG)
+            self.targets = settings.get("target_modules")
         rank, alpha = settings["r"], settings["lora_alpha"]
         cpu = torch.device("cpu")
         super().__init__(weights.open(name), quant or "nvfp4", rank, alpha, cpu, seed=0)
@@ -253,16 +249,15 @@ class LayerByLayer(model.Builder):
             at = f"base_model.model.{name}"
             own = {f"{at}.lora_A.weight": A, f"{at}.lora_B.weight": B}
             stored = {key: self.adapter.pop(key) for key in own.keys() & self.adapter}
-            copy_tensors(stored, own, self.folder)
+            copy_tensors(stored, own, self.folder, self.targets)
         return A, self.alpha / self.rank * B
 
     def layers(self) -> Iterator[None]:
         """Build each layer, run the text through it, and yield, while self.made has its weights."""
         attend = Packed([(32, [])], self.device)
         ids = (attend.positions + 1) * 7919 % self.config.vocab_size  # a prime spreads them over V
-        inv_freq, scale = model.rope_frequencies(self.config)
-        angle = attend.positions[:, None] * inv_freq
-        attend = partial(attend, cos=angle.cos() * scale, sin=angle.sin() * scale)
+        cos, sin = model.rotary(attend.positions, *model.rope_frequencies(self.config))
+        attend = partial(attend, cos=cos, sin=sin)
         self.stream = self.embeddings()[ids].float(), None
         for i in tqdm(range(self.config.num_hidden_layers), leave=False, disable=None):
             self.made = {}

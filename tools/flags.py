@@ -1,30 +1,36 @@
 """Every flag of train.py once: its default, help, choices and range; a command line → a checked
 Config.
 
-Needs: aqn.py, grpo.py, tasks.py, tools/weights.py, for the names that a flag may take.
+Most mistakes on a command line are found here, so this file does not import torch, which takes
+seconds. Only what depends on the GPU or on an adapter's files imports it, in its function.
+
+Needs: tasks.py, for its names; tools/adapter.py.
 """
 
 import dataclasses
 import json
+import math
 import os
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
+from shlex import quote
 
-import torch
-
-from aqn import SCHEDULES
-from grpo import LOSSES
 from tasks import TASKS
-from tools.adapter import read_settings
-from tools.weights import QUANT
 
+# The keys of weights.QUANT, grpo.LOSSES and aqn.SCHEDULES, whose files import torch.
+QUANT = "nvfp4", "rtn", "bf16"
+LOSSES = "dapo", "grpo", "dr_grpo", "gspo", "cispo"
+SCHEDULES = "exponential", "linear", "cosine", "logarithmic"
 # Flags of earlier versions, and their defaults: a run whose config.json has another value of one
 # cannot be resumed.
 GONE = {"stop": "", "gradient_checkpointing": None}
-MOVABLE = "model", "data", "test", "task"  # paths that a resume may give anew
+# paths that a resume may give anew → which hash of a checkpoint is of their content
+MOVABLE = dict(model="model", adapter="adapter", data="problems", test="problems", task="problems")
 LITTLE = 1e-9  # above 0
+# --lr of models with fewer weights than this
+RATES = (3e8, 5e-4), (3e9, 1e-4), (math.inf, 2e-5)
 # what flag() takes besides the default and the help; no number sensibly exceeds this high
 ABOUT = dict(group="", choices=(), low=0, high=10**9, fixed=False, scored=False)
 
@@ -113,6 +119,12 @@ class Config:
         group="objective",
         choices=LOSSES,
     )
+    advantage: str = flag(
+        "group",
+        "group: (reward − mean) / std of its group; rloo: reward − mean of the others; "
+        "none: the reward",
+        choices=("group", "none", "rloo"),
+    )
     correction: str = flag(
         "none",
         "\"old\" is the trainer's (none; tis: weighted) or sampler's (bypass)",
@@ -147,7 +159,11 @@ class Config:
     )
 
     steps: int = flag(16, "rollouts, each with its updates; 0 evaluates only", group="schedule")
-    lr: float = flag(5e-4, "AdamW; 1e-4 for 0.5B, 1.5B; 1e-5 … 3e-5 for 3B to 32B (paper: 1e-5)")
+    lr: float = flag(
+        None,
+        "AdamW; left out, it follows the model: 5e-4 below 0.3 billion parameters (SmolLM2), "
+        "1e-4 below 3 billion, 2e-5 from there on (paper: 1e-5)",
+    )
     schedule: str = flag(
         "linear",
         "learning rate: linear (to 0), constant, cosine (released scripts)",
@@ -205,6 +221,12 @@ class Config:
         if self.max_new_tokens is None:
             self.max_new_tokens = 16 if self.task in ("multiplication", "addition") else 512
 
+    def follow_model(self, weights):
+        """Set lr, if it was left out, by the number of the model's weights, and say so."""
+        if self.lr is None:
+            self.lr = next(rate for below, rate in RATES if weights < below)
+            say(f"--lr {self.lr:g} follows the model's size")
+
     @property
     def own_task(self):
         """Whether the task is a Python file of the user's own."""
@@ -221,6 +243,16 @@ def spelled(name):
     return f"--{name.replace('_', '-')}"
 
 
+def command_of(flags):
+    """→ the command line of a run with these flags, {name: value}, without its folder."""
+    words = ["python train.py"]
+    for name, value in flags.items():
+        if value != FIELDS[name].default and name not in ("out", "resume"):
+            given = f"{spelled(name)} {quote(str(value))}"
+            words.append(f"--no-{name}" if value is False else given)
+    return " ".join(words)
+
+
 def is_path(value):
     """Whether a flag's value is a file or a folder, and no name that the flag knows."""
     return os.path.exists(value) and value not in ("smollm2", "math", *TASKS)
@@ -230,6 +262,8 @@ def parse(arguments):
     """→ a checked Config. Flags not given are those of the run in --resume, and the scored ones
     those of --adapter's run. SystemExit, ValueError: a wrong flag."""
     given = _given(arguments)
+    if os.path.isdir(f"{given.get('adapter')}/adapter"):  # a run's folder: the adapter in it
+        given["adapter"] += "/adapter"
     stored = {}
     if given.get("resume"):
         stored = _of_resumed_run(given)
@@ -241,11 +275,16 @@ def parse(arguments):
             f"the run's task is {config.task}, a program that would be started: "
             f"if you trust it, add --task {config.task}"
         )
-    for name in ("adapter", *MOVABLE):
+    for name in MOVABLE:
         value = getattr(config, name)
         if is_path(value):
             setattr(config, name, os.path.abspath(value))  # a resume may start elsewhere
     warn_of_idle_flags(check(config), given)
+    if config.model != "smollm2" and "steps" not in stored | given:
+        say(
+            f"note: {config.steps} steps, the default, suit SmolLM2's times table; "
+            "GSM8K took 100 steps of 256 answers: give --steps"
+        )
     if config.adapter and config.beta:
         say(f"note: --beta pulls to {config.model} alone, not to {config.adapter}")
     return config
@@ -279,7 +318,7 @@ def _of_resumed_run(given):
     # the present epoch anew.
     kept = FIXED | {"out", "adapter", "updates_per_step", "eval_problems", "seed"}
     for name in given.keys() & kept:
-        if name in MOVABLE and is_path(given[name]):
+        if name in MOVABLE and stored[name] and is_path(given[name]):
             continue  # it may have moved: tools/run.py compares hashes with the checkpoint's
         now, then = given[name], stored[name]
         if now != then and os.path.abspath(str(now)) != os.path.abspath(str(then)):
@@ -293,12 +332,11 @@ def _of_resumed_run(given):
 def _of_adapters_run(given):
     """→ the scored flags of the run that --adapter names, without those that are given, empty or 0,
     and under another --task without data, test and operands. Of an adapter from elsewhere its rank
-    and alpha. Changes given["adapter"] from a run's folder to its adapter's."""
-    inside = os.path.join(given["adapter"], "adapter")
-    if os.path.isdir(inside):
-        given["adapter"] = inside
+    and alpha."""
     run = os.path.dirname(os.path.abspath(given["adapter"]))
     if not os.path.isfile(f"{run}/metrics.jsonl"):
+        from tools.adapter import read_settings
+
         settings = {}
         with suppress(ValueError):  # load_adapter will refuse it, by a sentence
             settings = read_settings(given["adapter"])
@@ -363,9 +401,7 @@ def check(config):
         # `not` refuses NaN, too
         if field.type in (int, float) and value is not None and not low <= value <= high:
             refuse(name, f"must be {low} to {high}")
-    if config.device not in ("", "cpu", "cuda") or (
-        config.device == "cuda" and not torch.cuda.is_available()
-    ):
+    if config.device not in ("", "cpu", "cuda") or (config.device == "cuda" and not _has_gpu()):
         refuse("device", "must be cpu, or cuda where torch finds a GPU")
     if config.own_task and (config.data or config.test or config.operands):
         refuse("task", "takes no --data, --test, --operands")
@@ -384,6 +420,12 @@ def check(config):
     return config
 
 
+def _has_gpu():
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def warn_of_idle_flags(config, given):
     """Print a line for each of the rules below by which a given flag does nothing.
 
@@ -392,7 +434,7 @@ def warn_of_idle_flags(config, given):
     adaptive = config.sigma_schedule == "adaptive"
     one_policy = config.updates_per_step == 1 and config.correction != "bypass"
     evaluating = SCORED | {"steps", "adapter", "resume", "preflight", "device", "out", "memory_gb"}
-    on_cpu = config.device == "cpu" or not torch.cuda.is_available()
+    on_cpu = "memory_gb" in given and (config.device == "cpu" or not _has_gpu())
     training = config.steps or config.preflight
     rules = (  # beginnings of names, when they do nothing, why
         (FIELDS.keys() - evaluating, not training, "--steps 0 trains nothing"),

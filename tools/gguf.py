@@ -18,9 +18,9 @@ transformers reads config and tokenizer, and silently ignores some of the header
 adds those that llama.cpp reads and that the decoder can compute. It refuses a file whose keys scale
 something that the decoder does not scale, or rotate only a part of each head.
 
-tools/weights.py also takes `readable` and `tensor_names` from this file. All of it runs on the CPU.
+tools/weights.py also takes `readable` and `tensor_names` from this file.
 
-Left out: every tokenizer.ggml.pre that SPLITS lacks, and RoPE scaling other than Llama 3's.
+Left out: every tokenizer.ggml.pre that SPLITS and SYNONYMS lack; RoPE scaling but Llama 3's.
 
 Needs: torch, transformers, tokenizers, numpy, gguf (llama.cpp's library); nvfp4.py. The library is
 imported in functions, because safetensors load without it.
@@ -68,8 +68,10 @@ SPLITS = {
     "smollm": [r"\p{N}", WORDS],
     "llama-bpe": [LLAMA3],
     "qwen2": [LLAMA3.replace("{1,3}", "")],
-    "deepseek-r1-qwen": [LLAMA3.replace("{1,3}", "")],
 }
+# other names that llama.cpp has for the same rules (src/llama-vocab.cpp)
+SYNONYMS = dict.fromkeys("llama3 llama-v3 falcon3 pixtral midm-2.0".split(), "llama-bpe")
+SYNONYMS |= dict.fromkeys("deepseek-r1-qwen kormo f2llmv2 megrez".split(), "qwen2")
 
 
 class GGUFFile:
@@ -90,7 +92,7 @@ class GGUFFile:
         from gguf import MODEL_ARCH, get_tensor_name_map
 
         self.path = path
-        with readable(path, "cannot be read, fetch it again"):
+        with readable(path):
             self.reader = parse(path)
             self.header = {key: field.contents() for key, field in self.reader.fields.items()}
         family = self.header.get("general.architecture")
@@ -214,6 +216,7 @@ class GGUFFile:
             tokenizer.eos_token = header["tokenizer.ggml.tokens"][end]
         if header["tokenizer.ggml.model"] == "gpt2":
             pre = header.get("tokenizer.ggml.pre")
+            pre = SYNONYMS.get(pre, pre)
             if pre not in SPLITS:
                 raise ValueError(f"tokenizer.ggml.pre is {pre}: take this model's safetensors")
             steps = [Split(Regex(expression), "isolated") for expression in SPLITS[pre]]
@@ -228,8 +231,8 @@ class GGUFFile:
             raise ValueError("it has no space prefix: take this model's safetensors")
         return tokenizer, self.marked
 
-    def read(self, name: str) -> torch.Tensor:
-        """→ the tensor in fp32, with transformers' shape and order of rows.
+    def read(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
+        """→ the tensor in fp32, with transformers' shape and order of rows. The CPU dequantises it.
 
         name: a key of names. ValueError: the library cannot dequantise the type.
         """
@@ -242,18 +245,24 @@ class GGUFFile:
         with readable(self.path):
             data = np.fromfile(self.path, mapped.dtype, mapped.size, offset=stored.data_offset)
             data = data.reshape(mapped.shape)
-        tensor = torch.empty(stored.shape[::-1].tolist())  # GGUF names the fastest dimension first
+        # GGUF names the fastest dimension first
+        tensor = torch.empty(stored.shape[::-1].tolist(), device=device)
 
         def fill(place, rows):
             # The library loops over 16 rows at a time, so pass all rows as one long row. That is
             # the same, because no quantisation block spans two rows.
-            place[:] = dequantize(rows.ravel(), stored.tensor_type).reshape(place.shape)
+            values = dequantize(rows.ravel(), stored.tensor_type).reshape(place.shape)
+            if place.is_cuda:
+                place.copy_(torch.from_numpy(values))
+            else:
+                place.numpy()[:] = values  # copy_ would start threads of its own
 
         # Work in pieces of about nvfp4.CHUNK values: dequantize makes several temporaries of its
-        # output's size, and numpy releases the GIL, so that threads share the work. Both splits cut
-        # the first dimension, at the same rows.
+        # output's size, and numpy releases the GIL, so that threads share the work. A GPU gets each
+        # piece at once, so that the CPU never holds, and never has to clear, the whole tensor. Both
+        # splits cut the first dimension, at the same rows.
         pieces = tensor.numel() // nvfp4.CHUNK + 1
-        places = np.array_split(tensor.numpy(), pieces)  # views: filling them fills the tensor
+        places = tensor.tensor_split(pieces)  # views: filling them fills the tensor
         rows = np.array_split(data, pieces)
         with (
             readable(self.path, f"holds {name}, which gguf cannot dequantise"),
@@ -273,27 +282,18 @@ def parse(path: Path):
     from gguf import GGUFReader
 
     class Reader(GGUFReader):
-        """Parses faster than GGUFReader, because its `data` is an array instead of a memmap.
-
-        GGUFReader assigns np.memmap(path) to self.data and then slices it hundreds of thousands of
-        times, mostly for the vocabulary. Each slice of a memmap is a memmap, which is slow to
-        construct. The array has the same mapped pages, so that the file is still read from disk
-        only where it is used.
+        """Parses in a third of the time, most of which the vocabulary takes: hundreds of thousands
+        of strings and numbers. The library makes five objects to read each of them.
         """
 
-        @property
-        def data(self):
-            return self.mapped
-
-        @data.setter
-        def data(self, memmap):
-            self.mapped = np.asarray(memmap)
+        def _get(self, offset, dtype, count=1, override_order=None):
+            return np.frombuffer(self.data, dtype, int(count), int(offset))
 
     return Reader(path)
 
 
 @contextmanager
-def readable(path: str | Path, what: str = "cannot be read") -> Iterator[None]:
+def readable(path: str | Path, what: str = "cannot be read, fetch it again") -> Iterator[None]:
     """Inside the block any error becomes a ValueError of one sentence: "PATH WHAT: reason".
 
     path: the file, or any subject of the sentence. The reason is the error's first line. If that

@@ -128,7 +128,8 @@ def serve() -> None:
         number, *formulas = json.loads(line)
         fork = os.fork()
         if fork == 0:
-            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+            with suppress(ValueError):  # macOS refuses any limit of address space
+                resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
             # The timer sends SIGPROF. Nothing handles it, so that the kernel ends the fork.
             signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
             os._exit(not compare(*formulas))

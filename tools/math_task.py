@@ -14,22 +14,20 @@ solution has a unit, the answer has the same one, in the same words, or none: of
 right, and neither 8\text{ cm} nor 8\text{ meters}. If the solution has no %, 5\% is 1/20. (1, 2) is
 not {1, 2}. Of 5 = 6, both sides must be right.
 
-data is a JSONL file or a dataset of the hub, as in tasks.py, whose records have
-
-    problem, question or prompt, which may be a chat;       HuggingFaceH4/MATH-500:test
-    answer, reward_model.ground_truth or solution           open-r1/DAPO-Math-17k-Processed/en
-
+data is a JSONL file or a dataset of the hub, such as HuggingFaceH4/MATH-500:test or
+open-r1/DAPO-Math-17k-Processed/en; tools/records.py tells which columns are read.
 A solution that nobody could answer, such as prose, is refused, and its line is named.
 
-Needs: tasks.py, tools/judge.py, math-verify.
+Needs: tasks.py, tools/{judge,records}.py, math-verify.
 """
 
 import operator
 import re
 from itertools import starmap
 
-from tasks import Task, hold_out, read, text_of
+from tasks import Task, hold_out, read
 from tools.judge import equal
+from tools.records import question_and_answer
 
 MATH = "{problem}\nThink step by step, and put the final answer into \\boxed{{}}."
 
@@ -159,17 +157,13 @@ def _rewrite(formula: str) -> str:
 
 
 def _latex_problem(record: dict) -> dict:
-    """→ the problem of a line of the data. The record is changed.
+    """→ the problem of a line of the data.
 
-    ValueError: a field is missing; an answer in prose; one that is empty or exceeds MAX_FORMULA,
+    ValueError: a column is missing; an answer in prose; one that is empty or exceeds MAX_FORMULA,
     counted inside its last box or else behind its last ####; one that does not equal itself; a chat
     of several turns.
     """
-    if isinstance(record.get("prompt"), list):
-        record["prompt"] = _user_message(record["prompt"])
-    if isinstance(record.get("reward_model"), dict):
-        record["reward_model"] = record["reward_model"].get("ground_truth")
-    answer = text_of(record, "answer", "reward_model", "solution")
+    question, answer = question_and_answer(record).values()
     gold = _last_box(answer) or _bare(answer.rpartition("####")[2])
     if not 0 < len(gold) <= MAX_FORMULA:
         raise ValueError(f"its answer must have 1 to {MAX_FORMULA} characters, or a \\boxed{{…}}")
@@ -186,16 +180,4 @@ def _latex_problem(record: dict) -> dict:
             f"no answer would equal its answer {gold[:60]!r}: write "
             "the formula alone, and words that belong to it as \\text{…}"
         )
-    question = text_of(record, "problem", "question", "prompt")
     return problem | {"problem": DAPO.sub("", question)}
-
-
-def _user_message(chat: list) -> str:
-    """→ the contents of a chat, a message of the user behind messages of the system, as one text.
-
-    ValueError: the chat has other messages.
-    """
-    roles = [message.get("role") if isinstance(message, dict) else None for message in chat]
-    if roles != ["system"] * (len(chat) - 1) + ["user"]:
-        raise ValueError("a chat must be one message of the user, behind those of the system")
-    return "\n\n".join(text_of(message, "content") for message in chat)

@@ -178,6 +178,7 @@ def plan(
     and values; None: as many as the answers need. shared_keys: how many keys answers read of
     prompts in a micro-batch, G·P for each prompt of P tokens. kv: as for Sampler.
     """
+    family(c)  # refuse another model before it lacks a size
     D, V, layers = c.hidden_size, c.vocab_size, c.num_hidden_layers
     gemms = linears(c).values()
     # whether projections are in NVFP4: those of layer 0 in the order of gemms and their parts, then

@@ -9,7 +9,8 @@ Needs: torch.
 """
 
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from threading import Thread
 
 import torch
 import torch.distributed as dist
@@ -21,15 +22,22 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 def join_ranks(device):
     """ "cuda" or "cpu" → this process's device. Under torchrun, join the process group and take the
-    GPU of the local rank.
+    GPU of the local rank. A thread starts the GPU while the caller reads its files.
     """
-    if "RANK" not in os.environ:
-        return device
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    if device == "cuda":
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
-        torch.cuda.set_device(device)  # Triton launches on the current device
+    if "RANK" in os.environ:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+        if device == "cuda":
+            device = f"cuda:{os.environ['LOCAL_RANK']}"
+            torch.cuda.set_device(device)  # Triton launches on the current device
+    if device != "cpu":
+        Thread(target=_start, args=[device]).start()
     return device
+
+
+def _start(device):
+    """The first allocation starts CUDA, which takes seconds."""
+    with suppress(Exception):  # whoever allocates next meets the same error
+        torch.zeros(1, device=device)
 
 
 def rank_and_count():
@@ -75,6 +83,16 @@ def gather(value):
     values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def share_out(count: int) -> tuple[int, int]:
+    """Ranks take from one sequence, each as many as its count, in their order.
+
+    → where this rank's share begins, that is the sum of the counts of lower ranks; and the sum of
+    all counts. Every rank must call this, if with count 0.
+    """
+    counts = gather(count)
+    return sum(counts[: rank_and_count()[0]]), sum(counts)
 
 
 @contextmanager

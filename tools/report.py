@@ -1,19 +1,20 @@
 """A run's log read back: lines of text, warnings, curves, samples, a table of runs.
 
     python -m tools.report list [FOLDER]    a line for each run
-    python -m tools.report show RUN…        the best and the worst samples
+    python -m tools.report show RUN…        samples, and what training changed
     python -m tools.report plot RUN…        curves.png
 
-RUN is the folder of a run of train.py. Three of its files are read here:
+RUN is the folder of a run of train.py. Four of its files are read here:
 
     metrics.jsonl   {"kind": "step", "step": 3, "segment": 0, "reward": 0.42, …}       after a step
                     {"kind": "eval", "step": 4, "segment": 0, "eval_greedy": 0.7, …}   an evaluation
     samples.jsonl   {"step": 4, "which": "best", "prompt": …, "answer": …, "reward": 1.0, …}
+    eval.jsonl      {"step": 4, "prompt": …, "text": …, "reward": 1.0, "ended": true, …}
     config.json     the flags: {"model": …, "task": …, "steps": 16, …}
 
 "step" is the number of steps that precede the record's own: step 3 is the fourth, and "eval" of
 step 4 follows it. "segment" numbers, from 0, the starts of the run that logged a record. null means
-not measured, or not finite, because JSON has no NaN. results/LOG.md explains the other keys of
+not measured, or not finite, because JSON has no NaN. docs/metrics.md explains the other keys of
 metrics.jsonl.
 
 A resumed run repeats the steps after its last checkpoint and appends their records again, so the
@@ -22,9 +23,10 @@ Needs: matplotlib to plot.
 """
 
 import json
+import operator
 import sys
+from collections import defaultdict
 from contextlib import suppress
-from operator import itemgetter
 from pathlib import Path
 
 # What an evaluation's two greedy numbers are called. strict: an answer that did not end counts as
@@ -52,6 +54,15 @@ SAMPLE = (
     "step {step:4d} {which:5} | reward {reward:+.2f} | advantage {advantage:+.2f}"
     " | {prompt!r} → {answer!r}"
 )
+EVALUATED = "        after {step:4d} steps {reward:+.2f}, ended: {ended} | {text!r}"
+# What a problem's rewards in the first and in the last evaluation tell. Of a user's own task, right
+# is a higher reward.
+CHANGES = {
+    "wrong before, right after": operator.lt,
+    "right before, wrong after": operator.gt,
+    "wrong before and after": lambda before, after: before == after <= 0,
+}
+EXAMPLES = 3  # problems shown of each
 
 # --- problems of a run, and what to do about each
 
@@ -142,7 +153,7 @@ def read(folder):
     An evaluation precedes the step of its number, as in the run.
     """
     # sorted() keeps the order of equals, so the last record that was written replaces the others
-    records = sorted(logged(folder), key=itemgetter("step", "kind"))
+    records = sorted(logged(folder), key=operator.itemgetter("step", "kind"))
     return {(record["kind"], record["step"]): record for record in records}
 
 
@@ -214,17 +225,48 @@ def plot(folders):
 
 
 def show(folders):
-    """→ the worst and the best sample of each step in each run's samples.jsonl, as text.
+    """→ the worst and the best sample of each step in each run's samples.jsonl, and what training
+    changed, as text.
 
     Of several records of one such sample the last counts, because a resumed run repeats steps and
     appends their samples again.
     """
     last = {}
     for folder in folders:
-        for sample in jsonl(Path(folder) / "samples.jsonl"):
-            with suppress(LookupError, TypeError, ValueError):  # made by hand
-                last[folder, sample["step"], sample["which"]] = SAMPLE.format(**sample)
+        evaluated = (Path(folder) / "eval.jsonl").is_file()
+        if not evaluated or (Path(folder) / "samples.jsonl").is_file():
+            for sample in jsonl(Path(folder) / "samples.jsonl"):
+                with suppress(LookupError, TypeError, ValueError):  # made by hand
+                    last[folder, sample["step"], sample["which"]] = SAMPLE.format(**sample)
+        if evaluated:
+            last[folder] = changes(folder)
     return "\n".join(last.values())
+
+
+def changes(folder):
+    """→ how a run's answers to the held-out problems changed from its first evaluation to its last,
+    as text: counts, and a few problems with both answers.
+    """
+    evaluations = defaultdict(dict)  # step → {prompt: the last record of it}
+    for record in jsonl(Path(folder) / "eval.jsonl"):
+        with suppress(LookupError, TypeError, ValueError):  # made by hand
+            shown = EVALUATED.format(**record)
+            evaluations[record["step"]][str(record["prompt"])] = record | {"shown": shown}
+    if not evaluations:
+        return ""
+    before = evaluations[min(evaluations)]
+    after = evaluations[max(evaluations)]
+    said = []
+    for title, is_so in CHANGES.items():
+        found = [
+            prompt
+            for prompt in before.keys() & after.keys()
+            if is_so(before[prompt]["reward"], after[prompt]["reward"])
+        ]
+        said.append(f"{title}: {len(found)} of {len(after)} held-out problems")
+        for prompt in sorted(found)[:EXAMPLES]:
+            said += [f"    {prompt!r}", before[prompt]["shown"], after[prompt]["shown"]]
+    return "\n".join(said)
 
 
 def table(folders):

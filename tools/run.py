@@ -1,11 +1,12 @@
 """A run's folder: its files, and what keeps an accident from losing a finished step.
 
     config.json             the flags
-    metrics.jsonl           one record per step and per evaluation, appended; keys: results/LOG.md
+    metrics.jsonl           one record per step and per evaluation, appended; keys: docs/metrics.md
     samples.jsonl           the worst and the best answer of each --eval-every-th step, appended
+    eval.jsonl              the greedy answers of each evaluation, appended
     checkpoint.safetensors  adapter and optimizer after a step, with a checksum; never half written
     checkpoint.previous.…   the checkpoint before it, read when the last one is damaged or missing
-    adapter/                the same adapter in PEFT's files
+    adapter/                the same adapter in PEFT's files, with a model card
     adapter-best/           the trained adapter with the highest eval_greedy; the first of equals
     curves.png              drawn from metrics.jsonl
 
@@ -35,10 +36,7 @@ as the step. The checkpoint stores what else the next step depends on: the param
 state, and train.State: the steps done, the problems drawn so far (for --resample) and σ (for
 adaptive noise). So on a CPU a resumed run ends with the same bytes as a run without a stop.
 
-Exit codes of train.py: 0 done, 1 a traceback, 2 another error, in one sentence, 3 --preflight finds
-training pointless (under torchrun 0), 128 + n signal n.
-
-Needs: torch, safetensors; lora.py, tools/{adapter,environment,flags,ranks,report}.py.
+Needs: torch, safetensors, tqdm; lora.py, tools/{adapter,environment,flags,ranks,report}.py.
 """
 
 import fcntl
@@ -56,15 +54,46 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
 
 import lora
 from tools.adapter import TENSORS, save_adapter, save_file
 from tools.environment import Answer
-from tools.flags import MOVABLE, Config, flags_of_run
-from tools.ranks import alike, gather
+from tools.flags import MOVABLE, Config, command_of, flags_of_run
+from tools.ranks import alike, gather, rank_and_count
 from tools.report import diagnose, line, logged, plot
 
 PULSE = 15  # seconds between signs of life
+LONG_ROLLOUT = 10  # seconds; the line of a step tells of a shorter one soon enough
+CARD = (  # of an adapter, for the hub
+    "---\nlibrary_name: peft\n---\n# A LoRA adapter\n\n"
+    "- base: {model}, under its own licence\n"
+    "- task: {task}, {step} of {steps} steps\n"
+    "- accuracy of greedy answers, or their mean reward: {scores}\n"
+    "- command: `{command}`\n"
+)
+
+
+class ProgressBar(tqdm):
+    """The sampler's bar. Without a terminal, a long rollout prints a line each tenth instead."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.label = options["desc"]
+        self.began = time.perf_counter()
+
+    def update(self, n: int = 1) -> None:
+        """Count n more answers that have ended."""
+        super().update(n)
+        rank, _ = rank_and_count()
+        if not self.disable or not self.label or rank > 0:
+            return
+        before = 10 * self.n // self.total
+        self.n += n  # a disabled bar does not count
+        seconds = time.perf_counter() - self.began
+        if 10 * self.n // self.total > before and seconds > LONG_ROLLOUT:
+            with suppress(OSError):  # nobody reads it any more
+                print(f"{self.label}: {self.n} of {self.total} answers", file=sys.stderr)
 
 
 class Run:
@@ -77,7 +106,8 @@ class Run:
     checkpoint.previous as it is: renaming the damaged file would destroy the only good one.
     best: the highest eval_greedy of the trained model so far, in all segments. first: that of the
     model before its first step.
-    hashes: {"problems": tools.environment.hash_of(task), "model": source.fingerprint.hex()}, which
+    hashes: {"problems": tools.environment.hash_of(task), "model": source.fingerprint.hex()} and, if
+    the run began from an adapter that is still there, tools.adapter.fingerprint(it), which
     train.py sets. A checkpoint stores them, so that each may lie elsewhere when the run goes on.
     print_error: why say() could not print, which stops the run.
     """
@@ -114,6 +144,7 @@ class Run:
         self.unlogged = []  # records that could not be appended to the log yet
         self.warned = set()  # names of problems: each is told once
         self.hashes = {}
+        self.scores = {}  # step → the score of its evaluation, in words
         if quiet or config.preflight:
             return
         self._lock_folder()
@@ -191,6 +222,7 @@ class Run:
 
     def _rank(self, step, score):
         """Note the score of an evaluation → whether it is the best of the trained model so far."""
+        self.scores[step] = f"{score:.2f} after {step} steps"
         if step == 0:  # before its first step a run has no adapter of its own to keep
             self.first = score
             return False
@@ -303,13 +335,22 @@ class Run:
         # The checkpoint last: after a crash between the two, a resumed run replays the steps and
         # writes both again. With the checkpoint first, it would have no step to replay after the
         # last save of a run, and adapter/ would stay old.
-        save_adapter(self.model, self.folder / "adapter", self.model_name)
+        self.save_adapter("adapter", self.state.step)
         write_atomically(
             self.folder / "checkpoint.safetensors",
             lambda path: save_file(tensors, path, metadata),
             keep_previous=not self.newest_damaged,
         )
         self.newest_damaged = False
+
+    def save_adapter(self, name, step):
+        """Write the adapter, which has learned for so many steps, and a model card into a folder of
+        this name."""
+        first, *later = [self.scores[n] for n in sorted(self.scores)] or ["unknown"]
+        command = command_of(self.flags)
+        scores = ", ".join([first, *later[-1:]])
+        card = CARD.format(**self.flags, step=step, scores=scores, command=command)
+        save_adapter(self.model, self.folder / name, self.model_name, card)
 
     def load(self):
         """Restore the newest checkpoint that is whole into model, optimizer and state. Without a
@@ -356,12 +397,12 @@ class Run:
             write_atomically(self.folder / "config.json", lambda path: path.write_text(text))
 
     def _compare_hashes(self, path, metadata, flags):
-        """ValueError: the checkpoint in `path` is of another model or of other problems; or it has
-        no hash, as until November 2026, and the flags now name another path than they did.
+        """ValueError: the checkpoint in `path` is of another model, adapter or other problems; or
+        it has no hash, as until November 2026, and the flags now name another path than they did.
         """
-        moved = any(flags[name] != self.flags[name] for name in MOVABLE)
+        moved = {kind for name, kind in MOVABLE.items() if flags[name] != self.flags[name]}
         for name, value in self.hashes.items():
-            if metadata.get(name, "" if moved else value) != value:
+            if metadata.get(name, "" if name in moved else value) != value:
                 raise ValueError(
                     f"{path} is of another model or of other problems: {name} has changed since; "
                     f"bring it back, name it by its path, or {self.another_run()}"
@@ -407,10 +448,13 @@ class Run:
         values = {name: rounded(value) for name, value in record.items()}
         record = {"kind": kind, "step": step, **values}
         if not self.quiet:
-            if kind == "eval" and self._rank(step, record["eval_greedy"]):
+            if kind == "eval":
                 # The adapter before the record: a resumed run reads `best` from the log, so the log
                 # must not hold a score whose adapter a crash has lost.
-                save_adapter(self.model, self.folder / "adapter-best", self.model_name)
+                if self._rank(step, record["eval_greedy"]):
+                    self.save_adapter("adapter-best", step)
+                if step == self.steps > 0:  # once more, for the card
+                    self.save_adapter("adapter", step)
             self.unlogged.append(record | {"segment": self.segment})
             self._write_log()
         text = line(record, any_reward=self.any_reward)
@@ -450,6 +494,13 @@ class Run:
             quoted = f"{shortened(answer.prompt)} → {shortened(answer.text)}"
             self.say(f"    {which:5} {answer.reward:+.2f}  {quoted}")
 
+    def answered(self, answers: list[Answer]) -> None:
+        """Keep the greedy answers of an evaluation, one to each held-out problem."""
+        if not self.quiet:
+            where = dict(step=self.state.step, segment=self.segment)
+            records = [where | answer._asdict() for answer in answers]
+            append(self.folder / "eval.jsonl", *records)
+
     def finish(self):
         """Draw the curves and print where the results are. A drawing that fails costs only the
         drawing.
@@ -485,40 +536,6 @@ class Run:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             self.print_error = f" ({error.strerror})"
             raise KeyboardInterrupt from error
-
-
-# --- the ends of a command
-
-
-def exit_on_signals() -> None:
-    """Turn SIGTERM and SIGHUP (the terminal was closed) into SystemExit, on which a run saves
-    itself. nohup ignores SIGHUP, and so do we then.
-    """
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
-
-
-@contextmanager
-def one_sentence(command: str):
-    """Context manager around a command: an error that the user can mend becomes one sentence on
-    stderr and exit code 2, Ctrl-C exit code 130. An unforeseen error keeps its traceback.
-    """
-    sys.stdout.reconfigure(errors="replace")  # a terminal may not have Unicode
-    try:
-        yield
-    except KeyboardInterrupt:  # Ctrl-C, or nobody reads our output any more
-        sys.exit(130)
-    except (torch.OutOfMemoryError, MemoryError):
-        print(
-            f"{command}: out of memory: lower --max-new-tokens or --rank, or take a smaller model; "
-            "python -m tools.memory says what fits",
-            file=sys.stderr,
-        )
-        sys.exit(2)
-    except (ValueError, OSError) as error:
-        print(f"{command}: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 # --- a checkpoint: tensors, and as metadata the step and a checksum
@@ -575,7 +592,7 @@ def checksum(tensors, metadata):
     """→ SHA-256, in hex, of a checkpoint's metadata {name: text} and of its tensors' names, types,
     shapes and bytes. Until November 2026 the metadata had the step alone.
     """
-    names = "step", "drawn", "problems", "sigma", "model"
+    names = "step", "drawn", "problems", "sigma", "model", "adapter"
     known = [metadata[name] for name in names if name in metadata]
     sha = hashlib.sha256(" ".join(known).encode())
     for name, tensor in sorted(tensors.items()):
@@ -603,9 +620,10 @@ def write_atomically(path, write, keep_previous=False):
     os.replace(temporary, path)
 
 
-def append(path, record):
-    """Append a record to a JSONL file as a line, and wait until it is on the disk."""
-    text = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
+def append(path, *records):
+    """Append records to a JSONL file as lines, and wait until they are on the disk."""
+    text = "".join(json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in records)
+    text = text.encode()
     # unbuffered: after an error, closing the file must not write again what failed
     with open(path, "ab+", buffering=0) as file:
         if file.tell():  # append mode opens a file at its end: not 0 if it has lines
@@ -635,7 +653,8 @@ def peak_memory_gb():
     if torch.cuda.is_initialized():
         peak = torch.cuda.max_memory_allocated()
     else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+        unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return max(gather(peak)) / 1e9
 
 

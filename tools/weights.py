@@ -25,8 +25,7 @@ matrix must be of one kind: those in NVFP4 are dequantised if one of them is sto
 What is stored decides. A config that disagrees is refused, and so is one that says what this file
 does not know, such as a rotation of the weights.
 
-Tensors are read on the CPU. What becomes a part of the model is then placed on its device, where
-weights are also quantised.
+Projections are read onto the model's device, and checked, quantised and packed there.
 
 Needs: torch, transformers, safetensors, huggingface_hub; nvfp4.py, fp4_gemm.py, tools/gguf.py.
 """
@@ -85,10 +84,16 @@ UNUSED = re.compile(
     r"\.((input|output|[qkv]|kv|prob)_(global_)?(scale|zero_point)"
     r"|weight_shape|inv_freq|(cos|sin)_cached)$|_proj\.[kv]_bias$"
 )
-# in Jinja: strftime_now() of one day, for formats of letters and of letters behind a minus
+# in Jinja: strftime_now() of one day, for formats of letters and of letters behind a minus. In a
+# loop, because Jinja takes a second to compile a hundred filters.
 DIRECTIVES = [sign + letter for letter in string.ascii_letters for sign in ("%", "%-")]
-DATES = "".join(f"|replace('{d}', '{datetime.date(2024, 7, 26):{d}}')" for d in DIRECTIVES)
-A_DATE = f"{{% macro strftime_now(format) %}}{{{{ format{DATES} }}}}{{% endmacro %}}\n"
+DATES = {directive: f"{datetime.date(2024, 7, 26):{directive}}" for directive in DIRECTIVES}
+A_DATE = (
+    "{% macro strftime_now(format) %}{% set made = namespace(text=format) %}"
+    f"{{% for directive, date in {DATES}.items() %}}"
+    "{% set made.text = made.text|replace(directive, date) %}"
+    "{% endfor %}{{ made.text }}{% endmacro %}\n"
+)
 E4M3_MAX = 0x7E  # the byte of 448; 0x7F is NaN, and from 0x80 on the sign bit is set
 
 
@@ -118,7 +123,7 @@ def open(name: str | Path) -> "Source":  # weights.open(...), like gzip.open
     if not path.is_dir():
         if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)):
             raise ValueError(
-                f"{name} is neither a folder or a .gguf file here (if it has moved, name its new "
+                f"{name} is neither a folder nor a .gguf file here (if it has moved, name its new "
                 "place), nor a hub id like owner/model"
             )
         # a repository may also hold the same weights in formats that nobody reads here
@@ -148,22 +153,24 @@ def config_of(name: str | Path) -> PreTrainedConfig:
     if name == "smollm2" or Path(name).suffix == ".gguf":
         return open(name).config
     own = Path(name, "hf_quant_config.json")
-    with readable(name, "has no config.json that can be loaded, such as save_pretrained writes"):
+    with readable(name, "has no config.json that can be loaded, fetch or save the model again"):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         said = getattr(config, "quantization_config", None) or {}
         if own.is_file() and not said:
             said = json.loads(own.read_text())
-    with readable(name, "cannot be loaded"):
+    with readable(name, "cannot be loaded, take another checkpoint"):
         config.quantization_config = in_4_bits(said, config)
         # what transformers makes of the model_type, and what the config calls it
         computed = type(config).__name__.replace("Config", "ForCausalLM")
         named, *_ = config.architectures or [computed]
         config.architectures = [named]
-        if named in FAMILIES:
-            if named != computed:
-                raise ValueError(f"its architecture is {named}, its model_type {config.model_type}")
-            family(config)
-            rope_frequencies(config)  # raises errors of several types
+        if named in FAMILIES and named != computed:
+            raise ValueError(f"its architecture is {named}, its model_type {config.model_type}")
+        family(config)
+        # errors of several types, and NaN anywhere
+        with readable("its config.json", "has a wrong number"):
+            json.dumps(config.to_dict(), allow_nan=False, default=str)
+            rope_frequencies(config)
     return config
 
 
@@ -204,8 +211,7 @@ def understand(said: dict, lists: dict[str, list[str]], inside: str = "") -> Non
             understand(value, lists, f"{inside}{key}.")
         elif f"{key}={value}" not in MEANT:
             raise ValueError(
-                f"{inside}{key}={value}: of quantised weights only NVFP4 in groups of 16 "
-                "loads; take another checkpoint of this model"
+                f"{inside}{key}={value}: of quantised weights only NVFP4 in groups of 16 loads"
             )
 
 
@@ -225,8 +231,8 @@ def among(names: list[str], module: str) -> bool:
 class Source:
     """A checkpoint's tensors, config and tokenizer.
 
-    A subclass defines read(name), which returns a tensor: Safetensors in the stored dtype, GGUF
-    dequantised to fp32. A subclass also sets
+    A subclass defines read(name, device), which returns a tensor on that device, by default on the
+    CPU: Safetensors in the stored dtype, GGUF dequantised to fp32. A subclass also sets
 
     path     the folder or the .gguf file
     config   transformers' config
@@ -245,6 +251,7 @@ class Source:
 
     packed = inexact = False
     fingerprint = b""
+    _tokenizer = None
 
     def projection(
         self,
@@ -278,7 +285,7 @@ class Source:
         """
         if quant not in QUANT:
             raise ValueError(f"quant={quant!r} must be one of {', '.join(QUANT)}")
-        weights = [_on(self.tensor(f"{name}.weight", (N, K)), device) for name, N in names.items()]
+        weights = [self.tensor(f"{name}.weight", (N, K), device) for name, N in names.items()]
         biases = [self.tensor(f"{name}.bias", (N,)) for name, N in names.items() if biased]
         bias = torch.cat(biases).to(device) if biased else None
         if QUANT[quant] is None or self.packed:
@@ -299,10 +306,10 @@ class Source:
         because a GPU reads few of their rows.
         """
         shape = self.config.vocab_size, self.config.hidden_size
-        embed = self.tensor("model.embed_tokens.weight", shape).to(dtype)
-        if device.type == "cuda" and not self.config.tie_word_embeddings:
-            return embed.cpu().pin_memory()
-        return embed.to(device)
+        on_host = device.type == "cuda" and not self.config.tie_word_embeddings
+        place = "cpu" if on_host else device
+        embed = self.tensor("model.embed_tokens.weight", shape, place).to(dtype)
+        return embed.cpu().pin_memory() if on_host else embed
 
     def lm_head(self, embeddings: Tensor, device: torch.device) -> Tensor:
         """→ lm_head (V, D) on `device`: the embeddings themselves, if the config ties it to them.
@@ -322,8 +329,10 @@ class Source:
             )
         return embeddings
 
-    def tensor(self, name: str, shape: tuple[int, ...] | None) -> Tensor | nvfp4.NVFP4Tensor:
-        """→ the tensor on the CPU, in the dtype that read() returns, or an NVFP4Tensor if the
+    def tensor(
+        self, name: str, shape: tuple[int, ...] | None, device: torch.device | str = "cpu"
+    ) -> Tensor | nvfp4.NVFP4Tensor:
+        """→ the tensor on `device`, in the dtype that read() returns, or an NVFP4Tensor if the
         checkpoint stores it in NVFP4.
 
         shape: what the config implies, (N, K) for a matrix. None is for a part of an NVFP4Tensor:
@@ -333,7 +342,8 @@ class Source:
         packed = f"{name}_packed" in self.names
         if name not in self.names and not packed:
             raise ValueError(
-                f"{self.path} has no tensor {name}, which {self.config.architectures[0]} needs"
+                f"{self.path} has no tensor {name}, which {self.config.architectures[0]} needs: "
+                "fetch the checkpoint again"
             )
         if getattr(self.config, "quantization_config", {}).get(name, packed) != packed:
             raise ValueError(
@@ -341,14 +351,15 @@ class Source:
                 "correct `ignore` there, or take another checkpoint of this model"
             )
         if packed:
-            return self._nvfp4(name, *shape)
+            return self._nvfp4(name, *shape, device)
         self.unread.discard(name)
-        tensor = self.read(name)
-        first = tensor.flatten()[:4096].view(torch.uint8).numpy().tobytes()
+        tensor = self.read(name, device)
+        first = tensor.flatten()[:4096].view(torch.uint8).cpu().numpy().tobytes()
         self.fingerprint = hashlib.sha256(self.fingerprint + first).digest()
         if shape and tuple(tensor.shape) != tuple(shape):
             raise ValueError(
-                f"{self.path}: {name} is {tuple(tensor.shape)}, its config says {tuple(shape)}"
+                f"{self.path}: {name} is {tuple(tensor.shape)}, its config says {tuple(shape)}: "
+                "fetch config and weights of the same model"
             )
         # Integers and fp8 are values of a quantisation, which mean nothing without its scales.
         if name.endswith((".weight", ".bias")) and not (
@@ -359,22 +370,24 @@ class Source:
                 "loads; take another checkpoint of this model"
             )
         # itemsize 1: codes and block scales of NVFP4, which _nvfp4 checks
-        if shape and tensor.itemsize > 1 and not torch.stack(tensor.aminmax()).isfinite().all():
-            raise ValueError(
-                f"{self.path}: {name} has NaN or infinite values: fetch the checkpoint again"
-            )
+        if shape and tensor.itemsize > 1:
+            extremes = torch.stack(tensor.aminmax()).float()  # fp64 may exceed what we compute in
+            if not extremes.isfinite().all():
+                raise ValueError(
+                    f"{self.path}: {name} has NaN or infinite values: fetch the checkpoint again"
+                )
         return tensor
 
-    def _nvfp4(self, name, N, K):
+    def _nvfp4(self, name, N, K, device):
         """→ the projection `name`, (N, K), as NVFP4Tensor of u8 (N, K/2), e4m3 (N, K/16), f32 ().
 
         ValueError: a part is missing or misshapen, its dtype or its values are not NVFP4's, or the
         matrix is the embeddings or lm_head, which the decoder has in 16 bits only.
         """
         q = nvfp4.NVFP4Tensor(
-            self.tensor(f"{name}_packed", (N, K // 2)),
-            self.tensor(f"{name}_scale", (N, K // nvfp4.BLOCK)),
-            self.tensor(f"{name}_global_scale", None),  # () or (1,)
+            self.tensor(f"{name}_packed", (N, K // 2), device),
+            self.tensor(f"{name}_scale", (N, K // nvfp4.BLOCK), device),
+            self.tensor(f"{name}_global_scale", None, device),  # () or (1,)
         )
         dtypes = [part.dtype for part in q]
         if "_proj." not in name or dtypes != [torch.uint8, torch.float8_e4m3fn, torch.float32]:
@@ -407,14 +420,16 @@ class Source:
         if left:
             raise ValueError(
                 f"{self.path} holds {len(left)} tensors that a {self.config.architectures[0]} "
-                f"has no place for, the first is {left[0]}"
+                f"has no place for, the first is {left[0]}: take another checkpoint of this model"
             )
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """ValueError: there is none that can be read, or it cuts a token
-        into pieces that the checkpoint marks as one, such as <|im_end|> or <think>.
+        """→ the same object at each call. ValueError: there is none that can be read, or it cuts a
+        token into pieces that the checkpoint marks as one, such as <|im_end|> or <think>.
         """
-        with readable(self.path, "has no tokenizer that can be read"):
+        if self._tokenizer is not None:
+            return self._tokenizer
+        with readable(self.path, "has no tokenizer that can be read, fetch it again"):
             tokenizer, marked = self.read_tokenizer()
             for i, text in marked.items():
                 pieces = tokenizer.encode(text, add_special_tokens=False)
@@ -423,6 +438,7 @@ class Source:
                         f"token {i}, {text}, is read as {pieces}: take another copy of this "
                         "model, or a newer transformers"
                     )
+        self._tokenizer = tokenizer
         return tokenizer
 
     def read_tokenizer(self) -> tuple[PreTrainedTokenizerBase, dict[int, str]]:
@@ -447,7 +463,7 @@ class Source:
         They are all that the checkpoint names: in config.json or a GGUF's header, in
         generation_config.json, as the tokenizer's end token, and as the token with which the chat
         template closes an assistant's turn. Each of them may lack what another has. ValueError: no
-        id is in the vocabulary, so that no answer would end.
+        id is in the vocabulary, so that no answer would end, or one is no number.
         """
         named = [self.config.eos_token_id]  # each an id, a list of ids, or None
         path = self.path / "generation_config.json"  # a GGUF is a file, beside other models' files
@@ -467,28 +483,23 @@ class Source:
             first, *_ = tokenizer.encode(end.strip(), add_special_tokens=False)
             if answer and first in tokenizer.added_tokens_decoder:
                 named.append(first)
-        ids = set()
+        ids = []
         for found in named:
-            ids |= set(found) if isinstance(found, list) else {found}
-        ids.discard(None)
-        if not any(0 <= i < self.config.vocab_size for i in ids):
+            ids += found if isinstance(found, list) else [found]
+        ids = [i for i in ids if i is not None]
+        whole = all(type(i) is int for i in ids)
+        if not whole or not any(0 <= i < self.config.vocab_size for i in ids):
             raise ValueError(
-                f"{self.path} has no token that ends an answer: take another copy of this "
-                "model, or name one as eos_token_id in its config.json"
+                f"{self.path} has no token that ends an answer, but {ids}: take another copy of "
+                "this model, or correct eos_token_id in its config.json and generation_config.json"
             )
-        return sorted(ids)
+        return sorted(set(ids))
 
 
 def _dense(weights, dtype):
     """Tensors or NVFP4Tensors (N_i, K), joined along N → Dense."""
     plain = [w if torch.is_tensor(w) else nvfp4.dequantize(w, torch.float32) for w in weights]
     return Dense(torch.cat(plain).to(dtype))
-
-
-def _on(weight, device):
-    if torch.is_tensor(weight):
-        return weight.to(device)
-    return nvfp4.NVFP4Tensor(*(part.to(device) for part in weight))
 
 
 class Stored(NamedTuple):
@@ -533,17 +544,19 @@ class Safetensors(Source):
         if only.is_file():
             with readable(only), safe_open(only, "pt") as f:
                 return dict.fromkeys(f.keys(), only.name)
-        with readable(index, f"cannot be read, and there is no {only.name} beside it"):
+        with readable(
+            index, f"cannot be read, and there is no {only.name} beside it; fetch it again"
+        ):
             return {k: str(v) for k, v in json.loads(index.read_text())["weight_map"].items()}
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """→ the tensor as it is stored, but a global scale as the factor of dequantising.
 
         ValueError: the file is damaged.
         """
         stored = self.names[name]
         with readable(self.path / stored.file), safe_open(self.path / stored.file, "pt") as f:
-            tensor = f.get_tensor(stored.name)
+            tensor = f.get_tensor(stored.name).to(device)
         # compressed-tensors stores the factor that its quantiser multiplies by, 6·448 / max |w|, so
         # dequantising divides by it. ModelOpt and nvfp4.py have the inverse, and multiply.
         return 1 / tensor if stored.name.endswith("weight_global_scale") else tensor
@@ -587,7 +600,8 @@ def encode(
         *chat, last = chat
         begun = last["content"]
     with readable(
-        "the chat template of this model", "takes no such chat, so write it as one user message"
+        f"the chat template of {tokenizer.name_or_path}",
+        "takes no such chat, so write it as one user message",
     ):
         # A run that is resumed tomorrow must have the prompts of today, so a template that asks for
         # the date gets Llama 3's own default.

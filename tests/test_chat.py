@@ -1,0 +1,63 @@
+"""Questions to a trained model: python -m tools.chat.
+
+python -m pytest tests/test_chat.py
+"""
+
+import io
+import json
+import re
+import shutil
+import sys
+
+import pytest
+
+from tools import chat
+
+
+class Terminal(io.StringIO):
+    """Counts what is written at a time."""
+
+    pieces = 0
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        self.pieces += 1
+        return super().write(text)
+
+
+def answers(said):
+    """→ pairs: what the base and what the adapter answered."""
+    found = re.findall(r"^    base: (.*)\n adapter: (.*)$", said, re.M)
+    assert found and all(base != adapted for base, adapted in found), said
+    return found
+
+
+def test_a_question_gets_the_answers_of_the_base_and_of_the_adapter(whole, monkeypatch, capsys):
+    """From the command line, or one a line; each is a chat of its own. What grows on a terminal is
+    what is printed elsewhere.
+    """
+    flags = ["--max-new-tokens", "30"]
+    chat.main([str(whole), "2 + 2?", *flags])
+    (alone,) = answers(capsys.readouterr().out)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("3 * 3?\n\n2 + 2?\n"))
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    chat.main([str(whole / "adapter"), *flags])
+    _, again = answers(sys.stdout.getvalue())
+    assert again == alone and sys.stdout.pieces > 60
+
+
+def test_a_run_of_ones_own_task_is_asked_without_starting_it(whole, tmp_path, capsys):
+    run = shutil.copytree(whole, tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    (tmp_path / "mine.py").write_text("raise KeyboardInterrupt('it ran')")
+    (run / "config.json").write_text(json.dumps(config | {"task": str(tmp_path / "mine.py")}))
+    chat.main([str(run), "2 + 2?"])
+    assert answers(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("words", [[], ["--device", "cpu"]])
+def test_without_a_run_the_usage_is_told(words):
+    with pytest.raises(ValueError, match="usage: "):
+        chat.main(words)

@@ -1,0 +1,82 @@
+"""Other people's data: columns, chats, and files that are no JSONL.
+
+python -m pytest tests/test_records.py
+"""
+
+import gzip
+import json
+import subprocess
+
+import pytest
+
+from tools.environment import load_task
+from tools.flags import Config
+
+PROMPT = [{"role": "user", "content": "2 + 3?"}]
+TURN = [*PROMPT, {"role": "assistant", "content": "2 + 3 = 5\n#### 5"}]
+RECORDS = [
+    {"question": "2 + 3?", "answer": "#### 5"},
+    {"question": "2 + 3?", "answer": 5},
+    {"problem": "2 + 3?", "solution": "It is \\boxed{5}.", "level": 1},
+    {"prompt": "2 + 3?", "ground_truth": 5.0},
+    {"prompt": "2 + 3?", "answer": None, "solution": "$5"},
+    {"prompt": PROMPT, "reward_model": {"ground_truth": "5", "style": "rule"}},
+    {"messages": TURN},
+    {"messages": TURN[:1], "answer": "5"},
+]
+
+
+def config(path, task="gsm8k"):
+    return Config(task=task, data=str(path))
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_gsm8k_takes_the_columns_that_people_have(record, tmp_path):
+    """Beside records of its own: each may have other columns."""
+    data = tmp_path / "some.jsonl"
+    others = [{"question": f"{n}?", "answer": f"#### {n}"} for n in range(3)]
+    data.write_text("".join(json.dumps(r) + "\n" for r in [*others, record]))
+    task = load_task(config(data))
+    (problem,) = [p for p in task.train + task.held_out if p["question"] == "2 + 3?"]
+    assert [task.reward(problem, text, True) for text in ("#### 5", "#### 6")] == [1, 0]
+
+
+TABLE = "question,answer\n" + "".join(f'"{n}, or more?",{n}\n' for n in range(5))
+ROWS = [{"question": f"{n}, or more?", "answer": n} for n in range(5)]
+FILES = {  # what a file holds, and what it is called
+    "table": (TABLE.encode(), "CSV"),
+    "tabs": (TABLE.replace(",", "\t").encode(), "CSV"),
+    "array": (json.dumps(ROWS).encode(), "JSON array"),
+    "pretty": (json.dumps(ROWS, indent=2).encode("utf-8-sig"), "JSON array"),
+    "gz": (gzip.compress(b"{}"), "gzip"),
+    "parquet": (b"PAR1\x15\x04", "Parquet"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_no_jsonl_is_named_as_what_it_is(name, tmp_path):
+    data = tmp_path / "some.json"
+    content, called = FILES[name]
+    data.write_bytes(content)
+    for flags in (
+        config(data),
+        config(data, "math"),
+        Config(task="gsm8k", test=str(data), steps=0),
+    ):
+        with pytest.raises(ValueError, match=f"^{data} is a?.*{called}"):
+            load_task(flags)
+
+
+@pytest.mark.parametrize("name, made", [("table", "some.json.jsonl"), ("array", "some.jsonl")])
+def test_the_remedy_makes_a_file_that_is_read(name, made, tmp_path):
+    """As printed, in a shell."""
+    data = tmp_path / "some.json"
+    data.write_bytes(FILES[name][0])
+    with pytest.raises(ValueError) as refused:
+        load_task(config(data))
+    command = str(refused.value).partition(": ")[2]
+    subprocess.run(command, shell=True, check=True)
+    task = load_task(config(tmp_path / made))
+    assert sorted(p["question"] for p in task.train + task.held_out) == [
+        r["question"] for r in ROWS
+    ]

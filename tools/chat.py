@@ -1,0 +1,78 @@
+"""Ask a model what it has learned: its answer without the adapter, then with it.
+
+    python -m tools.chat RUN "What is 7 * 8?" [flags of train.py]
+    python -m tools.chat RUN [flags of train.py]        answers the lines of stdin, until Ctrl-D
+
+RUN is a run's folder or that of an adapter, such as runs/NAME/adapter-best. Model, quantisation and
+longest answer are those of the run, unless a flag such as --model or --max-new-tokens says
+otherwise. Answers are greedy. Each question is a chat of its own: it gets the model's chat
+template, but nothing of the task, and the model does not see the questions before it.
+
+Needs: torch; lora.py, model.py, rollout.py, tasks.py;
+tools/{adapter,ends,environment,flags,weights}.py.
+"""
+
+import sys
+from contextlib import nullcontext
+from itertools import takewhile
+from operator import itemgetter
+
+import torch
+
+import lora
+from model import load
+from rollout import Rollout, Sampler
+from tasks import Task
+from tools import weights
+from tools.adapter import load_adapter
+from tools.ends import one_sentence
+from tools.environment import Environment, load_environment
+from tools.flags import parse
+
+
+def ask(question: str, environment: Environment, sampler: Sampler) -> None:
+    """Print the greedy answers of the base and of the base with its adapter, on a terminal as they
+    grow. ValueError: the question is empty, or too long for the model.
+    """
+    prompts = environment.encode_prompts([{"prompt": question}])
+    params = environment.params._replace(temperature=0.0)
+    written = 0  # characters
+
+    def write(rollout: Rollout) -> None:
+        nonlocal written
+        (ids,) = rollout.answers()
+        text = environment.tokenizer.decode(ids).rstrip("\ufffd")  # half a character
+        print(text[written:], end="", flush=True)
+        written = len(text)
+
+    sampler.watch = write if sys.stdout.isatty() else None
+    for name, adapted in (("base", lora.disabled(sampler.model)), ("adapter", nullcontext())):
+        print(f"{name:>8}: ", end="", flush=True)
+        written = 0
+        with adapted:
+            write(sampler.generate(prompts, 1, params, -1))
+        print()
+
+
+def main(arguments: list[str]) -> None:
+    """python -m tools.chat with these arguments. ValueError: a sentence for the user."""
+    words = list(takewhile(lambda word: not word.startswith("--"), arguments))
+    if not words:
+        raise ValueError('usage: python -m tools.chat RUN ["question"] [flags of train.py]')
+    run, *questions = words
+    # Another task than the run's, so that a file of the user's own is not started.
+    flags = ["--adapter", run, "--task", "addition", "--steps", "0"]
+    config = parse(flags + arguments[len(words) :])
+    source = weights.open(config.model)
+    environment = load_environment(config, Task([], [], itemgetter("prompt"), None), source)
+    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = load(source, config.quant, config.rank, config.alpha, device)
+    load_adapter(model, config.adapter)
+    sampler = Sampler(model)
+    for question in questions or filter(str.strip, sys.stdin):
+        ask(question.strip(), environment, sampler)
+
+
+if __name__ == "__main__":
+    with one_sentence("chat.py"):
+        main(sys.argv[1:])

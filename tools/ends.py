@@ -1,0 +1,44 @@
+"""How a command ends: by a signal, by one sentence, or by the traceback of an unforeseen error.
+
+Exit codes of train.py: 0 done, 1 a traceback, 2 another error, in one sentence, 3 --preflight finds
+training pointless (under torchrun 0), 128 + n signal n.
+
+Needs: nothing, so that a wrong flag is refused before torch is imported.
+"""
+
+import signal
+import sys
+from contextlib import contextmanager
+
+
+def exit_on_signals() -> None:
+    """Turn SIGTERM and SIGHUP (the terminal was closed) into SystemExit, on which a run saves
+    itself. nohup ignores SIGHUP, and so do we then.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
+@contextmanager
+def one_sentence(command: str):
+    """Context manager around a command: an error that the user can mend becomes one sentence on
+    stderr and exit code 2, Ctrl-C exit code 130. An unforeseen error keeps its traceback.
+    """
+    sys.stdout.reconfigure(errors="replace")  # a terminal may not have Unicode
+    try:
+        yield
+    except KeyboardInterrupt:  # Ctrl-C, or nobody reads our output any more
+        sys.exit(130)
+    except Exception as error:
+        said = error
+        # torch's OutOfMemoryError by its name, because torch may not be imported yet
+        if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
+            said = (
+                "out of memory: lower --max-new-tokens or --rank, or take a smaller model; "
+                "python -m tools.memory says what fits"
+            )
+        elif not isinstance(error, (ValueError, OSError)):
+            raise
+        print(f"{command}: {said}", file=sys.stderr)
+        sys.exit(2)
