@@ -13,7 +13,10 @@ large pairs slowly. So integers resolve a key better once the bias is out:
     bias    keys are rounded before RoPE and without their bias, which a kernel would add back
     limit   RoPE's turns of the bias, averaged over the positions of a text, are subtracted. The
             kernel adds nothing back.
-    8192    the same over 8,192 positions: of a sampler whose longest row is longer than these texts
+    scaled  the same, and a pair that this leaves large, because RoPE turns it fast, is divided by a
+            power of two, by which the kernel multiplies the query
+    8192    scaled, with the average over 8,192 positions: of a sampler whose longest row is longer
+            than these texts
 
 Needs: model.py, ops/attention.py, tools/weights.py, tools/run.py; bench/common.py.
 """
@@ -73,7 +76,8 @@ WAYS = {
     "int8 plain": Way(int8, int8),
     "int8 without bias before RoPE": Way(int8, int8, "bias"),
     "int8 minus constant": Way(int8, int8, "limit"),
-    "int8 minus constant of 8192": Way(int8, int8, "8192"),
+    "int8 minus constant, scaled": Way(int8, int8, "scaled"),
+    "int8 minus constant of 8192, scaled": Way(int8, int8, "8192"),
     "int8 values alone": Way(same, int8),
 }
 
@@ -99,12 +103,25 @@ class Rounded(attention.Packed):
             unrotated = unrotated[:, heads.query : heads.query + heads.key].float()
             k = attention.rope(self.way.keys(unrotated - bias) + bias, cos, sin)
         else:
-            k = self.way.keys(k.float() - attention.rope(bias, self.mean_cos, self.mean_sin))
+            scale = self.pair_scale(bias)
+            k = k.float() - attention.rope(bias, self.mean_cos, self.mean_sin)
+            k = self.way.keys(k / scale) * scale
         k, v = (x.to(qkv.dtype) for x in (k, self.way.values(v)))
         if not qkv.is_cuda:
             return torch.cat([self.attend_to_group(q, k, v, *span) for span in self.spans])
         texts = *self.cu_seqlens, *self.max_seqlens
         return varlen_attn(q, k, v, *texts, **attention.CAUSAL).flatten(1)
+
+    def pair_scale(self, bias):
+        """→ (1, Hkv, Dh) powers of two, of the bias that the constant leaves in each pair: 1 if it
+        is small beside 4, about twice what else is in a key.
+        """
+        if self.way.without == "limit":
+            return 1.0
+        first, second = bias.chunk(2, -1)
+        moves = (1 - self.mean_cos.square() - self.mean_sin.square()).clamp(min=0)
+        left = (first.square() + second.square()) * moves
+        return torch.exp2((1 + left / 16).log2().div(2).round()).repeat(1, 1, 2)
 
     def key_bias(self, heads, layer):
         """→ (1, Hkv, Dh) f32, or None."""
