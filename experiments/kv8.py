@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from bench import common
-from model import Decoder, load
+from model import Decoder, load, rotary
 from ops import attention
 from tools import weights
 from tools.run import append, rounded
@@ -89,7 +89,8 @@ class Rounded(attention.Packed):
         super().__init__([(length, []) for length in lengths], decoder.device)
         self.decoder, self.way = decoder, way
         positions = 8192 if way.without == "8192" else max(lengths)
-        angles = decoder.rotary(torch.arange(positions, device=decoder.device))
+        positions = torch.arange(positions, device=decoder.device)
+        angles = rotary(positions, decoder.inv_freq, decoder.rope_scale)
         # RoPE is linear: the mean of all turns of the bias is one turn, by the mean cos and sin.
         self.mean_cos, self.mean_sin = (x.mean(0, keepdim=True) for x in angles)
 
