@@ -26,7 +26,7 @@ Tensors are (B, T): B answers, any part of the batch, by T tokens. Build the mas
 never from token ids: padding may have the end token's id. The sampled end token is an action too
 and is not masked.
 
-To add a loss, write its function and add its entry to LOSSES.
+To add a loss, write its function, add its entry to LOSSES, and its name to tools/flags.py's.
 
 Left out: value networks, entropy bonuses, whole-batch reward scaling.
 Needs: torch.
