@@ -5,9 +5,10 @@
 With few rows in x, a linear layer takes as long as the GPU takes to load its weights: .5625 bytes a
 weight here, 2 in bf16. So this layer can be at most 3.56 times as fast as a layer in bf16.
 
-This file has two halves. The first is the whole idea in one plain kernel: load codes, decode them,
-multiply. You may stop there. The second is the same product in kernels that come close to that
-bound, explained as eight changes to the plain one. docs/kernel.md walks through both.
+This file has three parts. The first is the whole idea in one plain kernel: load codes, decode them,
+multiply. The second, which a first reading may skip, is the same product in kernels that come close
+to that bound, explained as eight changes to the plain one. The last is what other files call.
+docs/kernel.md walks through the first two.
 
     y = plain_product(x, *q)          q: what nvfp4.quantize returns
     W = pack(q)                       the same weights, as the fast kernels read them
