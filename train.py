@@ -326,14 +326,13 @@ class Trainer:
         )
 
     def experience(self, rollout: Rollout, answers: list[Answer]) -> Experience:
-        """Compare each answer with its group → Experience. Neither Dr. GRPO nor RLOO divides by the
-        standard deviation.
+        """Compare each answer with its group → Experience. Dr. GRPO does not divide by the standard
+        deviation.
         """
         rewards = torch.tensor([answer.reward for answer in answers], dtype=torch.float64)
-        baseline = self.config.advantage
-        scale = "none" if self.config.loss == "dr_grpo" or baseline == "rloo" else "group"
+        scale = "none" if self.config.loss == "dr_grpo" else "group"
         groups = rewards.view(-1, self.config.group_size)
-        advantages = grpo.advantages(groups, scale, baseline).flatten()
+        advantages = grpo.advantages(groups, scale, self.config.advantage).flatten()
         old = rollout.logprobs if self.config.correction == "bypass" else None
         return Experience(rollout, advantages.to(self.model.device), old)
 

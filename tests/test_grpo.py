@@ -184,8 +184,17 @@ def test_leave_one_out_subtracts_the_mean_of_the_others():
     found = grpo.advantages(rewards, "none", "rloo")
     assert (found - torch.tensor(want)).abs().max() < 1e-6 and (found[1] == 0).all()
     assert torch.equal(grpo.advantages(rewards, "none", "none"), rewards.float())
-    with pytest.raises(KeyError, match="best"):
-        grpo.advantages(rewards, "none", "best")
+    with pytest.raises(KeyError, match="unheard-of"):
+        grpo.advantages(rewards, "none", "unheard-of")
+
+
+@pytest.mark.parametrize("baseline", grpo.BASELINES)
+def test_advantages_of_any_baseline_rise_with_the_reward(baseline):
+    """Within a group, whatever the scale."""
+    for scale in ("group", "none"):
+        for rewards in torch.randn(20, 1, 6):
+            found = grpo.advantages(rewards, scale, baseline)[0]
+            assert (found[rewards[0].argsort()].diff() > 0).all()
 
 
 def test_the_soft_overlong_penalty_of_dapo():

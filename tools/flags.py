@@ -118,7 +118,7 @@ class Config:
         "group",
         "group: (reward − mean) / std of its group; rloo: reward − mean of the others; "
         "none: the reward",
-        choices=("group", "none", "rloo"),
+        choices=("group", "rloo", "none"),
     )
     correction: str = flag(
         "none",
