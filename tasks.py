@@ -71,7 +71,10 @@ def _arithmetic(
     2·held_out or over MAX_PAIRS problems; data is given.
     """
     if data:
-        raise ValueError(f"{data}: this task makes its own problems: leave out --data and --test")
+        raise ValueError(
+            f"{data}: this task makes its own problems: leave out --data and --test, or take "
+            "--task gsm8k, which reads them"
+        )
     match = re.fullmatch("([0-9]{1,9})-([0-9]{1,9})", operands or default)
     low, high = map(int, match.groups()) if match else (1, 0)
     values = range(low, high + 1)

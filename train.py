@@ -500,6 +500,7 @@ def preflight(
     with run.signs_of_life(sampler):
         batch = collect(probe, environment, sampler, step=0, drawn=0)
         began = time.perf_counter()
+        run.say("the answers are there; now their gradient")
         trainer.backward(trainer.experience(batch.rollout, batch.answers))
         backward_s = time.perf_counter() - began
         batch.stats["mismatch"] = mismatch(trainer, batch.rollout)
