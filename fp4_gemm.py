@@ -5,12 +5,13 @@
 With few rows in x, a linear layer takes as long as the GPU takes to load its weights: .5625 bytes a
 weight here, 2 in bf16. So this layer can be at most 3.56 times as fast as a layer in bf16.
 
-This file has two halves. The first is the whole idea in one plain kernel: load codes, decode them,
-multiply. You may stop there. The second is the same product in kernels that come close to that
-bound, explained as eight changes to the plain one. docs/kernel.md walks through both.
+This file has three parts. The first is the whole idea in one plain kernel: load codes, decode them,
+multiply. The second, which a first reading may skip, is the same product in kernels that come close
+to that bound, explained as eight changes to the plain one. The last is what other files call.
+docs/kernel.md walks through the first two.
 
     y = plain_product(x, *q)          q: what nvfp4.quantize returns
-    W = pack(q)                       the same bits, in the order of the fast kernels
+    W = pack(q)                       the same weights, as the fast kernels read them
     y = linear(x, W, bias)            a frozen layer, differentiable in x
     y, xa = product(x, W, …)          without autograd; adds the low-rank term of a LoRA
     dx = transposed(dy, W)            dy @ W
@@ -82,7 +83,7 @@ def plain_kernel(
         x_tile = tl.load(x + (m * blocks + block) * 16 + k[None, :])  # (TILE, 16)
         at = n * blocks + block  # (1, TILE): where the block of each row of W lies
         code = (tl.load(codes + at) >> (4 * k[:, None])) & 15  # (16, TILE)
-        # An e4m3 is an fp16 without its lowest 7 bits, and with an exponent bias of 7, not 15:
+        # An e4m3 has an exponent bias of 7, an fp16 of 15, and 7 more bits of mantissa:
         #     e4m3             0 e e e e m m m
         #     the same << 7    0 0 e e e e m m m 0 0 0 0 0 0 0    as an fp16: the scale / 2^8
         bits = tl.load(scales + at).to(tl.int16) << 7
@@ -389,7 +390,8 @@ def _pointers(matrix, row, WIDTH: constexpr):
 
 
 class Dense:
-    """A weight (N, K) that is not quantized, for the same functions: the bf16 base to compare with.
+    """A weight (N, K) in 16 bits (on a CPU in fp32), for the same functions: the bf16 base to
+    compare with, and what a 4-bit checkpoint leaves in 16 bits.
 
     weight: (N, K). weight_and_B: [weight, B] (N, K + S·r), so that one GEMM multiplies it by
     [x, xa]; without an adapter it is the weight itself. shrink_counters: as PackedNVFP4's.
@@ -833,7 +835,8 @@ def _linear_kernel(
 
 # --- change 8: the plan
 #
-# A plan sets the speed and the order of sums. No plan gives a wrong result. A constant that has no
+# A plan sets the speed and the order of sums, not the result, if it leaves no range of k empty,
+# splits one launch at most and takes tiles of 8 rows only for up to 8 rows. A constant that has no
 # reason beside it, or is called fitted, was chosen by the measured times of the layers of Qwen2.5
 # and SmolLM2 on an H100 and an H200. Some plans for an H100, which has 132 SMs:
 #
@@ -852,10 +855,8 @@ CTAS_PER_SM = {8: 3, 16: 4, 32: 3, 64: 3, 128: 2}
 SPLIT_FROM = 8 * COLS  # a K with fewer columns is not split (fitted)
 MIN_RANGE = 2 * COLS  # a CTA that shares a tile has at least so many columns (fitted)
 MAX_SPLIT_K = 14  # at most so many CTAs share a tile: the last one adds the sums of all (fitted)
-MAX_SHRINK_SPLIT_K = (
-    28  # more in the shrink kernel: sums of its small tiles are added fast (fitted)
-)
-LONG_K = 14 * COLS  # K // LONG_K: how many CTAs a tile will keep busy, before it is known (fitted)
+MAX_SHRINK_SPLIT_K = 28  # more for the shrink kernel: its small sums are added fast (fitted)
+LONG_K = 14 * COLS  # K // LONG_K is a guess at split_k, which is chosen after the tile (fitted)
 LARGE_M, LARGE_N = 256, 128  # a large tile: rows of x, rows of W
 LARGE_TIME = 1.8  # a wave of large tiles takes 1.8 times as long as one of half the work (measured)
 
@@ -890,8 +891,8 @@ def _small_tiles(M, N, K, gpu):
     # A small W has too few tiles for all SMs. There are two remedies: tiles with fewer rows of x,
     # though each of them decodes the same weights again, or a split of k, below. A long k favors
     # the split. So double the rows while there is work for all SMs, where a tile counts K // LONG_K
-    # times because it can be split. Begin with 16 rows (8 for
-    # so few rows of x), or with 32 if K is long (fitted).
+    # times because it can be split. Begin with 16 rows (8 for up to 8 rows of x), or with 32 if K
+    # is long (fitted).
     tile_m = min(max_tile_m, 16 if K < 2 * LONG_K else 32)
     while tile_m < max_tile_m and tiles_n * max(1, K // LONG_K) * triton.cdiv(M, tile_m) > sms:
         tile_m *= 2

@@ -26,7 +26,7 @@ Tensors are (B, T): B answers, any part of the batch, by T tokens. Build the mas
 never from token ids: padding may have the end token's id. The sampled end token is an action too
 and is not masked.
 
-To add a loss, write its function and add its entry to LOSSES.
+To add a loss, write its function, add its entry to LOSSES, and its name to tools/flags.py's.
 
 Left out: value networks, entropy bonuses, whole-batch reward scaling.
 Needs: torch.
@@ -43,17 +43,23 @@ from torch import Tensor
 CISPO_MAX = 5.0
 
 
+# What is subtracted from the rewards (P, G). "group": the mean of the group. "rloo", leave one out:
+# the mean of the others, which does not depend on the sample itself, so that the gradient has no
+# bias (Kool et al. 2019; RLOO, arXiv 2402.14740). "none": REINFORCE (Williams 1992).
+BASELINES = {
+    "group": lambda rewards: rewards.mean(1, keepdim=True),
+    "rloo": lambda rewards: (rewards.sum(1, keepdim=True) - rewards) / (rewards.shape[1] - 1),
+    "none": torch.zeros_like,
+}
+
+
 def advantages(rewards: Tensor, scale: str = "group", baseline: str = "group") -> Tensor:
     """Rewards (P, G) of any dtype → advantages (P, G) f32: how much better than its group a sample
     is. A group whose rewards are all equal gets exact zeros, unless the baseline is "none".
 
     scale: "group" divides by the group's unbiased std + 1e-4 (GRPO, DAPO), "none" does not (Dr.
-    GRPO).
-
-    baseline: what is subtracted from a reward. "group": the mean of its group. "rloo": the mean of
-    the others in it, which does not depend on this sample, so that the gradient has no bias (leave
-    one out: Kool et al. 2019; RLOO, arXiv 2402.14740). "none": nothing, as in REINFORCE
-    (Williams 1992); then the scale has no meaning. KeyError: any other.
+    GRPO). Other baselines than "group" are never divided. baseline: a key of BASELINES, else
+    KeyError.
 
     ValueError: fewer than two samples in a group, unknown scale, a reward that is NaN or infinite.
     """
@@ -67,13 +73,11 @@ def advantages(rewards: Tensor, scale: str = "group", baseline: str = "group") -
             f"{int((~rewards.isfinite()).sum())} rewards are NaN or infinite: "
             "see the task's reward()"
         )
-    if baseline == "none":
-        return rewards.float()
     rewards = rewards.double()  # float32 would round the mean of close rewards
-    centered = rewards - rewards.mean(1, keepdim=True)
-    # R − (sum − R) / (G − 1) = G / (G − 1) · (R − sum / G)
-    centered = centered * {"group": 1, "rloo": G / (G - 1)}[baseline]
-    if scale == "group":
+    centered = rewards - BASELINES[baseline](rewards)
+    if baseline == "none":
+        return centered.float()
+    if scale == "group" and baseline == "group":
         centered = centered / (rewards.std(1, keepdim=True) + 1e-4)
     # Equal rewards must give exact zeros: the trainer skips answers whose advantage is 0. The mean
     # is rounded, so 0.1 minus the mean of 0.1, 0.1 and 0.1 is tiny but not 0.

@@ -31,8 +31,8 @@ GPU, fp32 on a CPU. Backward treats rounding as a function with the derivative 1
 
 A layer's base holds W. It computes y and xa, and dy @ W; this file computes the rest of backward.
 FrozenMatrix is the simplest base: it defines what a base does. Training uses model.py's
-FrozenLinear, whose W has 4 bits unless --quant is bf16. On a GPU fp4_gemm.py adds the low-rank term
-inside the product with W, so that y is rounded once.
+FrozenLinear, whose W has 4 bits (or 16: --quant bf16, and what a checkpoint leaves so). On a GPU
+fp4_gemm.py adds the low-rank term inside the product with W, so that y is rounded once.
 Left out: dropout, bias, DoRA, rsLoRA, several adapters at once. Adapter files: tools/adapter.py.
 Needs: torch.
 """

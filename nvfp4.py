@@ -252,8 +252,9 @@ def _correct(scaled, factor):
     """scaled (N, K) f32, weights / global_scale → the same, each weight as it is corrected when
     GPTQ rounds it; and the scales of its blocks, (N, K/16) e4m3.
 
-    LAZY columns are corrected at once; the columns behind them wait for one matrix product (the
-    paper's lazy batch updates).
+    Rounding a column corrects those of its LAZY columns that follow. The columns behind these wait
+    for one matrix product (the paper's lazy batch updates). The last LAZY columns may be fewer:
+    then old numbers behind them are rounded too, and not used.
     """
     N, K = scaled.shape
     columns = scaled.T.contiguous()  # (K, N): a row of it is a column of the weights

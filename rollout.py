@@ -17,9 +17,9 @@ things:
                           the tokens before it are kept, in pages of 128 positions (16 on
                           a CPU).
     continuous batching   A decode step advances many answers at once, each in a slot of its own.
-                          When one ends, another takes its slot.
-    shared prompts        A prompt is computed once for answers of its group that start at once:
-                          they share its pages.
+                          When some have ended, others take their slots.
+    shared prompts        An answer shares the prompt's pages with an answer of its group that runs
+                          already, or starts with it. So a prompt is mostly computed once.
     preemption            An answer gets a page when it needs one. If none is free, the youngest
                           answer returns its pages and waits. So there may be fewer pages than all
                           answers would need at their longest.
@@ -166,7 +166,7 @@ class Sampler:
         kv: str = "bf16",
     ):
         self.model, self.slots, self.pages, self.bar, self.kv = model, slots, pages, bar, kv
-        self.held = math.inf  # pages that the memory has held, after it ran out
+        self.held = math.inf  # after memory ran out: half of the pages that it did not hold
         self.page_size = CPU_PAGE if model.device.type == "cpu" else attention.PAGE
         self.watch = None
         self.limits = None  # Limits of the last call of generate
@@ -337,7 +337,7 @@ class Sequence:
     # The rest is set when the row starts.
     pages: list[int] = field(default_factory=list)  # its block table: the pages of its positions
     shared: int = 0  # so many of its first pages belong to another row of the group too
-    partial: int | None = None  # copy this page, which the prompt fills in part; None: prefill
+    partial: int | None = None  # copy this page, where the prompt ends; None: prefill
 
 
 def _unfinished(rollout, group_size, max_new_tokens):

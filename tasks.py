@@ -71,7 +71,10 @@ def _arithmetic(
     2·held_out or over MAX_PAIRS problems; data is given.
     """
     if data:
-        raise ValueError(f"{data}: this task makes its own problems: leave out --data and --test")
+        raise ValueError(
+            f"{data}: this task makes its own problems: leave out --data and --test, or take "
+            "--task gsm8k, which reads them"
+        )
     match = re.fullmatch("([0-9]{1,9})-([0-9]{1,9})", operands or default)
     low, high = map(int, match.groups()) if match else (1, 0)
     values = range(low, high + 1)
@@ -170,7 +173,7 @@ WORDS = r"(?:[a-zA-Z\s.,:;?!—()%°]|[/-](?=[a-zA-Z]))*"
 VALUE = r"-?(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+|/[1-9][0-9]*)?)"
 # A VALUE begins behind a blank, which refuses x18. 18! is a factorial.
 NUMBER = re.compile(rf"{WORDS}(?<!\S)({VALUE})(?!\W*!){WORDS}")
-# words that change the number beside them: 5k, 5 squared, 3 dozen, two fifths, minus 5
+# words that change the number beside them: 5k, 5 squared, 3 dozen, 2 fifths, minus 5
 NUMERAL = re.compile(
     r"[kKMB]|[bm]n|mil|pi|(?i:(?:minus|negative|twice|double|triple|squared|cubed|half|halves|third"
     r"|quarter|dozen|hundred|thousand|lakh|crore|million|billion|trillion|two|three|four|five|six"
@@ -393,8 +396,8 @@ def with_test_set(
 ) -> Task:
     """→ the Task that holds out all problems of test, and trains on the rest of data.
 
-    make(data, operands, held_out) makes a Task: gsm8k, or another of TASKS. trains=False without
-    data reads only test. ValueError: what make raises; all problems of data are in test.
+    make(data, operands, held_out) makes a Task: gsm8k, or math of tools/math_task.py. trains=False
+    without data reads only test. ValueError: what make raises; all problems of data are in test.
     """
     given = make(data, operands, held_out=0) if trains or data else None
     task = make(test, operands, held_out=0)

@@ -95,16 +95,16 @@ class Group(NamedTuple):
     answers: list[Answer]  # one a row
 
     def has_signal(self, overlong: str) -> bool:
-        """Equal rewards teach nothing, and nor do answers that are all masked. Rewards of the task:
-        a penalty of --overlong is not yet in them.
+        """Whether the rewards differ, and not all answers are masked. Compared with their group,
+        equal rewards teach nothing. Rewards of the task: a penalty of --overlong is not in them.
         """
         trains = overlong != "mask" or bool(self.rollout.finished.any())
         return trains and len({answer.reward for answer in self.answers}) > 1
 
 
 class Batch(NamedTuple):
-    """What this rank trains on in a step: its share of P prompts, G answers each, B = P·G rows. Row
-    p·G + g is sample g of prompt p.
+    """What this rank trains on in a step: G answers to each of its P prompts, which are --prompts
+    over the number of ranks. B = P·G rows; row p·G + g is sample g of prompt p.
     """
 
     rollout: Rollout  # B rows
@@ -167,8 +167,8 @@ def train(
             with run.signals_deferred():  # until the step is made, logged and saved
                 stats = trainer.update(experience, lr)
                 if config.sigma_schedule == "adaptive":
-                    # Measure outside the noise, which is what moved the sampler, if no answer was
-                    # trained: too much noise may be why there is no signal.
+                    # kl_noise is None if no answer was trained on. Too much noise may be the reason
+                    # why there is no signal, so measure it on the sampled answers instead.
                     if stats["kl_noise"] is None:
                         stats["kl_noise"] = mismatch(trainer, batch.rollout, grpo.kl_k3)
                     state.sigma = aqn.adapted(sigma, stats["kl_noise"], config.sigma_target)
@@ -326,14 +326,13 @@ class Trainer:
         )
 
     def experience(self, rollout: Rollout, answers: list[Answer]) -> Experience:
-        """Compare each answer with its group → Experience. Neither Dr. GRPO nor RLOO divides by the
-        standard deviation.
+        """Compare each answer with its group → Experience. Dr. GRPO does not divide by the standard
+        deviation.
         """
         rewards = torch.tensor([answer.reward for answer in answers], dtype=torch.float64)
-        baseline = self.config.advantage
-        scale = "none" if self.config.loss == "dr_grpo" or baseline == "rloo" else "group"
+        scale = "none" if self.config.loss == "dr_grpo" else "group"
         groups = rewards.view(-1, self.config.group_size)
-        advantages = grpo.advantages(groups, scale, baseline).flatten()
+        advantages = grpo.advantages(groups, scale, self.config.advantage).flatten()
         old = rollout.logprobs if self.config.correction == "bypass" else None
         return Experience(rollout, advantages.to(self.model.device), old)
 
@@ -388,8 +387,8 @@ class Trainer:
         runs = (trained > 0) & ((experience.advantages != 0) | (config.beta > 0))
         rows = torch.nonzero(runs)[:, 0]
         groups = prompt_groups(rollout, rows)
-        # One attempt, unless memory runs out. An attempt catches that error, and the next one cuts
-        # the groups into smaller micro-batches.
+        # One attempt, unless memory runs out. An attempt catches that error, and the next one needs
+        # less memory: smaller micro-batches, or more layers computed twice.
         for attempt in self.budget.attempts(groups):
             with attempt as micro_batches:
                 sums, logprobs = self.gradient(experience, micro_batches, normalizer)
@@ -434,10 +433,10 @@ class Trainer:
         old = experience.old
         if old is None:
             old = logprobs.detach()
-        weights = None
+        token_weights = None
         if config.correction == "tis":
-            weights = grpo.importance_weights(old, rollout.logprobs)
-        if reference is None:  # then the KL is 0
+            token_weights = grpo.importance_weights(old, rollout.logprobs)
+        if reference is None:  # then the KL term is 0
             reference = logprobs.detach()
         loss, clipped = grpo.policy_loss(
             logprobs,
@@ -446,16 +445,15 @@ class Trainer:
             mask,
             normalizer,
             loss_type=config.loss,
-            weights=weights,
+            weights=token_weights,
             clip_low=config.clip_low,
             clip_high=config.clip_high,
             ref_logprobs=reference,
             beta=config.beta,
         )
         with torch.no_grad():
-            drift = (logprobs - rollout.logprobs)[
-                mask
-            ]  # ln(trainer, without noise / sampler, with)
+            # ln(π of the trainer, without noise / π of the sampler, with noise)
+            drift = (logprobs - rollout.logprobs)[mask]
             measured = dict(
                 tokens=mask.sum(),
                 entropy=entropy.sum(),
@@ -502,6 +500,7 @@ def preflight(
     with run.signs_of_life(sampler):
         batch = collect(probe, environment, sampler, step=0, drawn=0)
         began = time.perf_counter()
+        run.say("the answers are there; now their gradient")
         trainer.backward(trainer.experience(batch.rollout, batch.answers))
         backward_s = time.perf_counter() - began
         batch.stats["mismatch"] = mismatch(trainer, batch.rollout)

@@ -128,11 +128,11 @@ class RandomWeights(weights.Source):
     def __init__(self, shape):
         self.config = memory.config(shape)
 
-    def tensor(self, name, shape, *_):
+    def tensor(self, name, shape, device=DEVICE):
         if "norm" in name:
-            return torch.ones(shape, device=DEVICE)
-        weight = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
-        return weight.mul_(0.5 * shape[-1] ** -0.5)
+            return torch.ones(shape, device=device)
+        weight = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)  # fast on a GPU
+        return weight.mul_(0.5 * shape[-1] ** -0.5).to(device)
 
 
 def random_model(shape, quant, rank=RANK):

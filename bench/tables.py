@@ -551,7 +551,7 @@ def results():
     )
     ours, theirs = first_steps(runs), read("qwen/trl.jsonl")
     entry(
-        f"seconds of one such step, 32 × 8 answers of {mean_length(ours):.0f} tokens",
+        f"seconds for a training step of the 1.5B, 256 answers of {mean_length(ours):.0f} tokens",
         f"**{seconds_of_a_step(ours):.1f}**",
         f"{seconds_of_a_step(theirs):.1f}, TRL with vLLM in bf16, {mean_length(theirs):.0f} tokens "
         "| [runs](results/LOG.md#real-qwen25-checkpoints)",
@@ -559,14 +559,14 @@ def results():
     _, rates = peers()
     ours, theirs = beside_vllm(rates, "nvfp4")[64]
     entry(
-        "tokens a second, Qwen2.5-7B *, decoding alone, 64 answers at a context of 1,000",
+        "tokens per second while decoding, 7B *, 64 answers at a context of 1,000",
         f"**{ours:,.0f}**",
         f"{theirs:,.0f}, vLLM in NVFP4 | [table](results/LOG.md#vllm-on-the-same-card)",
     )
     r, *_ = longs()
     entry(
-        "tokens a second, {name} * in {memory_gb:g} GB of memory, answers of "
-        "{mean_length:,.0f} tokens, mean of two rollouts".format(**r),
+        "tokens per second for whole answers of {mean_length:,.0f} tokens, 7B *, in "
+        "{memory_gb:g} GB of memory".format(**r),
         f"**{statistics.mean(r['ours']):,.0f}**",
         f"{r['theirs'][0]:,.0f}, vLLM in NVFP4 | [table](results/LOG.md#long-answers)",
     )
@@ -601,20 +601,23 @@ def largest():
 
 def longest():
     """README's second table of what fits: tokens of the longest answers, 8 at a time. In brackets:
-    of the longest answers that a step had, on the card or under a cap of its size.
+    of the longest answers that a step had, on the card or under a cap of its size, and how many
+    these were if fewer than 8.
     """
     head("card, GB", *(shape.upper() for shape in SHAPES))
-    made = {}  # (shape, card) → tokens of the longest answer that a step had
+    made = {}  # (shape, card) → tokens of the longest answer that a step had, and its answers
     for r in [*steps(), *long_steps().values()]:
         key = r["shape"], card_of(r)
-        made[key] = max(r["new"], made.get(key, 0))
+        made[key] = max((r["new"], r["prompts"] * r["samples"]), made.get(key, (0, 0)))
     for gb in CARDS:
         cells = []
         for shape in SHAPES:
             answer = planned_line(shape, gb).longest - PLANNED_PROMPT
             cell = f"{answer:,}" if answer > 0 else "–"
             if (shape, gb) in made:
-                cell += f" (**{made[shape, gb]:,}**)"
+                tokens, answers = made[shape, gb]
+                times = f" × {answers}" if answers < 8 else ""
+                cell += f" (**{tokens:,}**{times})"
             cells.append(cell)
         entry(f"{gb}", *cells)
 

@@ -583,8 +583,8 @@ def _plain_kernel(
 #
 # Earlier loads:
 #  8 A split is two pages, and both are looked up before the loop.
-#  9 A tile is not a page. Few rows: large tiles, so that a CTA loads its split at once. Many rows:
-#    small tiles and few warps, so that several CTAs share an SM.
+#  9 The size of a tile is not a page's. Few rows: large tiles, so that a CTA loads its split in few
+#    steps. Many rows: small tiles and few warps, so that several CTAs share an SM.
 # 10 PDL: the CTA starts while the qkv product still runs. It loads what no recent kernel writes
 #    (position, pages, cos, sin, the first tile of older keys and values) and only then waits for
 #    qkv. So the wait is in the loop's first iteration, between the loads of a tile and their use.

@@ -21,9 +21,9 @@ or preempt it and resume it later: the answer's next tokens get the same noise.
 
 `sample` draws tokens, and `append` writes them to the answers. On a CPU plain torch lines compute
 each result, and they are its definition. On a GPU, if gradients are disabled, both launch Triton
-kernels with the same result. The kernels use PDL (programmatic dependent launch, from Hopper on):
-the GPU starts a kernel while its predecessor still runs, and the kernel waits for its predecessor
-before it reads.
+kernels with the same result, but for the rounding of logarithms. The kernels use PDL (programmatic
+dependent launch, from Hopper on): the GPU starts a kernel while its predecessor still runs, and the
+kernel waits for its predecessor before it reads.
 
 Left out: top-k, penalties, speculative sampling. Needs: torch; on a GPU also triton.
 """

@@ -57,6 +57,11 @@ def test_a_run_of_ones_own_task_is_asked_without_starting_it(whole, tmp_path, ca
     assert answers(capsys.readouterr().out)
 
 
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match="nowhere is no folder"):
+        chat.main([str(tmp_path / "nowhere"), "What is 7 * 8?"])
+
+
 @pytest.mark.parametrize("words", [[], ["--device", "cpu"]])
 def test_without_a_run_the_usage_is_told(words):
     with pytest.raises(ValueError, match="usage: "):

@@ -158,7 +158,10 @@ def test_a_flag_that_does_nothing_beside_the_others_is_named(case, capsys):
 def test_the_choices_are_the_names_that_the_method_knows():
     """flags.py spells them out, so that it needs no torch."""
     for name, known in dict(
-        quant=weights.QUANT, loss=grpo.LOSSES, sigma_schedule=[*aqn.SCHEDULES, "adaptive"]
+        quant=weights.QUANT,
+        loss=grpo.LOSSES,
+        advantage=grpo.BASELINES,
+        sigma_schedule=[*aqn.SCHEDULES, "adaptive"],
     ).items():
         assert [*FIELDS[name].metadata["choices"]] == [*known]
 

@@ -28,9 +28,9 @@ from ops import sampling
 from rollout import Rollout, SamplingParams
 from tasks import final_answer
 from tools import adapter, weights
+from tools.ends import one_sentence
 from tools.environment import Answer, load_task
 from tools.flags import parse
-from tools.run import one_sentence
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
@@ -241,7 +241,9 @@ WRONG = [
     *(MORE.encode() + b'{"question": "\xe9", "answer": "#### 3"}', gzip.compress(TEXT.encode())),
     *(b"PAR1\x15\0", b"\x80\x04\x95.", b"\x28\xb5\x2f\xfd", "version https://git-lfs.github.com/"),
 ]
-REMEDY = "mend |set |write |give |must |delete |takes |take |fetch |correct |name |save "
+REMEDY = (
+    "mend |set |write |give |must |delete |takes |take |fetch |correct |name |save |unpack |run "
+)
 
 
 def is_a_sentence(message, path):
@@ -314,7 +316,8 @@ def loads(tiny_chat, tmp_path, capsys, monkeypatch):
         damage(folder, *arguments)
         capsys.readouterr()
         with pytest.raises(SystemExit) as end, one_sentence("train.py"):
-            sys.exit(train.main([*FLAGS.split(), "--model", str(folder), "--out", f"{folder}/out"]))
+            flags = *FLAGS.split(), "--model", str(folder), "--out", f"{folder}/out"
+            sys.exit(train.main(parse(flags)))
         if end.value.code:
             message = capsys.readouterr().err.strip()
             assert end.value.code == 2 and is_a_sentence(message, folder), message

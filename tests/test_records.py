@@ -74,7 +74,7 @@ def test_the_remedy_makes_a_file_that_is_read(name, made, tmp_path):
     data.write_bytes(FILES[name][0])
     with pytest.raises(ValueError) as refused:
         load_task(config(data))
-    command = str(refused.value).partition(": ")[2]
+    command = str(refused.value).partition(": run ")[2]
     subprocess.run(command, shell=True, check=True)
     task = load_task(config(tmp_path / made))
     assert sorted(p["question"] for p in task.train + task.held_out) == [

@@ -1035,3 +1035,11 @@ def test_without_a_terminal_each_tenth_of_a_long_rollout_is_a_line(monkeypatch, 
     counts = [int(line.split()[2]) for line in lines_of("step 7:").splitlines()]
     assert counts == [4, 16, 32]
     assert not lines_of("")
+
+
+def test_a_run_without_any_signal_says_that_nothing_was_learned(tiny_chat, tmp_path, capsys):
+    """A random model solves no product. With rewards that differ nothing is said."""
+    flags = *FLAGS, "--model", tiny_chat, "--steps", "2", "--overlong", "none"
+    for name, task, said in (("a", (), 1), ("b", sometimes(tmp_path), 0)):
+        assert main(*flags, *task, "--out", tmp_path / name) == 0
+        assert capsys.readouterr().err.count("nothing was learned") == said

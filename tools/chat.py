@@ -16,6 +16,7 @@ import sys
 from contextlib import nullcontext
 from itertools import takewhile
 from operator import itemgetter
+from pathlib import Path
 
 import torch
 
@@ -60,6 +61,8 @@ def main(arguments: list[str]) -> None:
     if not words:
         raise ValueError('usage: python -m tools.chat RUN ["question"] [flags of train.py]')
     run, *questions = words
+    if not Path(run).is_dir():
+        raise ValueError(f"{run} is no folder: give that of a run, or of its adapter")
     # Another task than the run's, so that a file of the user's own is not started.
     flags = ["--adapter", run, "--task", "addition", "--steps", "0"]
     config = parse(flags + arguments[len(words) :])

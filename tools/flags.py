@@ -123,7 +123,7 @@ class Config:
         "group",
         "group: (reward − mean) / std of its group; rloo: reward − mean of the others; "
         "none: the reward",
-        choices=("group", "none", "rloo"),
+        choices=("group", "rloo", "none"),
     )
     correction: str = flag(
         "none",
@@ -214,7 +214,9 @@ class Config:
     out: str = flag("", "this run's folder; empty: runs/TASK-MMDD-HHMMSS")
     resume: str = flag("", "folder of a run to continue with its flags; some may be given anew")
     preflight: bool = flag(
-        False, "sample 32 prompts, give advice, update nothing; exit 3 (torchrun: 0): pointless"
+        False,
+        "sample 32 prompts, whatever --prompts, give advice, update nothing; exit 3 (torchrun: 0): "
+        "pointless",
     )
 
     def __post_init__(self):
@@ -378,7 +380,11 @@ def flags_of_run(folder):
         for name, value in flags.items():
             if value != FIELDS[name].default and FIELDS[name].type(value) != value:
                 raise ValueError({name: value})
-    except (OSError, TypeError, ValueError, OverflowError) as error:
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror}): name the folder of a run"
+        ) from error
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
             f"{path} has no flags of this version ({error}): name the folder of a run, "
             "or copy its adapter elsewhere and begin another run with --adapter COPY"

@@ -13,13 +13,13 @@ from tasks import text_of
 # how a file begins that is no JSONL: what it is, and how to make JSONL of it
 FORMATS = {
     rb"\x1f\x8b": "a file of gzip: unpack it with gunzip",
-    rb"PAR1": "Parquet: pandas.read_parquet(…).to_json(…, orient='records', lines=True)",
+    rb"PAR1": "Parquet: write pandas.read_parquet(…).to_json(…, orient='records', lines=True)",
     rb"\[": (
-        "a JSON array, not an object a line: python -c 'import json, sys; "
+        "a JSON array, not an object a line: run python -c 'import json, sys; "
         "[print(json.dumps(x)) for x in json.load(sys.stdin)]' < {path} > {path}l"
     ),
     rb"[^{\n]*[,;\t]": (
-        "CSV or another table, not JSON: python -c 'import csv, json, sys; "
+        "CSV or another table, not JSON: run python -c 'import csv, json, sys; "
         "[print(json.dumps(x)) for x in csv.DictReader(sys.stdin)]' "
         "< {path} > {path}.jsonl"
     ),

@@ -520,6 +520,12 @@ class Run:
             if self.best <= self.first:
                 results += f"; before training it was {self.first:.2f}"
         self.say(results)
+        if self.history and not any(stats.get("rows") for stats in self.history):
+            self.say(
+                "warning: nothing was learned, because no group had different rewards; "
+                "--preflight says what to change",
+                sys.stderr,
+            )
 
     def say(self, text, file=None):
         """Print. If that fails, stop the run as Ctrl-C does.

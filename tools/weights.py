@@ -309,7 +309,7 @@ class Source:
         on_host = device.type == "cuda" and not self.config.tie_word_embeddings
         place = "cpu" if on_host else device
         embed = self.tensor("model.embed_tokens.weight", shape, place).to(dtype)
-        return embed.cpu().pin_memory() if on_host else embed
+        return embed.pin_memory() if on_host else embed
 
     def lm_head(self, embeddings: Tensor, device: torch.device) -> Tensor:
         """→ lm_head (V, D) on `device`: the embeddings themselves, if the config ties it to them.
