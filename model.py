@@ -159,6 +159,12 @@ class Attention(nn.Module):
         heads = attend(self.qkv_proj(h), self.heads, layer=self.layer_idx)
         return self.o_proj(heads)
 
+    def key_bias(self) -> Tensor:
+        """→ (Hkv, Dh) f32: what qkv_proj adds to each key."""
+        H, Hkv, _ = self.heads
+        qkv = self.qkv_proj(0 * self.qkv_proj.copy_A[:1])  # of a state of zeros
+        return qkv.float().view(H + 2 * Hkv, -1)[H : H + Hkv]
+
 
 class MLP(nn.Module):
     def __init__(self, build: Builder, layer_idx: int):
@@ -277,18 +283,6 @@ class Decoder(nn.Module):
                 residual, branch = layer(residual, branch, attend)
         _, hidden = self.norm(residual, branch)
         return hidden
-
-    def center_and_stretch(self, length: int) -> tuple[Tensor, Tensor]:
-        """→ those of attention.Int8, for rows of up to `length` tokens."""
-        positions = torch.arange(length, device=self.device)
-        angles = rotary(positions, self.inv_freq, self.rope_scale)
-        of_layers = []
-        for layer in self.layers:
-            qkv_proj, heads = layer.self_attn.qkv_proj, layer.self_attn.heads
-            bias = qkv_proj(0 * qkv_proj.copy_A[:1])  # qkv of a hidden state of zeros
-            of_layers.append(attention.center_and_stretch(bias.float(), heads, *angles))
-        center, stretch = zip(*of_layers, strict=True)
-        return torch.stack(center), torch.stack(stretch)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(n, D) → (n, V) f32."""

@@ -68,8 +68,9 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
-from model import Decoder, head_dim
+from model import Decoder, head_dim, rotary
 from ops import attention, sampling
+from ops.int8 import Pages
 
 SLOTS = 256  # most rows that run at once
 STEPS = 8  # most decode steps before the host reads which rows have ended
@@ -148,10 +149,8 @@ class Limits(NamedTuple):
 
 
 class Sampler:
-    """kv: how pages hold keys and values, "bf16" (a CPU: fp32) or "int8".
-
-    slots: most rows that run at once. pages: most pages of keys and values; None: as many as are
-    needed, or as a GPU's free memory holds.
+    """slots: most rows that run at once. pages: most pages of keys and values; None: as many as are
+    needed, or as a GPU's free memory holds. kv: their format, "bf16" (on a CPU fp32) or "int8".
 
     bar: tqdm, or a subclass that shows the progress in another way. watch: a function that is
     called with the Rollout whenever its answers have grown.
@@ -526,21 +525,19 @@ class ModelRunner:
         self.graphs = DecodeGraphs(slots, splits, sampler.loaded.setdefault(kind, set()))
         c = self.model.config
         key_heads = c.num_key_value_heads
-        shape = c.num_hidden_layers, pages, 2 * key_heads, self.page_size
+        shape = c.num_hidden_layers, pages, key_heads, self.page_size, head_dim(c)
         blocks = math.ceil(splits * attention.SPLIT / self.page_size)
         with self.model.device:
             self.stops = torch.tensor(sorted(params.stop_ids), dtype=torch.long)
             # zeros, not empty: on a CPU a masked position has weight 0, and 0 · NaN would be NaN
-            if sampler.kv == "int8":
-                longest = rollout.tokens.shape[1]
-                scale = torch.zeros(*shape, 1)
-                int8 = attention.Int8(scale, *self.model.center_and_stretch(longest))
-                kv = torch.zeros(*shape, head_dim(c) // 2, dtype=torch.int16)
-            else:
-                int8 = None
-                kv = torch.zeros(*shape, head_dim(c), dtype=self.model.dtype)
             counters = torch.zeros(slots * key_heads, dtype=torch.int32)
-            self.cache = attention.KVCache(kv, counters, int8)
+            dtype = torch.uint8 if sampler.kv == "int8" else self.model.dtype
+            k = torch.zeros(shape, dtype=dtype)
+            v = torch.zeros(shape, dtype=dtype)
+            self.paged = [*k, *v]  # what each layer has in pages
+            if sampler.kv == "int8":
+                k, v = self.int8_pages(k, v)
+            self.cache = attention.KVCache(k, v, counters)
             zeros = torch.zeros(slots, dtype=torch.long)
             self.slots = Slots(
                 rollout_row=zeros.clone(),
@@ -549,6 +546,19 @@ class ModelRunner:
                 sequence_number=zeros.clone(),
                 block_table=torch.zeros(slots, blocks, dtype=torch.long),
             )
+
+    def int8_pages(self, k: torch.Tensor, v: torch.Tensor) -> tuple[list[Pages], list[Pages]]:
+        """→ pages of these integers (layers, pages, Hkv, PAGE, Dh), for KVCache."""
+        positions = torch.arange(self.rollout.tokens.shape[1])
+        angles = rotary(positions, self.model.inv_freq, self.model.rope_scale)
+        transposed = v.view(*v.shape[:3], -1, self.page_size).mT
+        keys, values = [], []
+        for i, layer in enumerate(self.model.layers):
+            bias = layer.self_attn.key_bias()
+            keys.append(Pages(k[i], bias, *angles))
+            values.append(Pages(transposed[i], 0 * bias, *angles))
+            self.paged += [keys[i].scale, values[i].scale]
+        return keys, values
 
     def fill_pages(self, started: list[Sequence]):
         """Fill the pages of rows that start, up to their newest tokens."""
@@ -563,7 +573,7 @@ class ModelRunner:
             self.prefill(prefills)
         if copies:
             source, copy = torch.tensor(copies, device=self.model.device).T
-            for x in self.cache.paged():
+            for x in self.paged:  # of each layer: (pages, …)
                 x[copy] = x[source]
         self.stats["prefill_s"] += _seconds() - began
 
@@ -706,7 +716,7 @@ def free_memory() -> float:
 
 
 def cached_bytes(config: PreTrainedConfig, kv: str = "bf16") -> int:
-    """→ bytes of one token's keys and values in all layers. In int8 a head has a scale, in fp32."""
+    """→ bytes of one token's keys and values in all layers. In int8 each has a scale, in fp32."""
     Dh = head_dim(config)
     of_head = Dh + 4 if kv == "int8" else 2 * Dh
     return 2 * config.num_hidden_layers * config.num_key_value_heads * of_head

@@ -17,8 +17,6 @@ tokens a token sees; a layer calls them with its qkv:
                whose keys and values lie in pages of the KV cache. A block table lists a row's pages
                (vLLM's PagedAttention, arXiv 2309.06180), so rows may share the pages of a prompt.
 
-Pages hold keys and values in qkv's dtype, or as 8-bit integers in half of the bytes: see Int8.
-
 On a GPU, PyTorch's varlen_attn computes Packed, and a Triton kernel computes Paged. This file has
 that kernel twice. plain_attention is its standard form; tests/test_ops.py runs it on a CPU, in
 Triton's interpreter. You may stop reading there. _attention_kernel, which runs in a decode step, is
@@ -211,96 +209,25 @@ class Heads(NamedTuple):
     norms: tuple | None  # Qwen3: (q's weight (Dh,) f32, k's, eps), shared by the heads
 
 
+class KVCache(NamedTuple):
+    """Keys and values of the running rows, in pages of PAGE positions each: in qkv's dtype, or as
+    8-bit integers. A CPU takes pages of any size: there, PAGE in the shapes of this file means
+    k[0].shape[2].
+    """
+
+    k: Tensor | list  # (layers, pages, Hkv, PAGE, Dh), or an int8.Pages for each layer
+    v: Tensor | list
+    counters: Tensor  # (≥ B·Hkv,) int32, zeros: the fast kernel counts a row's finished splits
+
+
 class SlotMapping(NamedTuple):
-    """Where keys and values are stored: those of token token[i] go to offset[i] of page page[i].
-    All are (m,) int64.
+    """Where a prefill stores keys and values: those of packed token token[i] go to offset[i] of
+    page page[i]. All are (m,) int64.
     """
 
     token: Tensor
     page: Tensor
     offset: Tensor
-
-
-class Int8(NamedTuple):
-    """What a cache of 8-bit integers has beside them: x − center ≈ integer / 128 · scale · stretch.
-
-    The largest number of a token and head becomes ± 127, so a large one makes all others coarse.
-    Qwen2.5's key bias is up to 354, a hundred times what tells keys apart. Softmax ignores what all
-    keys have in common. So center, the bias after RoPE, averaged over all positions, is left out.
-    The average is about 0 for a pair that RoPE turns fast; stretch makes such a pair smaller.
-    """
-
-    scale: Tensor  # (layers, pages, 2·Hkv, PAGE, 1) f32
-    center: Tensor  # (layers, 2·Hkv, Dh) f32; of values 0
-    stretch: Tensor  # (layers, 2·Hkv, Dh) f32, powers of two, equal in a pair; of values 1
-
-
-class KVCache(NamedTuple):
-    """Keys and values of the running rows, in pages of PAGE positions each: in qkv's dtype, or as
-    8-bit integers, the two of a RoPE pair in one int16. A CPU takes pages of any size: there, PAGE
-    in the shapes of this file means kv.shape[3].
-    """
-
-    kv: Tensor  # (layers, pages, 2·Hkv, PAGE, Dh or Dh/2): keys of all heads, then their values
-    counters: Tensor  # (≥ B·Hkv,) int32, zeros: the fast kernel counts a row's finished splits
-    int8: Int8 | None = None
-
-    def paged(self) -> list[Tensor]:
-        """→ what each layer has in pages, (pages, …) each."""
-        return [*self.kv, *(self.int8.scale if self.int8 else ())]
-
-    def write(self, layer: int, slots: SlotMapping, k: Tensor, v: Tensor) -> list[Tensor]:
-        """Store keys and values (n, Hkv, Dh) of tokens in their slots → those of all n tokens, as
-        they are read from pages.
-        """
-        token, page, offset = slots
-        stored = kv = torch.cat((k, v), 1)
-        if self.int8 is not None:
-            scales, center, stretch = (x[layer] for x in self.int8)
-            stored, scale = to_int8((kv - center) / stretch)
-            scales[page, :, offset] = scale[token]
-            kv = (from_int8(stored, scale) * stretch).to(kv.dtype)
-        self.kv[layer][page, :, offset] = stored[token]
-        return kv.chunk(2, 1)
-
-    def read(self, layer: int, pages: Tensor) -> Tensor:
-        """→ keys and values of pages (…): (…, 2·Hkv, PAGE, Dh)."""
-        kv = self.kv[layer][pages]
-        if self.int8 is not None:
-            scales, _, stretch = (x[layer] for x in self.int8)
-            kv = from_int8(kv, scales[pages]) * stretch[:, None]
-        return kv
-
-
-def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x (…, Dh) f32 → pairs of integers from −127 to 127, plus 128 each, (…, Dh/2) int16; and their
-    scale (…, 1) f32.
-    """
-    scale = (x.abs().amax(-1, keepdim=True) * (128 / 127)).clamp(min=1e-30)
-    first, second = (x / scale * 128 + 128.5).int().chunk(2, -1)
-    return (first | second << 8).to(torch.int16), scale
-
-
-def from_int8(pairs: Tensor, scale: Tensor) -> Tensor:
-    return (torch.cat((pairs & 255, pairs >> 8 & 255), -1) / 128 - 1) * scale
-
-
-def center_and_stretch(
-    bias: Tensor, heads: Heads, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor]:
-    """A layer's part of Int8, (2·Hkv, Dh) f32 each. bias (1, (H + 2·Hkv)·Dh) f32: qkv of a hidden
-    state of zeros. cos, sin (positions, Dh/2): of all positions, from 0.
-
-    RoPE is linear in cos and sin: the average of all rotations is the one by their averages.
-    """
-    _, first, _ = rotated_heads(bias, heads, cos[:1], sin[:1])
-    _, center, _ = rotated_heads(bias, heads, cos.mean(0, True), sin.mean(0, True))
-    # The mean square of what the average leaves of each pair. Without a bias, numbers of a key are
-    # about 2: a pair needs no stretch if less than 4 is left.
-    left = (first.square() - center.square()).unflatten(-1, (2, -1)).sum(-2)
-    stretch = (1 + left / 16).clamp(min=1).sqrt().log2().round().exp2()
-    of_values = 0, 0, 0, heads.key
-    return F.pad(center[0], of_values), F.pad(stretch.repeat(1, 1, 2)[0], of_values, value=1)
 
 
 class Gather(torch.autograd.Function):
@@ -383,7 +310,9 @@ class Packed:
         """
         q, k, v = rotated_heads(qkv, heads, cos, sin)
         if self.cache is not None:
-            k, v = self.cache.write(layer, self.slots, k, v)
+            token, page, offset = self.slots
+            self.cache.k[layer][page, :, offset] = k[token]
+            self.cache.v[layer][page, :, offset] = v[token]
         if not qkv.is_cuda:
             return torch.cat([self.attend_to_group(q, k, v, *span) for span in self.spans])
         if self.keys is not None:
@@ -445,16 +374,18 @@ class Paged(NamedTuple):
         if qkv.is_cuda:
             return _paged_attention(qkv, heads, cos, sin, layer, self)
         q, k, v = rotated_heads(qkv, heads, cos, sin)
-        page_size = self.cache.kv.shape[3]
+        k_cache, v_cache = self.cache.k[layer], self.cache.v[layer]
+        page_size = k_cache.shape[2]
         running = (self.positions >= 0).nonzero()[:, 0]  # the rows that have not ended
         position = self.positions[running]
         page = self.block_table[running, position // page_size]
-        self.cache.write(layer, SlotMapping(running, page, position % page_size), k, v)
+        offset = position % page_size
+        k_cache[page, :, offset] = k[running]
+        v_cache[page, :, offset] = v[running]
         longest = int(self.positions.max()) + 1
         pages = self.block_table[:, : (longest - 1) // page_size + 1]
-        # (B, blocks, 2·Hkv, PAGE, Dh) → k and v (B, Hkv, longest, Dh)
-        kv = self.cache.read(layer, pages).transpose(1, 2).flatten(2, 3)[:, :, :longest]
-        k, v = kv.chunk(2, 1)
+        # (B, blocks, Hkv, PAGE, Dh) → (B, Hkv, longest, Dh)
+        k, v = (x[pages].transpose(1, 2).flatten(2, 3)[:, :, :longest] for x in (k_cache, v_cache))
         visible = torch.arange(longest, device=q.device) <= self.positions[:, None]  # (B, longest)
         # Query heads that share a key head become queries of that head, (B, Hkv, H/Hkv, Dh), so
         # that keys and values are read once.
@@ -466,12 +397,14 @@ class Paged(NamedTuple):
 # --- the kernel of a decode step, plain
 
 
-def plain_attention(q: Tensor, kv_cache: Tensor, block_table: Tensor, positions: Tensor) -> Tensor:
+def plain_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, positions: Tensor
+) -> Tensor:
     """A decode step's attention as FlashDecoding computes it, over PagedAttention's pages.
 
-    q (B, H, Dh): rotated; Dh is a power of two. kv_cache (pages, 2·Hkv, PAGE, Dh): of one layer, in
-    q's dtype; it holds the new tokens' keys and values already. block_table, positions: as in Paged
-    → (B, H, Dh) f32.
+    q (B, H, Dh): rotated; Dh is a power of two. k_cache, v_cache (pages, Hkv, PAGE, Dh): of one
+    layer; they hold the new tokens' keys and values already. block_table, positions: as in Paged →
+    (B, H, Dh) f32.
 
     A decode step has one query per row and head, so it takes as long as the cached keys and values
     take to load. A few rows with long caches must still occupy all SMs. So a row's cached positions
@@ -485,7 +418,8 @@ def plain_attention(q: Tensor, kv_cache: Tensor, block_table: Tensor, positions:
     m_i, l_i = acc.new_empty(2, B, H, splits, 1)
     _plain_kernel[H, splits, B](
         q.float() * Dh**-0.5,
-        kv_cache,
+        k_cache,
+        v_cache,
         block_table,
         block_table.shape[1],
         positions + 1,
@@ -493,7 +427,7 @@ def plain_attention(q: Tensor, kv_cache: Tensor, block_table: Tensor, positions:
         l_i,
         acc,
         H=H,
-        REP=2 * H // kv_cache.shape[1],
+        REP=H // k_cache.shape[1],
         DH=Dh,
         PAGE=PAGE,
         SPLIT=SPLIT,
@@ -505,7 +439,8 @@ def plain_attention(q: Tensor, kv_cache: Tensor, block_table: Tensor, positions:
 @jit
 def _plain_kernel(
     q,
-    kv_cache,
+    k_cache,
+    v_cache,
     block_table,
     blocks,
     lengths,
@@ -538,10 +473,10 @@ def _plain_kernel(
     acc = tl.zeros((DH,), tl.float32)
     for start in range(begin, end, PAGE):
         page = tl.load(block_table + b * blocks + start // PAGE)
-        key_head = 2 * page * (H // REP) + h // REP  # counted over all pages
+        key_head = page * (H // REP) + h // REP  # counted over all pages
         at = (key_head * PAGE + t) * DH + d  # (PAGE, DH)
-        k = tl.load(kv_cache + at)
-        v = tl.load(kv_cache + at + (H // REP) * PAGE * DH)
+        k = tl.load(k_cache + at)
+        v = tl.load(v_cache + at)
         qk = tl.sum(q * k, 1, keep_dims=True)  # (PAGE, 1)
         qk = tl.where(start + t < end, qk, -1e30)  # the last page has positions past the row's end
         m_new = tl.maximum(m_i, tl.max(qk))
@@ -575,8 +510,8 @@ def _plain_kernel(
 #    all of them. Their scores are a matrix product, for tensor cores.
 #  4 That product is transposed, qk.T = K @ q.T, and so is acc. A tensor core's tile has at least 16
 #    rows, which keys fill, but only 8 columns, which suit few query heads.
-#  5 q, k and v are loaded as two halves, because RoPE pairs the halves. qk is the sum of the
-#    halves' products. acc has two halves until the loop ends.
+#  5 q and k are loaded as two halves, because RoPE pairs the halves. qk is the sum of the halves'
+#    products.
 #  6 exp2 replaces exp, which a GPU computes by exp2. The factor log2(e) is part of `scale`.
 #  7 l_i holds one sum for each line of the tile, and the lines are added up after the loop. So the
 #    loop adds no numbers across threads.
@@ -590,12 +525,11 @@ def _plain_kernel(
 #    qkv. So the wait is in the loop's first iteration, between the loads of a tile and their use.
 #    Neither this layer's norm nor a kernel between it and this one may write what is loaded early.
 #
-# Only with 8-bit integers (Int8):
-# 11 An int16 has two integers, of the same place in both halves, so one load serves both. The
-#    float16 with the bytes 0x48 and n is 8 + n / 128, so one instruction makes floats of two
-#    integers. Triton would make bfloat16 of them by five, and transpose v byte by byte.
-# 12 The keys' scales multiply scores, and the values' scales multiply p: one number for each
-#    position instead of Dh. The stretch multiplies q, by its cos and sin.
+# Pages of 8-bit integers (int8.py; with bf16 pages none of this is compiled):
+# 11 A key's and a value's scale multiply a score and p, which are one number for each position
+#    instead of Dh. A page has a head's values as (Dh, PAGE), because a tensor core wants the
+#    positions of four integers side by side. A mask would load these one by one: what lies past the
+#    row's position is loaded too, and its p is 0.
 #
 # The loop of a row's last split starts from the new token, that of another split from nothing:
 #
@@ -615,10 +549,10 @@ def _paged_attention(qkv, heads, cos, sin, layer, paged):
     cache, splits = paged.cache, paged.splits
     H, Hkv, norms = heads
     q_weight, k_weight, eps = norms or (None, None, 0.0)
-    scales = center = stretch = None
-    if cache.int8 is not None:
-        scales, center, stretch = (x[layer] for x in cache.int8)
-    Dh = qkv.shape[1] // (H + 2 * Hkv)
+    k, v, int8 = cache.k[layer], cache.v[layer], {}
+    if not torch.is_tensor(k):
+        k, v, int8 = k.for_kernel(v)
+    Dh = k.shape[-1]
     B = len(qkv)
     out = qkv.new_empty(B, H * Dh)
     # Scratch memory for rows of several splits (2): each split's acc; its m_i and its l_i.
@@ -632,7 +566,6 @@ def _paged_attention(qkv, heads, cos, sin, layer, paged):
         properties = torch.cuda.get_device_properties(qkv.device)
         large_tiles &= properties.shared_memory_per_block_optin > 200 * 2**10
     half = max(16, triton.next_power_of_2(Dh) // 2)
-    large_tile = 8192 if cache.int8 is None else 4096  # a CTA's registers hold no more integers
     _attention_kernel[Hkv, splits, B](
         # the new tokens
         qkv,
@@ -642,10 +575,8 @@ def _paged_attention(qkv, heads, cos, sin, layer, paged):
         cos,
         sin,
         # the cache
-        cache.kv[layer],
-        scales,
-        center,
-        stretch,
+        k,
+        v,
         paged.block_table,
         paged.block_table.stride(0),
         paged.positions,
@@ -662,11 +593,12 @@ def _paged_attention(qkv, heads, cos, sin, layer, paged):
         REP=H // Hkv,
         PAGE=PAGE,
         SPLIT=SPLIT,
-        TILE=min((large_tile if large_tiles else 2048) // half, PAGE),
+        TILE=64 if int8 else min((8192 if large_tiles else 2048) // half, PAGE),
         ROWS=max(8, triton.next_power_of_2(H // Hkv)),
         HALF=half,
         num_warps=4 if large_tiles else 2,
         num_stages=3,
+        **int8,
         **launch_options(qkv),
     )
     return out
@@ -725,55 +657,6 @@ def _merge_splits(ml_ptr, acc_ptr, last_split, head, in_out, REP: constexpr, DH:
     return l_i, acc
 
 
-@jit
-def _unpacked(pairs):
-    """→ integers / 128 of pairs as to_int8 makes them: the first and the second of each, float16
-    (11).
-    """
-    first: constexpr = "lop3.b32 $0, $1, 0x00ff00ff, 0x48004800, 0xea;"
-    second: constexpr = "prmt.b32 $0, $1, 0x48484848, 0x4341;"
-    x1 = tl.inline_asm_elementwise(first, "=r,r", [pairs], tl.int16, is_pure=True, pack=2)
-    x2 = tl.inline_asm_elementwise(second, "=r,r", [pairs], tl.int16, is_pure=True, pack=2)
-    return x1.to(tl.float16, bitcast=True) - 9, x2.to(tl.float16, bitcast=True) - 9
-
-
-@jit
-def _load_halves(cache, scales, at, t, seen, d, DH: constexpr):
-    """→ the two halves of vectors at + t of the cache, (HALF, TILE) each, and their scales (TILE,),
-    1 if there are none. seen (TILE,): which to load.
-    """
-    mask = seen & (d < DH // 2)[:, None]
-    width: constexpr = DH if scales is None else DH // 2
-    place = cache + at * width + t * width + d[:, None]
-    x1 = tl.load(place, mask=mask, other=0)
-    if scales is None:
-        x2 = tl.load(place + DH // 2, mask=mask, other=0)
-        scale = tl.full(t.shape, 1.0, tl.float32)
-    else:
-        x1, x2 = _unpacked(x1)
-        scale = tl.load(scales + at + t, mask=seen, other=0)
-    return x1, x2, scale
-
-
-@jit
-def _store_halves(cache, scales, at, x1, x2, d, DH: constexpr):
-    """Store a vector at `at` in the cache → its halves as they are read. x1, x2: (1, HALF)."""
-    mask = d < DH // 2
-    if scales is None:
-        place = cache + at * DH + d
-        tl.store(place, x1, mask=mask)
-        tl.store(place + DH // 2, x2, mask=mask)
-    else:
-        x = tl.join(x1, x2).to(tl.float32)
-        scale = tl.maximum(tl.max(tl.abs(x)) * (128 / 127), 1e-30)
-        integers = (x / scale * 128 + 128.5).to(tl.int32)
-        first, second = tl.split(integers)
-        tl.store(cache + at * (DH // 2) + d, (first | second << 8).to(tl.int16), mask=mask)
-        tl.store(scales + at, scale)
-        x1, x2 = tl.split((integers / 128 - 1) * scale)
-    return x1, x2
-
-
 @jit(do_not_specialize=["blocks"])
 def _attention_kernel(
     # the new tokens
@@ -784,10 +667,8 @@ def _attention_kernel(
     cos,
     sin,
     # the cache
-    cache,
-    scales,
-    center,
-    stretch,
+    k_cache,
+    v_cache,
     block_table,
     blocks,
     positions,
@@ -808,13 +689,20 @@ def _attention_kernel(
     ROWS: constexpr,
     HALF: constexpr,
     PDL: constexpr,
+    # int8.Pages
+    k_scale=None,
+    v_scale=None,
+    center=None,
+    stretch=None,
+    UNPACK: constexpr = None,
+    STORE: constexpr = None,
 ):
     """Grid (Hkv, splits, B): a CTA computes one split of one row, for a key head and the REP query
     heads that share this key head (3).
 
     ROWS: REP rounded up to a power of two, at least 8, the columns of a tensor core's tile. HALF:
     Dh/2 rounded up to a power of two, at least 16. The masks exclude what lies past REP, past Dh
-    and past the row's position.
+    and past the row's position. v is loaded whole, (2·HALF, TILE).
     """
     h = tl.program_id(0)
     split = tl.program_id(1)
@@ -827,24 +715,17 @@ def _attention_kernel(
     begin = split * SPLIT
     head = tl.arange(0, ROWS)
     d = tl.arange(0, HALF)
+    dim = tl.arange(0, 2 * HALF)
     in_d = d < DH // 2
     in_q = (head < REP)[:, None] & in_d
     c = tl.load(cos + b * (DH // 2) + d, mask=in_d, other=0.0)[None, :]
     s = tl.load(sin + b * (DH // 2) + d, mask=in_d, other=0.0)[None, :]
-    factor = 1.0
-    if scales is not None:
-        center += h * DH + d
-        center1 = tl.load(center, mask=in_d, other=0.0)
-        center2 = tl.load(center + DH // 2, mask=in_d, other=0.0)
-        factor = tl.load(stretch + h * DH + d, mask=in_d, other=1.0)
-    # (8) The key of the split's position i is vector in_page1 + i of the cache if i is in the first
-    # page, and vector in_page2 + i if it is in the second, whose first position is i = PAGE. The
-    # value is `to_v` vectors behind its key.
+    # (8) The split's position i is at in_page1 + i · DH in the cache if it is in the first page,
+    # and at in_page2 + i · DH if it is in the second, whose first position is i = PAGE.
     page1 = tl.load(block_table + b * blocks + split * 2)
     page2 = tl.load(block_table + b * blocks + split * 2 + 1)
-    in_page1 = (2 * page1 * Hkv + h) * PAGE
-    in_page2 = (2 * page2 * Hkv + h) * PAGE - PAGE
-    to_v = Hkv * PAGE
+    in_page1 = (page1 * Hkv + h) * PAGE * DH
+    in_page2 = (page2 * Hkv + h) * PAGE * DH - PAGE * DH
     if begin > position:
         # This split is empty. Split 0 of a finished row waits all the same (10): if no CTA waited,
         # this kernel could end before its predecessor, and the next one would read too early.
@@ -852,21 +733,45 @@ def _attention_kernel(
             wait_for_predecessor(PDL)
         return
     qkv += b.to(tl.int64) * (H + 2 * Hkv) * DH
-    dtype: constexpr = qkv.dtype.element_ty if scales is None else tl.float16
+    if UNPACK is None:
+        dtype: constexpr = qkv.dtype.element_ty
+        factor = 1.0
+    else:
+        dtype: constexpr = tl.float16
+        both = tl.join(d, d + DH // 2)  # (HALF, 2)
+        factor = tl.load(stretch + h * DH + d, mask=in_d, other=1.0)
+        new_center = tl.load(center + h * DH + both, mask=in_d[:, None], other=0.0)
     q1 = tl.zeros((HALF, ROWS), dtype)
     q2 = tl.zeros((HALF, ROWS), dtype)
     m_i = tl.full((ROWS,), -1e30, tl.float32)
     l_i = tl.zeros((TILE, ROWS), tl.float32)
-    acc1 = tl.zeros((HALF, ROWS), tl.float32)
-    acc2 = tl.zeros((HALF, ROWS), tl.float32)
+    acc = tl.zeros((2 * HALF, ROWS), tl.float32)
     # Older positions (1). At least one tile, masked if need be, because the first iteration also
     # handles the new token.
     for start in range(begin, tl.maximum(begin + 1, tl.minimum(begin + SPLIT, position)), TILE):
         t = tl.arange(0, TILE)
-        seen = start + t < position
-        at = tl.where(start - begin < PAGE, in_page1, in_page2) + start - begin
-        k1, k2, k_scale = _load_halves(cache, scales, at, t, seen, d, DH)
-        v1, v2, v_scale = _load_halves(cache, scales, at + to_v, t, seen, d, DH)
+        seen = (start + t < position)[:, None]
+        kv_at = tl.where(start - begin < PAGE, in_page1, in_page2) + (start - begin) * DH
+        k_ptr = k_cache + kv_at + t[:, None] * DH + d
+        k1 = tl.load(k_ptr, mask=seen & in_d, other=0.0)  # (TILE, HALF)
+        k2 = tl.load(k_ptr + DH // 2, mask=seen & in_d, other=0.0)
+        if UNPACK is None:
+            k_factor = 1.0
+            v_factor = 1.0
+            v = tl.load(
+                v_cache + kv_at + t * DH + dim[:, None],
+                other=0.0,
+                mask=(start + t < position) & (dim < DH)[:, None],
+            )  # (2·HALF, TILE)
+        else:  # (11)
+            k1 = UNPACK(k1)
+            k2 = UNPACK(k2)
+            v_at = kv_at - tl.multiple_of((start - begin) % PAGE * (DH - 1), TILE)
+            v_ptr = v_cache + v_at + t + dim[:, None] * PAGE
+            v = UNPACK(tl.load(v_ptr, mask=(dim < DH)[:, None], other=0))
+            scale_at = kv_at // DH + t[:, None]
+            k_factor = tl.load(k_scale + scale_at)
+            v_factor = tl.load(v_scale + scale_at, mask=seen, other=0.0)
         if start == begin:
             qkv = _after_wait(qkv, PDL)  # (10)
             q_at = (h * REP + head)[:, None] * DH + d
@@ -877,43 +782,43 @@ def _attention_kernel(
             q2 = tl.trans(q2_rows).to(k2.dtype)
             if split == last_split:  # (1) store the new token's k and v, and start from its score
                 new_at = (H + h) * DH + d[None, :]
-                new1, new2 = _rotated(qkv, new_at, in_d[None, :], k_weight, d, c, s, eps, DH)
-                slot = tl.where(position - begin < PAGE, in_page1, in_page2) + position - begin
-                if scales is not None:
-                    new1 = (new1 - center1) / factor
-                    new2 = (new2 - center2) / factor
-                new1, new2 = _store_halves(cache, scales, slot, new1, new2, d[None, :], DH)
+                new1, new2 = _rotated(
+                    qkv, new_at, in_d[None, :], k_weight, d, c / factor, s / factor, eps, DH
+                )
+                new_v = tl.load(qkv + (H + Hkv + h) * DH + dim, mask=dim < DH, other=0.0)
+                slot = tl.where(position - begin < PAGE, in_page1, in_page2)
+                slot += (position - begin) * DH
+                if UNPACK is None:
+                    tl.store(k_cache + slot + d[None, :], new1, mask=in_d[None, :])
+                    tl.store(k_cache + slot + DH // 2 + d[None, :], new2, mask=in_d[None, :])
+                    tl.store(v_cache + slot + dim, new_v, mask=dim < DH)
+                else:
+                    at = slot // DH
+                    new = tl.reshape(tl.join(new1, new2), both.shape) - new_center
+                    new = STORE(new, k_cache + slot + both, k_scale + at, in_d[:, None])
+                    new1, new2 = tl.split(new)
+                    v_slot = v_cache + slot - position % PAGE * (DH - 1) + dim * PAGE
+                    new_v = STORE(new_v, v_slot, v_scale + at, dim < DH)
                 products = q1_rows.to(tl.float32) * new1 + q2_rows.to(tl.float32) * new2
                 m_i = tl.sum(products, 1) * scale
                 l_i += (t == 0)[:, None]  # exp2(score − m_i) = 1, on one line of the tile (7)
-                v_ptr = qkv + new_at + Hkv * DH
-                new1 = tl.load(v_ptr, mask=in_d[None, :], other=0.0)
-                new2 = tl.load(v_ptr + DH // 2, mask=in_d[None, :], other=0.0)
-                new1, new2 = _store_halves(cache, scales, slot + to_v, new1, new2, d[None, :], DH)
-                acc1 += tl.trans(new1)
-                acc2 += tl.trans(new2)
-        # (4, 5, 12)
-        qk = tl.dot(tl.trans(k1), q1, input_precision="ieee")
-        qk = tl.dot(tl.trans(k2), q2, qk, input_precision="ieee") * (scale * k_scale)[:, None]
-        qk = tl.where(seen[:, None], qk, float("-inf"))  # (TILE, ROWS)
+                acc += new_v.to(tl.float32)[:, None]
+        # (4, 5)
+        qk = tl.dot(k2, q2, tl.dot(k1, q1, input_precision="ieee"), input_precision="ieee")
+        qk = tl.where(seen, qk * (scale * k_factor), float("-inf"))  # (TILE, ROWS)
         m_new = tl.maximum(m_i, tl.max(qk, 0))
         p = tl.exp2(qk - m_new)
         alpha = tl.exp2(m_i - m_new)
         l_i = l_i * alpha + p
-        p = (p * v_scale[:, None]).to(v1.dtype)
-        acc1 = tl.dot(v1, p, acc1 * alpha, input_precision="ieee")
-        acc2 = tl.dot(v2, p, acc2 * alpha, input_precision="ieee")
+        acc = tl.dot(v, (p * v_factor).to(v.dtype), acc * alpha, input_precision="ieee")
         m_i = m_new
     l_i = tl.sum(l_i, 0)  # (7)
-    # the halves as one tile, whose line 2i is number i, and line 2i + 1 is number i + Dh/2
-    acc = tl.reshape(tl.permute(tl.join(acc1, acc2), (0, 2, 1)), (2 * HALF, ROWS))
-    line = tl.arange(0, 2 * HALF)
-    in_out = (head < REP) & (line < DH)[:, None]
+    in_out = (head < REP) & (dim < DH)[:, None]
     done = last_split == 0
     if last_split > 0:  # (2) store this split, and merge all if it is the last to finish
         pair = b * Hkv + h
         at = (pair * tl.num_programs(1)).to(tl.int64) * REP
-        acc_ptr = acc_splits + at * DH + head * DH + line[:, None]
+        acc_ptr = acc_splits + at * DH + head * DH + dim[:, None]
         ml_ptr = ml_splits + at * 2 + head
         tl.store(acc_ptr + split * REP * DH, acc, mask=in_out)
         tl.store(ml_ptr + split * 2 * REP, m_i, mask=head < REP)
@@ -924,7 +829,6 @@ def _attention_kernel(
             tl.store(counters + pair, 0)
             l_i, acc = _merge_splits(ml_ptr, acc_ptr, last_split, head, in_out, REP, DH)
     if done:
-        dim = line // 2 + line % 2 * (DH // 2)
         out_ptr = out + (b * H + h * REP + head) * DH + dim[:, None]
         tl.store(out_ptr, acc / l_i, mask=in_out)
 

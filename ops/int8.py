@@ -1,0 +1,102 @@
+"""Keys and values as 8-bit integers, in half of the memory that bf16 takes.
+
+    x ≈ integer / 128 · scale       integer from −127 to 127; a scale for each token and head
+
+A token's largest number becomes ± 127, so a large one makes all others of its head coarse. And
+Qwen2.5's key bias is up to 354, a hundred times what tells keys apart. Softmax ignores what all
+keys have in common. So the center is subtracted: the bias after RoPE, averaged over all positions.
+For a pair that RoPE turns fast the average is about 0. If the bias of such a pair is large, the
+pair is divided by its stretch, a power of two, by which the query is multiplied. Without a bias,
+center is 0 and stretch is 1.
+
+Only decode steps read integers. A prefill stores them, but its own attention, like training, reads
+keys and values that are not rounded. attention.py takes Pages in the place of a layer's tensor: it
+writes and reads them as one, and its fast kernel takes what for_kernel returns.
+
+results/LOG.md has what rounding costs, and why 8-bit floats fail. Needs: torch; on a GPU also
+triton.
+"""
+
+import torch
+from torch import Tensor
+
+try:
+    import triton.language as tl
+    from triton import jit
+except ImportError:  # macOS has no Triton: this only lets Python define the kernels below
+
+    def jit(kernel):
+        return kernel
+
+
+class Pages:
+    """Keys, or values, of one layer."""
+
+    def __init__(self, integers: Tensor, bias: Tensor, cos: Tensor, sin: Tensor):
+        """integers (pages, Hkv, PAGE, Dh) uint8: larger by 128. The kernel wants each head's values
+        of a page as (Dh, PAGE) in memory.
+
+        bias (Hkv, Dh) f32: of keys, before RoPE; of values 0. cos, sin (positions, Dh/2) f32: of
+        all positions, from 0.
+        """
+        self.integers = integers
+        self.scale = torch.zeros(*integers.shape[:3], 1)
+        self.shape = integers.shape
+        # RoPE multiplies complex numbers. So the average of all turns is one turn by their average.
+        pairs, turns = torch.complex(*bias.chunk(2, -1)), torch.complex(cos, sin)
+        center = pairs * turns.mean(0)
+        # The mean square of what the average leaves of each pair. Without a bias, numbers of a key
+        # are about 2: a pair needs no stretch if less than 4 is left.
+        left = (pairs * turns[0]).abs().square() - center.abs().square()
+        stretch = (1 + left / 16).log2().div(2).round().exp2()
+        self.stretch = torch.cat((stretch, stretch), -1)  # (Hkv, Dh)
+        self.center = torch.cat((center.real, center.imag), -1) / self.stretch
+
+    def __setitem__(self, slots: tuple, x: Tensor):
+        """Round x (m, Hkv, Dh) into slots: (page (m,), :, offset (m,))."""
+        x = x / self.stretch - self.center
+        largest = x.abs().amax(-1, keepdim=True)  # if it is 0, so is the scale, of any integers
+        self.integers[slots] = (x * (127 / largest) + 128.5).to(torch.uint8)
+        self.scale[slots] = largest * (128 / 127)
+
+    def __getitem__(self, pages: Tensor) -> Tensor:
+        """→ what pages (…) hold, without center: (…, Hkv, PAGE, Dh) f32."""
+        x = (self.integers[pages] / 128 - 1) * self.scale[pages]
+        return x * self.stretch[:, None]
+
+    def for_kernel(self, values: "Pages") -> tuple[Tensor, Tensor, dict]:
+        """→ k_cache and v_cache of attention's fast kernel, and its last arguments."""
+        last = dict(k_scale=self.scale, v_scale=values.scale, UNPACK=unpacked, STORE=stored)
+        return self.integers, values.integers, last | dict(center=self.center, stretch=self.stretch)
+
+
+# --- the same in a kernel
+
+
+@jit
+def unpacked(integers):
+    """→ float16: without the 128, / 128.
+
+    The float16 with the bytes 0x48 and n is 8 + n / 128, so one instruction makes floats of two
+    integers.
+    """
+    x = tl.inline_asm_elementwise(
+        "prmt.b32 $0, $2, 0x48484848, 0x4140; prmt.b32 $1, $2, 0x48484848, 0x4342;",
+        "=r,=r,r",
+        [integers],
+        tl.float16,
+        is_pure=True,
+        pack=4,
+    )
+    return x - 9
+
+
+@jit
+def stored(x, place, scale_place, mask):
+    """Round a vector x as __setitem__ does, and store it → x as it is read."""
+    largest = tl.max(tl.abs(x.to(tl.float32)), None)
+    integers = (x * tl.div_rn(127.0, largest) + 128.5).to(tl.uint8)
+    scale = largest * (128 / 127)
+    tl.store(place, integers, mask=mask)
+    tl.store(scale_place, scale)
+    return (integers.to(tl.float32) / 128 - 1) * scale
