@@ -58,6 +58,7 @@ Needs: torch, transformers, numpy, tqdm; ops/{attention,sampling}.py, model.py.
 import math
 import time
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -536,7 +537,8 @@ class ModelRunner:
             v = torch.zeros(shape, dtype=dtype)
             self.paged = [*k, *v]  # what each layer has in pages
             if sampler.kv == "int8":
-                k, v = self.int8_pages(k, v)
+                k, v = zip(*self.int8_pages(k, v), strict=True)
+                self.paged += [layer.scale for layer in k + v]
             self.cache = attention.KVCache(k, v, counters)
             zeros = torch.zeros(slots, dtype=torch.long)
             self.slots = Slots(
@@ -547,18 +549,14 @@ class ModelRunner:
                 block_table=torch.zeros(slots, blocks, dtype=torch.long),
             )
 
-    def int8_pages(self, k: torch.Tensor, v: torch.Tensor) -> tuple[list[Pages], list[Pages]]:
-        """→ pages of these integers (layers, pages, Hkv, PAGE, Dh), for KVCache."""
+    def int8_pages(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[Pages, Pages]]:
+        """→ each layer's pages of these integers (layers, pages, Hkv, PAGE, Dh)."""
         positions = torch.arange(self.rollout.tokens.shape[1])
         angles = rotary(positions, self.model.inv_freq, self.model.rope_scale)
-        transposed = v.view(*v.shape[:3], -1, self.page_size).mT
-        keys, values = [], []
+        v = v.view(*v.shape[:3], -1, self.page_size).mT  # as the kernel reads them
         for i, layer in enumerate(self.model.layers):
             bias = layer.self_attn.key_bias()
-            keys.append(Pages(k[i], bias, *angles))
-            values.append(Pages(transposed[i], 0 * bias, *angles))
-            self.paged += [keys[i].scale, values[i].scale]
-        return keys, values
+            yield Pages(k[i], bias, *angles), Pages(v[i], 0 * bias, *angles)
 
     def fill_pages(self, started: list[Sequence]):
         """Fill the pages of rows that start, up to their newest tokens."""

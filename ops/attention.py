@@ -215,8 +215,8 @@ class KVCache(NamedTuple):
     k[0].shape[2].
     """
 
-    k: Tensor | list  # (layers, pages, Hkv, PAGE, Dh), or an int8.Pages for each layer
-    v: Tensor | list
+    k: Tensor  # (layers, pages, Hkv, PAGE, Dh), or each layer's int8.Pages
+    v: Tensor
     counters: Tensor  # (≥ B·Hkv,) int32, zeros: the fast kernel counts a row's finished splits
 
 

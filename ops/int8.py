@@ -66,8 +66,15 @@ class Pages:
 
     def for_kernel(self, values: "Pages") -> tuple[Tensor, Tensor, dict]:
         """→ k_cache and v_cache of attention's fast kernel, and its last arguments."""
-        last = dict(k_scale=self.scale, v_scale=values.scale, UNPACK=unpacked, STORE=stored)
-        return self.integers, values.integers, last | dict(center=self.center, stretch=self.stretch)
+        last = dict(
+            k_scale=self.scale,
+            v_scale=values.scale,
+            center=self.center,
+            stretch=self.stretch,
+            UNPACK=unpacked,
+            STORE=stored,
+        )
+        return self.integers, values.integers, last
 
 
 # --- the same in a kernel
@@ -94,9 +101,9 @@ def unpacked(integers):
 @jit
 def stored(x, place, scale_place, mask):
     """Round a vector x as __setitem__ does, and store it → x as it is read."""
-    largest = tl.max(tl.abs(x.to(tl.float32)), None)
+    largest = tl.max(tl.abs(x))  # fp32, of bf16 too
     integers = (x * tl.div_rn(127.0, largest) + 128.5).to(tl.uint8)
     scale = largest * (128 / 127)
     tl.store(place, integers, mask=mask)
     tl.store(scale_place, scale)
-    return (integers.to(tl.float32) / 128 - 1) * scale
+    return (integers / 128 - 1) * scale
