@@ -525,11 +525,11 @@ def _plain_kernel(
 #    qkv. So the wait is in the loop's first iteration, between the loads of a tile and their use.
 #    Neither this layer's norm nor a kernel between it and this one may write what is loaded early.
 #
-# Pages of 8-bit integers (int8.py; with bf16 pages none of this is compiled):
-# 11 A key's and a value's scale multiply a score and p, which are one number for each position
+# Only for pages of 8-bit integers (int8.py). With bf16 pages none of this is compiled:
+# 11 The scale of a key multiplies its score, that of a value its p: one number for each position
 #    instead of Dh. A page has a head's values as (Dh, PAGE), because a tensor core wants the
-#    positions of four integers side by side. A mask would load these one by one: what lies past the
-#    row's position is loaded too, and its p is 0.
+#    integers of four positions side by side. With a mask of positions each would be a load of its
+#    own. So those past the row's position are loaded, too: they are finite, and their p is 0.
 #
 # The loop of a row's last split starts from the new token, that of another split from nothing:
 #

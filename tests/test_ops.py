@@ -121,7 +121,7 @@ def random_int8(shape):
     *_, Hkv, _, Dh = shape
     angle = torch.arange(600)[:, None] * torch.rand(Dh // 2) ** 8
     integers = torch.randint(1, 256, (2, *shape), dtype=torch.uint8)
-    bias = 9 * torch.randn(Hkv, Dh)
+    bias = 5 * torch.randn(Hkv, Dh)
     k, v = (
         [int8.Pages(x, b, angle.cos(), angle.sin()) for x in integers] for b in (bias, 0 * bias)
     )

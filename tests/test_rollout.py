@@ -616,11 +616,16 @@ def test_gpu_graph_equals_eager(real, monkeypatch, top_p):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("new, pages", [(16, None), (300, 290)])
-def test_gpu_recorded_logprobs_are_the_trainers_when_the_adapter_is_small(smollm2, new, pages):
+@pytest.mark.parametrize(
+    "new, pages, kv, most",
+    [(16, None, "bf16", 1e-3), (300, 290, "bf16", 1e-3), (300, 290, "int8", 1e-2)],
+)
+def test_gpu_recorded_logprobs_are_the_trainers_when_the_adapter_is_small(
+    smollm2, new, pages, kv, most
+):
     """256 rows, lora_B = ±5e-4 as after one step of AdamW: sampler and trainer differ by a KL that
-    bf16 rounding explains, below 1e-3 nats a token. Also if rows need 768 pages and 290 exist, so
-    that many are preempted.
+    bf16 rounding explains, below 1e-3 nats a token, or that of int8. Also if rows need 768 pages
+    and 290 exist, so that many are preempted.
     """
     source, tokenizer = smollm2
     m = learned(model.load(source, device="cuda"), 1.0)
@@ -628,13 +633,13 @@ def test_gpu_recorded_logprobs_are_the_trainers_when_the_adapter_is_small(smollm
         layer.lora_B.data.sign_().mul_(5e-4)
     lora.refresh(m)
     prompts = [weights.encode(tokenizer, f"What is {i} + {3 * i}?") for i in range(16)]
-    sampler = Sampler(m, pages=pages)
+    sampler = Sampler(m, pages=pages, kv=kv)
     stop_ids = [] if pages else source.stop_ids()
     r = sampler.generate(prompts, 16, SamplingParams(new, stop_ids), 1)
     assert (sampler.stats["preempted"] > 0) == (pages is not None)
     with torch.no_grad():
         d = difference(m, r)[r.answer_mask()]
-    assert len(r.tokens) == 256 and (d.expm1() - d).mean() < 1e-3
+    assert len(r.tokens) == 256 and (d.expm1() - d).mean() < most
 
 
 @pytest.mark.gpu
