@@ -42,12 +42,13 @@ class Pages:
         self.integers = integers
         self.scale = torch.zeros(*integers.shape[:3], 1)
         self.shape = integers.shape
-        # RoPE multiplies complex numbers. So the average of all turns is one turn by their average.
-        pairs, turns = torch.complex(*bias.chunk(2, -1)), torch.complex(cos, sin)
-        center = pairs * turns.mean(0)
-        # The mean square of what the average leaves of each pair. Without a bias, numbers of a key
-        # are about 2: a pair needs no stretch if less than 4 is left.
-        left = (pairs * turns[0]).abs().square() - center.abs().square()
+        # RoPE multiplies a pair, a complex number, by cos + i · sin. So the average of its turns is
+        # one turn by their average.
+        pair = torch.complex(*bias.chunk(2, -1))  # (Hkv, Dh/2)
+        center = pair * torch.complex(cos.mean(0), sin.mean(0))
+        # The mean square of what the average leaves of a pair, whose length RoPE scales by cos[0].
+        # Without a bias, numbers of a key are about 2: no stretch is needed if less than 4 is left.
+        left = (pair * pair.conj()).real * cos[0].square() - (center * center.conj()).real
         stretch = (1 + left / 16).log2().div(2).round().exp2()
         self.stretch = torch.cat((stretch, stretch), -1)  # (Hkv, Dh)
         self.center = torch.cat((center.real, center.imag), -1) / self.stretch
