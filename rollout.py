@@ -534,7 +534,7 @@ class ModelRunner:
             counters = torch.zeros(slots * key_heads, dtype=torch.int32)
             dtype = torch.uint8 if sampler.kv == "int8" else self.model.dtype
             k = torch.zeros(shape, dtype=dtype)
-            v = torch.zeros(shape, dtype=dtype)
+            v = torch.zeros_like(k)
             self.paged = [*k, *v]  # what each layer has in pages
             if sampler.kv == "int8":
                 k, v = zip(*self.int8_pages(k, v), strict=True)
