@@ -732,6 +732,19 @@ def test_a_marked_token_of_a_gguf_is_read_as_its_own_id_or_refused(tmp_path, tex
             assert f"token 264, {text}," in str(error)
 
 
+def test_a_header_is_parsed_to_what_gguf_gives(smollm2, tmp_path):
+    """Strings, numbers, arrays of both, and the places of the tensors."""
+    small = byte_level(tmp_path / "a.gguf", tokenizer_pre="qwen2", token_scores=[0.5] * 264)
+    for source in (smollm2[0], small):
+        ours, theirs = source.reader, gguf.GGUFReader(source.path)
+        assert list(ours.fields) == list(theirs.fields)
+        for key, field in theirs.fields.items():
+            assert ours.fields[key].contents() == field.contents(), key
+            assert ours.fields[key].types == field.types, key
+        places = [(tensor.name, tensor.data_offset) for tensor in theirs.tensors]
+        assert [(tensor.name, tensor.data_offset) for tensor in ours.tensors] == places
+
+
 @pytest.mark.gpu
 def test_a_gpu_holds_the_bits_that_a_cpu_holds(smollm2):
     """Of every kind of projection in the first layer, quantised on either."""
