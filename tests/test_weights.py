@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -67,14 +68,15 @@ def edit_tensors(folder, **changes):
     save_file({name: t for name, t in changed.items() if t is not None}, file)
 
 
-def write_gguf(path, family, tensors, parts=1, **fields):
-    """Write a .gguf file → its path. fields: by the names of GGUFWriter's add_ methods."""
+def write_gguf(path, family, tensors, parts=1, kinds=(), **fields):
+    """Write a .gguf file → its path. fields: by the names of GGUFWriter's add_ methods.
+    kinds: gguf's types of tensors that are u8 (rows, bytes of a row)."""
     w = gguf.GGUFWriter(path, family)
     w.add_uint16("split.count", parts)
     for key, value in fields.items():
         getattr(w, f"add_{key}")(value)
     for name, tensor in tensors.items():
-        w.add_tensor(name, tensor.numpy())
+        w.add_tensor(name, tensor.numpy(), raw_dtype=dict(kinds).get(name))
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()
@@ -768,14 +770,22 @@ def test_a_gpu_holds_the_bits_that_a_cpu_holds(smollm2):
                     assert b.is_cuda and torch.equal(*bytes_of)
 
 
-def test_a_gguf_is_dequantised_in_pieces_to_what_gguf_gives(smollm2, monkeypatch):
-    """In pieces of 6 and of 7 of the 576 rows."""
-    source, _ = smollm2
-    name = "model.layers.3.mlp.down_proj.weight"
-    stored = source.names[name]
-    monkeypatch.setattr(nvfp4, "CHUNK", 7 * 1536)
-    theirs = gguf.quants.dequantize(stored.data, stored.tensor_type)
-    assert torch.equal(source.read(name), torch.from_numpy(theirs))
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of random scales
+def test_a_gguf_is_dequantised_in_pieces_to_what_gguf_gives(tmp_path, monkeypatch):
+    """Random bytes of every type that gguf dequantises, in pieces of 3 and of 2 of 13 rows."""
+    monkeypatch.setattr("tools.gguf.PIECE", 3 * 512)
+    theirs, tensors, kinds = [], {}, {}
+    for kind, (block, size) in gguf.GGML_QUANT_SIZES.items():
+        stored = torch.randint(256, (13, 512 // block * size), dtype=torch.uint8)
+        with suppress(NotImplementedError):
+            name = f"blk.{len(theirs)}.ffn_down.weight"
+            theirs.append(gguf.dequantize(stored.numpy(), kind))
+            tensors[name], kinds[name] = stored, kind
+    more = HEADER | {"block_count": len(theirs)}
+    source = weights.open(write_gguf(tmp_path / "a.gguf", "qwen2", tensors, kinds=kinds, **more))
+    for i, values in enumerate(theirs):
+        ours = source.read(f"model.layers.{i}.mlp.down_proj.weight").numpy()
+        assert ours.shape == (13, 512) and ours.tobytes() == values.tobytes(), i
 
 
 # --- NVFP4 of other quantisers

@@ -22,8 +22,8 @@ tools/weights.py also takes `readable` and `tensor_names` from this file.
 
 Left out: every tokenizer.ggml.pre that SPLITS and SYNONYMS lack; RoPE scaling but Llama 3's.
 
-Needs: torch, transformers, tokenizers, numpy, gguf (llama.cpp's library); nvfp4.py. The library is
-imported in functions, because safetensors load without it.
+Needs: torch, transformers, tokenizers, numpy, gguf (llama.cpp's library). The library is imported
+in functions, because safetensors load without it.
 """
 
 import re
@@ -40,8 +40,10 @@ from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-import nvfp4
-
+# read() dequantises PIECE numbers at a time in each of THREADS threads. Between numpy's loops a
+# thread needs the GIL, and most of more threads, or of threads with smaller pieces, wait for it:
+# 20 threads take twice as long as 3.
+PIECE, THREADS = 1 << 19, 3
 ARCHITECTURES = "llama", "qwen2", "qwen3"
 MARKED = 3, 4  # of tokenizer.ggml.token_type: control tokens, and those that the makers defined
 # Keys of the header that scale something → the value that changes nothing. An old file may have a
@@ -258,16 +260,16 @@ class GGUFFile:
             else:
                 place.numpy()[:] = values  # copy_ would start threads of its own
 
-        # Work in pieces of about nvfp4.CHUNK values: dequantize makes several temporaries of its
-        # output's size, and numpy releases the GIL, so that threads share the work. A GPU gets each
-        # piece at once, so that the CPU never holds, and never has to clear, the whole tensor. Both
-        # splits cut the first dimension, at the same rows.
-        pieces = tensor.numel() // nvfp4.CHUNK + 1
+        # dequantize makes some ten temporaries of its output's size, so a piece is small enough for
+        # a core's cache. numpy releases the GIL while it loops over one. A GPU gets each piece at
+        # once, so that the CPU never holds, and never has to clear, the whole tensor. Both splits
+        # cut the first dimension, at the same rows.
+        pieces = tensor.numel() // PIECE + 1
         places = tensor.tensor_split(pieces)  # views: filling them fills the tensor
         rows = np.array_split(data, pieces)
         with (
             readable(self.path, f"holds {name}, which gguf cannot dequantise"),
-            ThreadPoolExecutor() as pool,
+            ThreadPoolExecutor(THREADS) as pool,
         ):
             list(pool.map(fill, places, rows))  # list: raises what a thread raised
         if self.config.model_type == "llama" and re.search(r"\.[qk]_proj\.", name):
