@@ -40,9 +40,8 @@ from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-# read() dequantises PIECE numbers at a time in each of THREADS threads. Between numpy's loops a
-# thread needs the GIL, and most of more threads, or of threads with smaller pieces, wait for it:
-# 20 threads take twice as long as 3.
+# read() dequantises PIECE numbers at a time in each of THREADS threads. A thread needs the GIL
+# between numpy's loops. More threads, or smaller pieces and so shorter loops, mostly wait for it.
 PIECE, THREADS = 1 << 19, 3
 ARCHITECTURES = "llama", "qwen2", "qwen3"
 MARKED = 3, 4  # of tokenizer.ggml.token_type: control tokens, and those that the makers defined
@@ -260,6 +259,9 @@ class GGUFFile:
             else:
                 place.numpy()[:] = values  # copy_ would start threads of its own
 
+        # Until a larger array was freed, glibc returns the temporaries of each piece below to
+        # the kernel, which clears new ones for the next. So free one that nobody has written to.
+        np.empty(31 << 20, np.uint8)
         # dequantize makes some ten temporaries of its output's size, so a piece is small enough for
         # a core's cache. numpy releases the GIL while it loops over one. A GPU gets each piece at
         # once, so that the CPU never holds, and never has to clear, the whole tensor. Both splits
