@@ -111,9 +111,14 @@ class GGUFFile:
         divisors = stored.pop("rope_freqs.weight", None)
         refused = readable(path, "cannot be loaded, take this model's safetensors")
         with self.shared_with_transformers(), refused:
+            # transformers turns every array into a list; of these a config needs none
+            fields = self.reader.fields
+            unused = "merges", "token_type", "scores"
+            self.reader.fields = {key: fields[key] for key in fields if not key.endswith(unused)}
             self.config = AutoConfig.from_pretrained(
                 path.parent, gguf_file=path.name, trust_remote_code=False
             )
+            self.reader.fields = fields
             self._mend_config(f"{family}.", "blk.0.attn_q.bias" in stored)
             if divisors is not None:
                 self._use_llama3_rope(torch.tensor(divisors.data))
