@@ -47,9 +47,9 @@ from tools import weights
 from tools.adapter import fingerprint, load_adapter
 from tools.budget import Budget, grow_segments, limit_memory, return_freed_memory
 from tools.diagnostics import (
-    PREFLIGHT_PROMPTS,
     means_of,
     mismatch,
+    preflight_prompts,
     preflight_report,
     rollout_stats,
 )
@@ -490,20 +490,18 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int, schedule: str
 def preflight(
     config: Config, environment: Environment, sampler: Sampler, trainer: Trainer, run: Run
 ) -> int:
-    """--preflight: a step of 32 prompts, without noise and without its update, and a report on it →
-    the exit code, 3 if training would be pointless.
+    """--preflight: a step without noise and without its update, and a report on it → the exit code,
+    3 if training would be pointless.
     """
-    return_freed_memory()  # these 32 prompts may be several steps of training
-    _, ranks = rank_and_count()
-    prompts = (PREFLIGHT_PROMPTS + ranks - 1) // ranks * ranks  # a multiple of the ranks
+    return_freed_memory()  # the prompts of a preflight may be several steps of training
+    prompts = preflight_prompts(config, on_cpu=trainer.model.device.type == "cpu")
     probe = dataclasses.replace(config, prompts=prompts, resample=0)
-    with run.signs_of_life(sampler):
-        batch = collect(probe, environment, sampler, step=0, drawn=0)
-        began = time.perf_counter()
-        run.say("the answers are there; now their gradient")
-        trainer.backward(trainer.experience(batch.rollout, batch.answers))
-        backward_s = time.perf_counter() - began
-        batch.stats["mismatch"] = mismatch(trainer, batch.rollout)
+    batch = collect(probe, environment, sampler, step=0, drawn=0)
+    began = time.perf_counter()
+    run.say("the answers are there; now their gradient")
+    trainer.backward(trainer.experience(batch.rollout, batch.answers))
+    backward_s = time.perf_counter() - began
+    batch.stats["mismatch"] = mismatch(trainer, batch.rollout)
     # In capture_s Triton compiles a decode step's kernels, and CUDA captures graphs. Compiling the
     # kernels that the prefill launches first is not subtracted.
     batch.stats["rollout_s"] -= sampler.stats["capture_s"]

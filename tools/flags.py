@@ -210,8 +210,8 @@ class Config:
     resume: str = flag("", "folder of a run to continue with its flags; some may be given anew")
     preflight: bool = flag(
         False,
-        "sample 32 prompts, whatever --prompts, give advice, update nothing; exit 3 (torchrun: 0): "
-        "pointless",
+        "sample 32 prompts, whatever --prompts (a CPU: fewer), give advice, update nothing; exit 3 "
+        "(torchrun: 0): pointless",
     )
 
     def __post_init__(self):

@@ -68,12 +68,12 @@ EXAMPLES = 3  # problems shown of each
 
 ADVICE = dict(
     flat=(
-        "{seen} without one group of unequal rewards: nothing can be learnt. "
+        "no group with unequal rewards ({seen}): nothing can be learnt. "
         "Try a harder or easier task (--operands 2-5), less noise if σ is not 0 "
         "(--sigma-start), or a larger --group-size or --max-new-tokens."
     ),
     unfinished=(
-        "{seen} in which no answer ended: raise --max-new-tokens, or check that the "
+        "no answer ended ({seen}): raise --max-new-tokens, or check that the "
         "model's chat template and end token are the ones it was trained with, "
         "and that σ is not so large that noise is all it says (--sigma-start)."
     ),
@@ -85,11 +85,11 @@ ADVICE = dict(
 )
 
 
-def diagnose(records, needed=5, seen="five steps"):
+def diagnose(records, needed=5, seen="steps: 5"):
     """Records of steps, the oldest first → pairs (name, sentence of advice), one for each problem.
 
     needed: "flat" and "unfinished" are problems only if each of the last `needed` steps has them,
-    because one such step is common. seen: these steps in words. "skipped" and "mismatch" are
+    because one such step is common. seen: these steps, in words. "skipped" and "mismatch" are
     problems of the last step alone.
     """
     last = records[-1]

@@ -47,7 +47,6 @@ import os
 import resource
 import signal
 import sys
-import threading
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -63,7 +62,6 @@ from tools.flags import MOVABLE, Config, command_of, flags_of_run
 from tools.ranks import alike, gather, rank_and_count
 from tools.report import diagnose, line, logged, plot
 
-PULSE = 15  # seconds between signs of life
 LONG_ROLLOUT = 10  # seconds; the line of a step tells of a shorter one soon enough
 CARD = (  # of an adapter, for the hub
     "---\nlibrary_name: peft\n---\n# A LoRA adapter\n\n"
@@ -298,23 +296,6 @@ class Run:
                 signal.signal(number, handler)
         for number in pending:
             signal.raise_signal(number)
-
-    @contextmanager
-    def signs_of_life(self, sampler):
-        """Context manager: inside, print a line every PULSE seconds. A CPU may take minutes."""
-        ended = threading.Event()
-        began = time.perf_counter()
-
-        def report():
-            while not ended.wait(PULSE):
-                steps = sampler.stats.get("steps", 0)
-                self.say(f"{time.perf_counter() - began:.0f} s: {steps} decode steps")
-
-        threading.Thread(target=report, daemon=True).start()
-        try:
-            yield
-        finally:
-            ended.set()
 
     # --- save and load
 
