@@ -237,6 +237,9 @@ def test_the_longest_answer_depends_on_the_task():
         "--task mine.py --data some.jsonl | --data",
         "--task mine.py --test some.jsonl | --test",
         "--task mine.py --operands 1-9 | --operands",
+        "--task my/x.jsonl | PATH.py .* --data FILE.jsonl",
+        "--task multiplicaton | did you mean multiplication.* --data FILE.jsonl",
+        "--loss DAP0 | did you mean dapo",
     ],
 )
 def test_a_value_that_cannot_work_is_refused_by_name_with_what_can(monkeypatch, case):

