@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import os
+import sys
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction
 from contextlib import suppress
 from difflib import get_close_matches
@@ -241,9 +242,21 @@ def spelled(name):
     return f"--{name.replace('_', '-')}"
 
 
+def program():
+    """→ how this process was started, without flags: "python train.py", or a reader's "python
+    idea.py". sys.argv would name train.py also if idea.py runs it by runpy.
+    """
+    words = []
+    for word in sys.orig_argv[1:]:
+        words.append(quote(word))
+        if not word.startswith("-"):
+            break
+    return " ".join(["python", *words])
+
+
 def command_of(flags):
     """→ the command line of a run with these flags, {name: value}, without its folder."""
-    words = ["python train.py"]
+    words = [program()]
     for name, value in flags.items():
         if value != FIELDS[name].default and name not in ("out", "resume"):
             given = f"{spelled(name)} {quote(str(value))}"

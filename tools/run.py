@@ -50,6 +50,7 @@ import sys
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from shlex import quote
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -58,7 +59,7 @@ from tqdm import tqdm
 import lora
 from tools.adapter import TENSORS, save_adapter, save_file
 from tools.environment import Answer
-from tools.flags import MOVABLE, Config, command_of, flags_of_run
+from tools.flags import MOVABLE, Config, command_of, flags_of_run, program
 from tools.ranks import alike, gather, rank_and_count
 from tools.report import diagnose, line, logged, plot
 
@@ -127,10 +128,10 @@ class Run:
         """
         named = f"runs/{Path(config.task).stem}-{time.strftime('%m%d-%H%M%S')}"
         self.folder = Path(config.resume or config.out or named)
-        self.how_to_resume = f"go on with: python train.py --resume {self.folder}"
+        self.how_to_resume = f"go on with: {program()} --resume {quote(str(self.folder))}"
         # A task of the user's own is a program. A resume does not start it because a file says so.
         if config.own_task:
-            self.how_to_resume += f" --task {config.task}"
+            self.how_to_resume += f" --task {quote(config.task)}"
         self.flags = vars(config) | {"resume": "", "out": str(self.folder)}
         self.model_name = config.model
         self.steps = config.steps
