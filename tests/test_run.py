@@ -573,7 +573,7 @@ def test_a_checkpoint_is_read_whole_or_not_at_all(ended, capfd):
         path.write_bytes(data)
         assert step_of_load(run) == 4
         (warning,) = capfd.readouterr().err.splitlines()
-        assert f"{path} is damaged (" in warning
+        assert f"{path} is damaged" in warning
     run.save()
     assert saved(ended)["step"] == "4" and previous.read_bytes() == before
     path.unlink()

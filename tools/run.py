@@ -347,10 +347,10 @@ class Run:
             for path in self.checkpoints():
                 try:
                     tensors, metadata = read_checkpoint(path)
-                except (SafetensorError, LookupError, TypeError, ValueError) as error:
+                except (SafetensorError, LookupError, TypeError, ValueError):
                     self.newest_damaged = True
                     self.say(
-                        f"warning: {path} is damaged ({error}): going back to the one before it",
+                        f"warning: {path} is damaged or incomplete: going back to the one before",
                         sys.stderr,
                     )
                     continue
