@@ -21,9 +21,7 @@ from tools.report import diagnose
 from tools.run import peak_memory_gb
 
 PREFLIGHT_PROMPTS = 32
-PREFLIGHT_TOKENS = (
-    2**14
-)  # of all answers at most, on a CPU: SmolLM2 samples them in a minute or two
+PREFLIGHT_TOKENS = 2**14  # of all answers at most, on a CPU: two minutes of SmolLM2 on two cores
 # what to change if a share that a preflight measures is low
 ADVICE = dict(
     finished=(
