@@ -214,7 +214,8 @@ def plot(folders):
     left.update_datalim([(0, 0), (0, 1)])
     left.autoscale_view()
     right.set_yscale("symlog", linthresh=1e-4)  # logarithmic, but with a place for 0
-    titles = "Mean reward", "Entropy of the policy, nats a token", "Adaptive noise"
+    noise = "Noise: " + ", ".join(sorted({noise_of(folder) for folder in folders}))
+    titles = "Mean reward", "Entropy of the policy, nats a token", noise
     for axis, title in zip(figure.axes, titles, strict=True):
         axis.set(title=title, xlabel="steps")
         axis.grid(alpha=0.3)
@@ -283,17 +284,26 @@ def table(folders):
     return "\n".join("  ".join(map(str.ljust, row, widths)) for row in rows)
 
 
+def flags_in(folder):
+    """→ {name: value} of a run's flags; empty if config.json is missing or damaged."""
+    with suppress(OSError, RecursionError, TypeError, ValueError):
+        return {**json.loads(Path(folder, "config.json").read_text())}
+    return {}
+
+
+def noise_of(folder):
+    """→ the name of the schedule that σ follows in a run, in a word."""
+    flags = flags_in(folder)
+    return str(flags.get("sigma_schedule", "unknown")) if flags.get("aqn", True) else "none"
+
+
 def summary(folder):
     """→ the texts of a run's line in the table.
 
     first, best, last: greedy accuracy in evaluations. minutes: of its steps and evaluations.
     """
-    flags = {}
-    # config.json is missing or damaged
-    with suppress(OSError, RecursionError, TypeError, ValueError):
-        flags = {**json.loads((folder / "config.json").read_text())}
     known = {"task": "–", "model": "–", "steps": "–"}
-    known |= {name: value for name, value in flags.items() if value is not None}
+    known |= {name: value for name, value in flags_in(folder).items() if value is not None}
     records = read(folder).values()
     made = sum(r["kind"] == "step" for r in records)
     # In an old run each update of a rollout counted as a step, although its log has one record a
