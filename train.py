@@ -525,13 +525,14 @@ def main(config: Config) -> int:
         environment = load_environment(config, task, source)
         config.follow_model(plan(source.config, "bf16").weights / 2)  # two bytes a weight
         run = Run(config, quiet=rank > 0)
-        model = load(source, config.quant, config.rank, config.alpha, device, config.seed)
-        run.hashes = dict(problems=hash_of(task), model=source.fingerprint.hex())
-        run.hashes |= fingerprint(config.adapter)  # what the run began from
-        facts.append(run.hashes)
-        adapter = "" if run.checkpoints() else config.adapter  # a resumed run has its own
-        if adapter:
-            load_adapter(model, adapter)
+        with run.removed_on_error():
+            model = load(source, config.quant, config.rank, config.alpha, device, config.seed)
+            run.hashes = dict(problems=hash_of(task), model=source.fingerprint.hex())
+            run.hashes |= fingerprint(config.adapter)  # what the run began from
+            facts.append(run.hashes)
+            adapter = "" if run.checkpoints() else config.adapter  # a resumed run has its own
+            if adapter:
+                load_adapter(model, adapter)
     for note in notes(source, config.model, config.quant, adapter):
         run.say(note)
     seconds = time.perf_counter() - began

@@ -163,6 +163,38 @@ def test_each_adapter_has_a_card_of_its_own_step(whole, tmp_path):
         assert vars(parse(shlex.split(command))) == flags
 
 
+def test_no_adapter_is_written_twice(start, monkeypatch):
+    written, real = [], Run.save_adapter
+
+    def save_adapter(run, *name_and_step):
+        written.append(name_and_step)
+        real(run, *name_and_step)
+
+    monkeypatch.setattr(Run, "save_adapter", save_adapter)
+    start(*BARE)
+    assert ("adapter", 6) in written and len(set(written)) == len(written)
+
+
+@pytest.mark.parametrize("accident", [None, KeyboardInterrupt])
+def test_a_run_that_cannot_load_leaves_no_folder(
+    begun, start, tiny_chat, tmp_path, monkeypatch, accident
+):
+    """Its adapter is not there, or Ctrl-C while it loads. A run that is resumed stays."""
+    if accident:
+        monkeypatch.setattr(train, "load_adapter", lambda *_: strike(accident))
+    before = contents(begun)
+    flags = *FLAGS, "--model", tiny_chat, "--adapter", tmp_path / "nowhere"
+    try:
+        assert main(*flags, "--out", tmp_path / "new") == 130
+    except ValueError as error:
+        assert "nowhere holds no" in str(error)
+    assert not (tmp_path / "new").exists()
+    monkeypatch.setattr(train, "load", lambda *_: strike(ValueError))
+    with pytest.raises(ValueError, match="an accident"):
+        main("--resume", begun)
+    assert contents(begun) == before
+
+
 def test_samples_are_stored_whole_and_fill_at_most_a_screen(tmp_path, capsys):
     """The worst and the best answer; two fill 24 lines of 80 characters. show() leaves out a line
     that a crash cut off within a character, and the next record has a line of its own.
@@ -1048,9 +1080,11 @@ def test_without_a_terminal_each_tenth_of_a_long_rollout_is_a_line(monkeypatch, 
     assert not lines_of("")
 
 
-def test_a_run_without_any_signal_says_that_nothing_was_learned(tiny_chat, tmp_path, capsys):
-    """A random model solves no product. With rewards that differ nothing is said."""
+def test_a_run_without_any_signal_says_so_once(tiny_chat, tmp_path, capsys):
+    """Also one of fewer than five steps: a random model solves no product. With rewards that differ
+    nothing is said.
+    """
     flags = *FLAGS, "--model", tiny_chat, "--steps", "2", "--overlong", "none"
     for name, task, said in (("a", (), 1), ("b", sometimes(tmp_path), 0)):
         assert main(*flags, *task, "--out", tmp_path / name) == 0
-        assert capsys.readouterr().err.count("nothing was learned") == said
+        assert capsys.readouterr().err.count("nothing can be learnt") == said

@@ -111,6 +111,7 @@ class Run:
     print_error: why say() could not print, which stops the run.
     """
 
+    is_new = False
     best = first = -math.inf
     consistent = True
     newest_damaged = False
@@ -155,6 +156,7 @@ class Run:
         this process ends, however it ends.
         """
         log = self.folder / "metrics.jsonl"
+        self.is_new = not self.folder.exists()
         if self.is_resumed and not log.exists():
             raise ValueError(f"{log} is gone: bring it back, or {self.another_run()}")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -171,6 +173,20 @@ class Run:
             raise ValueError(
                 f"{self.folder} holds a run already: go on with --resume, or take another --out"
             )
+
+    @contextmanager
+    def removed_on_error(self):
+        """Context manager around what precedes the first step: an error in it removes the folder
+        that this run has made, of which nothing is worth keeping.
+        """
+        try:
+            yield
+        except BaseException:
+            if self.is_new:
+                (self.folder / "metrics.jsonl").unlink()
+                with suppress(OSError):  # somebody has put a file there
+                    self.folder.rmdir()
+            raise
 
     def _read_log(self):
         """Number this segment, find the best evaluation so far, refuse too few --steps, and a run
@@ -328,11 +344,16 @@ class Run:
     def save_adapter(self, name, step):
         """Write the adapter, which has learned for so many steps, and a model card into a folder of
         this name."""
+        save_adapter(self.model, self.folder / name, self.model_name, self.card(step))
+
+    def card(self, step):
+        """→ the text of the card of an adapter that has learned for so many steps: the scores are
+        the first and the last so far.
+        """
         first, *later = [self.scores[n] for n in sorted(self.scores)] or ["unknown"]
         command = command_of(self.flags)
         scores = ", ".join([first, *later[-1:]])
-        card = CARD.format(**self.flags, step=step, scores=scores, command=command)
-        save_adapter(self.model, self.folder / name, self.model_name, card)
+        return CARD.format(**self.flags, step=step, scores=scores, command=command)
 
     def load(self):
         """Restore the newest checkpoint that is whole into model, optimizer and state. Without a
@@ -415,7 +436,8 @@ class Run:
         stats["memory_gb"] = peak_memory_gb()
         self.history.append(stats)
         self.log("step", step, stats)
-        for name, advice in diagnose(self.history):
+        needed = min(5, self.steps)
+        for name, advice in diagnose(self.history, needed, f"steps in a row: {needed}"):
             if name not in self.warned:
                 self.warned.add(name)
                 self.say(f"warning: {advice}", sys.stderr)
@@ -435,8 +457,6 @@ class Run:
                 # must not hold a score whose adapter a crash has lost.
                 if self._rank(step, record["eval_greedy"]):
                     self.save_adapter("adapter-best", step)
-                if step == self.steps > 0:  # once more, for the card
-                    self.save_adapter("adapter", step)
             self.unlogged.append(record | {"segment": self.segment})
             self._write_log()
         text = line(record, any_reward=self.any_reward)
@@ -495,19 +515,16 @@ class Run:
         except Exception as error:
             command = f"python -m tools.report plot {self.folder}"
             self.say(f"warning: no curves, for {error!r}; try {command}", sys.stderr)
-        if (self.folder / "adapter").exists():
+        card = self.folder / "adapter" / "README.md"
+        if card.exists():
             results += f", adapter in {self.folder}/adapter"
+            # the last evaluation followed the last save
+            write_atomically(card, lambda path: path.write_text(self.card(self.steps)))
         if (self.folder / "adapter-best").exists():
             results += f", the best ({self.best:.2f}) in {self.folder}/adapter-best"
             if self.best <= self.first:
                 results += f"; before training it was {self.first:.2f}"
         self.say(results)
-        if self.history and not any(stats.get("rows") for stats in self.history):
-            self.say(
-                "warning: nothing was learned, because no group had different rewards; "
-                "--preflight says what to change",
-                sys.stderr,
-            )
 
     def say(self, text, file=None):
         """Print. If that fails, stop the run as Ctrl-C does.
