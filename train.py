@@ -471,17 +471,14 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int, schedule: str
 
     Each of the first `warmup` steps has the share (step + 1) / (warmup + 1), which stays below 1.
     Then the schedule begins, with u = (step − warmup) / (steps − warmup), which is 0 in the first
-    of these steps and stays below 1: constant 1; linear 1 − u; cosine (1 + cos πu) / 2.
+    of these steps and stays below 1: constant 1; linear 1 − u; cosine (1 + cos πu) / 2. KeyError:
+    another schedule.
     """
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
     u = (step - warmup) / (steps - warmup)
-    share = 1.0
-    if schedule == "linear":
-        share = 1 - u
-    elif schedule == "cosine":
-        share = (1 + math.cos(math.pi * u)) / 2
-    return peak * share
+    shares = {"constant": 1.0, "linear": 1 - u, "cosine": (1 + math.cos(math.pi * u)) / 2}
+    return peak * shares[schedule]
 
 
 # --- from a command line to a run
