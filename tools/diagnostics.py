@@ -6,7 +6,6 @@ docs/metrics.md explains each name, which is a key of metrics.jsonl.
 Needs: torch; rollout.py; tools/{environment,flags,memory,ranks,report,run}.py.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable
 
@@ -22,20 +21,9 @@ from tools.run import peak_memory_gb
 
 PREFLIGHT_PROMPTS = 32
 PREFLIGHT_TOKENS = 2**14  # of all answers at most, on a CPU: two minutes of SmolLM2 on two cores
-# what to change if a share that a preflight measures is low
-ADVICE = dict(
-    finished=(
-        "fewer than half of the answers ended, and those cut off earn little or "
-        "nothing: raise --max-new-tokens"
-    ),
-    signal=(
-        "fewer than a fifth of the groups teach: take harder problems if most answers "
-        "are right, easier ones if few are, or raise --group-size or --temperature"
-    ),
-    solved=(
-        "nearly no reward is above 0: the --task is too hard for this --model, or its "
-        "reward never pays; read the answers of --steps 0 by tools.report show"
-    ),
+UNSOLVED = (  # what to change if so few answers earn anything
+    "nearly no reward is above 0: the --task is too hard for this --model, or its "
+    "reward never pays; read the answers of --steps 0 by tools.report show"
 )
 
 
@@ -136,13 +124,15 @@ def preflight_prompts(config: Config, on_cpu: bool) -> int:
     prompts = PREFLIGHT_PROMPTS
     if on_cpu:
         affordable = PREFLIGHT_TOKENS // (config.group_size * config.max_new_tokens)
-        prompts = max(1, min(prompts, config.prompts, affordable))
-    if prompts < PREFLIGHT_PROMPTS:
+        prompts = min(prompts, config.prompts, affordable)
+    prompts = max(1, prompts // ranks) * ranks
+    if on_cpu:
         say(
-            f"prompts: {prompts} instead of {PREFLIGHT_PROMPTS}, because a CPU is slow: at most "
-            f"--prompts, and {PREFLIGHT_TOKENS} tokens of answers. So the shares are rough"
+            f"prompts: {prompts}. A GPU samples {PREFLIGHT_PROMPTS}; a CPU is slow, "
+            f"and takes at most --prompts, and {PREFLIGHT_TOKENS} tokens of answers. "
+            "So the shares are rough"
         )
-    return math.ceil(prompts / ranks) * ranks
+    return prompts
 
 
 def preflight_report(
@@ -159,8 +149,7 @@ def preflight_report(
     )
     solved = sums["solved"] / sums["answers"]
     stats = stats | dict(memory_gb=peak_memory_gb())
-    accurate = stats["mismatch"] <= 1.5  # NaN is not
-    pointless = stats["signal"] == 0 or not accurate
+    pointless = stats["signal"] == 0 or not stats["mismatch"] <= 1.5  # or it is NaN
     share = config.prompts * config.group_size / sums["answers"]  # of a step in the trial
     update_s = backward_s * share * config.updates_per_step
     # on a GPU fewer prompts than these take about the same time
@@ -180,13 +169,9 @@ def preflight_report(
         f"a step      {seconds:7.1f}   seconds, {update_s:.1f} of them the "
         f"update; {config.steps} steps {minutes:.0f} minutes, evaluation aside",
     ]
-    low = dict(  # diagnose() advises on a 0 of the first two
-        finished=0 < stats["finished"] < 0.5,
-        signal=0 < stats["signal"] < 0.2,
-        solved=solved < 0.02,
-    )
-    changes = [advice for _, advice in diagnose([stats], needed=1, seen=prompts)]
-    changes += [ADVICE[name] for name, found in low.items() if found]
+    changes = [advice for _, advice in diagnose([stats], 1, prompts, groups=0.2, answers=0.5)]
+    if solved < 0.02:
+        changes.append(UNSOLVED)
     lines += [f"change: {advice}" for advice in changes]
     verdict = "ready to train"
     if pointless:

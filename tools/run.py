@@ -436,8 +436,7 @@ class Run:
         stats["memory_gb"] = peak_memory_gb()
         self.history.append(stats)
         self.log("step", step, stats)
-        needed = min(5, self.steps)
-        for name, advice in diagnose(self.history, needed, f"steps in a row: {needed}"):
+        for name, advice in diagnose(self.history, min(5, self.steps)):
             if name not in self.warned:
                 self.warned.add(name)
                 self.say(f"warning: {advice}", sys.stderr)
