@@ -292,9 +292,8 @@ def read(source: str | None, check: Callable[[dict], dict]) -> list[dict]:
             remedy = ""
             if record is None or type(error) is not ValueError:  # which check raises
                 remedy = "; write one JSON object a line, as plain UTF-8 (no Parquet, no archive)"
-            # json was given one line, and counts lines from it
-            where = re.compile(r"line \d+ column \d+ \(char (\d+)\)")
-            said = where.sub(lambda found: f"column {int(found[1]) + 1}", str(error))
+            # JSON's error has a place, whose line is counted from this one
+            said = f"column {error.pos + 1}: {error.msg}" if hasattr(error, "colno") else error
             raise ValueError(f"{source}, line {number}: {said}{remedy}") from None
         reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
         raise ValueError(f"{source} cannot be read ({reason}): give {give}") from None

@@ -249,8 +249,8 @@ def test_the_longest_answer_depends_on_the_task():
         "--task mine.py --data some.jsonl | --data",
         "--task mine.py --test some.jsonl | --test",
         "--task mine.py --operands 1-9 | --operands",
-        "--task my/x.jsonl | PATH.py .* --data FILE.jsonl",
-        "--task multiplicaton | did you mean multiplication.* --data FILE.jsonl",
+        "--task my/x.jsonl | PATH.py; .* --data, with --task gsm8k",
+        "--task multiplicaton | did you mean multiplication.* --data",
         "--loss DAP0 | did you mean dapo",
     ],
 )

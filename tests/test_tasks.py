@@ -369,7 +369,7 @@ def test_a_line_that_is_no_json_is_named_with_its_column(text, column, tmp_path)
     """And with one line, the file's; also if the text ends too early."""
     path = tmp_path / "some.jsonl"
     path.write_text(f'{{"question": "a", "answer": 3}}\n{text}\n')
-    with pytest.raises(ValueError, match=f"line 2: .*: column {column};") as refused:
+    with pytest.raises(ValueError, match=f"line 2: column {column}: ") as refused:
         tasks.gsm8k(path)
     assert str(refused.value).count("line ") == 1
 

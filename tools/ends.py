@@ -23,12 +23,11 @@ def exit_on_signals() -> None:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """→ for a sentence that refuses a word: " (did you mean …?)" with the known word that is most
-    like it; "" if none is.
+    """→ for a sentence that refuses a word: " (did you mean …?)" with that of the known ones, in
+    lower case, which is most like it; "" if none is.
     """
-    names = {name.lower(): name for name in known}
-    near = get_close_matches(word.lower(), names, n=1)
-    return f" (did you mean {names[near.pop()]}?)" if near else ""
+    near = get_close_matches(word.lower(), known, n=1)
+    return f" (did you mean {near.pop()}?)" if near else ""
 
 
 @contextmanager

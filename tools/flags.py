@@ -212,8 +212,8 @@ class Config:
     resume: str = flag("", "folder of a run to continue with its flags; some may be given anew")
     preflight: bool = flag(
         False,
-        "sample 32 prompts, whatever --prompts (a CPU: fewer), give advice, update nothing; exit 3 "
-        "(torchrun: 0): pointless",
+        "sample 32 prompts, whatever --prompts (a CPU: fewer), give advice, update "
+        "nothing; exit 3 (torchrun: 0): pointless",
     )
 
     def __post_init__(self):
@@ -246,12 +246,12 @@ def program():
     """→ how this process was started, without flags: "python train.py", or a reader's "python
     idea.py". sys.argv would name train.py also if idea.py runs it by runpy.
     """
-    words = []
+    words = ["python"]
     for word in sys.orig_argv[1:]:
         words.append(quote(word))
         if not word.startswith("-"):
             break
-    return " ".join(["python", *words])
+    return " ".join(words)
 
 
 def command_of(flags):
@@ -414,10 +414,7 @@ def check(config):
         if choices and value not in choices and not own:
             also = ""
             if name == "task":
-                also = (
-                    ", or the PATH.py of your own; a file of problems is for --data, as in "
-                    "--task gsm8k --data FILE.jsonl"
-                )
+                also = ", or your own PATH.py; a file of problems is for --data, with --task gsm8k"
             refuse(name, f"must be one of {', '.join(choices)}{nearest(value, choices)}{also}")
         # `not` refuses NaN, too
         if field.type in (int, float) and value is not None and not low <= value <= high:

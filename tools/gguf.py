@@ -22,7 +22,7 @@ tools/weights.py also takes `readable` and `tensor_names` from this file.
 
 Left out: every tokenizer.ggml.pre that SPLITS and SYNONYMS lack; RoPE scaling but Llama 3's.
 
-Needs: torch, transformers, tokenizers, safetensors, numpy, gguf (llama.cpp's library); nvfp4.py.
+Needs: torch, transformers, tokenizers, numpy, gguf (llama.cpp's library); nvfp4.py.
 That library is imported in functions, because safetensors load without it.
 """
 
@@ -34,7 +34,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from tokenizers import AddedToken, Regex
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
@@ -293,17 +292,14 @@ def parse(path: Path):
     return Reader(path)
 
 
-UNREADABLE = "cannot be read, fetch it again"
-
-
 @contextmanager
-def readable(path: str | Path, what: str = UNREADABLE) -> Iterator[None]:
+def readable(path: str | Path, what: str = "cannot be read, fetch it again") -> Iterator[None]:
     """Inside the block any error becomes a ValueError of one sentence: "PATH WHAT: reason".
 
     path: the file, or any subject of the sentence. The reason is the error's first line. If that
     ends in a colon, the next line is appended, because only that line tells something. A pointer of
     Git LFS in the place of the file, or in the folder, is the reason. What safetensors says of a
-    file that it cannot read only its authors understand, so the sentence says what it means.
+    damaged file is no help, so the sentence says that it is damaged.
     """
     try:
         yield
@@ -313,8 +309,7 @@ def readable(path: str | Path, what: str = UNREADABLE) -> Iterator[None]:
             for file in (Path(path), *Path(path).glob("*.*")):
                 if file.is_file() and file.open("rb").read(24) == b"version https://git-lfs.":
                     reason = f"{file.name} is a pointer of Git LFS: fetch the file by git lfs pull"
-                    error = OSError(reason)
-        if isinstance(error, SafetensorError) and what == UNREADABLE:
+        if "deserializing header" in reason:  # by safetensors
             raise ValueError(f"{path} is damaged or incomplete: fetch it again") from error
         raise ValueError(f"{path} {what}: {reason.splitlines()[0]}") from error
 

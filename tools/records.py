@@ -5,7 +5,6 @@
 Needs: tasks.py.
 """
 
-import json
 import os
 import re
 from shlex import quote
@@ -18,12 +17,15 @@ FORMATS = {
     rb"PAR1": "Parquet: write pandas.read_parquet(…).to_json(…, orient='records', lines=True)",
     rb"\[": (
         "a JSON array, not an object a line: run python -c 'import json, sys; "
+        'sys.stdin.reconfigure(encoding="utf-8-sig"); '
         "[print(json.dumps(x)) for x in json.load(sys.stdin)]' < {path} > {made}"
     ),
-    rb"[^{\n,;\t]*([,;\t])": (
+    rb"[^{\n]*[,;\t]": (
         "CSV or another table, not JSON: run python -c 'import csv, json, sys; "
-        "[print(json.dumps(x)) for x in csv.DictReader(sys.stdin, delimiter={0})]' "
-        "< {path} > {made}"
+        'sys.stdin.reconfigure(encoding="utf-8-sig"); '
+        'head, *rows = sys.stdin; between = max(",;\\t", key=head.count); '
+        "rows = csv.DictReader([head, *rows], delimiter=between); "
+        "[print(json.dumps(x)) for x in rows]' < {path} > {made}"
     ),
 }
 
@@ -76,9 +78,7 @@ def refuse_other_formats(path: str) -> None:
         with open(path, "rb") as file:
             head = file.read(10_000).removeprefix(b"\xef\xbb\xbf").lstrip()
         for beginning, what in FORMATS.items():
-            found = re.match(beginning, head)
-            if found:
-                between = [json.dumps(byte.decode()) for byte in found.groups()]  # columns
+            if re.match(beginning, head):
                 stem = re.sub(r"(\.(jsonl?|csv|tsv|txt|gz))+$", "", path)
                 made = quote(f"{stem}.lines.jsonl")  # never the file itself
-                raise ValueError(f"{path} is {what.format(*between, path=quote(path), made=made)}")
+                raise ValueError(f"{path} is {what.format(path=quote(path), made=made)}")

