@@ -37,7 +37,15 @@ def papers_loss(kind, new, old, weights, ref, adv, beta, lengths=LENGTHS, longes
         total -= tokens.sum() / (n.clamp(min=1) if kind in ("grpo", "gspo") else 1)
     tokens, answers = lengths.sum(), (lengths > 0).sum()
     divisors = {"dapo": tokens, "cispo": tokens, "grpo": answers, "gspo": answers}
-    return total / divisors.get(kind, answers * longest)  # dr_grpo
+    divisors["dr_grpo"] = answers * longest
+    assert kind in divisors, f"{kind}: write its paper's formula here"
+    return total / divisors[kind]
+
+
+def test_a_loss_without_a_formula_here_gets_none():
+    given = [random_tokens() for _ in range(4)]
+    with pytest.raises(AssertionError, match="sapo: write its paper's formula here"):
+        papers_loss("sapo", *given, torch.zeros(6), 0.0)
 
 
 @pytest.mark.parametrize("kind", grpo.LOSSES)

@@ -29,7 +29,7 @@ import train
 from tasks import Task
 from tools import report
 from tools import run as run_file
-from tools.diagnostics import preflight_report
+from tools.diagnostics import preflight_prompts, preflight_report
 from tools.environment import Answer, hash_of
 from tools.flags import Config, parse
 from tools.run import Run
@@ -161,6 +161,38 @@ def test_each_adapter_has_a_card_of_its_own_step(whole, tmp_path):
         (command,) = re.findall("`python train.py (.*)`", card)
         flags = json.loads((whole / "config.json").read_text()) | {"out": ""}
         assert vars(parse(shlex.split(command))) == flags
+
+
+def test_no_adapter_is_written_twice(start, monkeypatch):
+    written, real = [], Run.save_adapter
+
+    def save_adapter(run, *name_and_step):
+        written.append(name_and_step)
+        real(run, *name_and_step)
+
+    monkeypatch.setattr(Run, "save_adapter", save_adapter)
+    start(*BARE)
+    assert ("adapter", 6) in written and len(set(written)) == len(written)
+
+
+@pytest.mark.parametrize("accident", [None, KeyboardInterrupt])
+def test_a_run_that_cannot_load_leaves_no_folder(
+    begun, start, tiny_chat, tmp_path, monkeypatch, accident
+):
+    """Its adapter is not there, or Ctrl-C while it loads. A run that is resumed stays."""
+    if accident:
+        monkeypatch.setattr(train, "load_adapter", lambda *_: strike(accident))
+    before = contents(begun)
+    flags = *FLAGS, "--model", tiny_chat, "--adapter", tmp_path / "nowhere"
+    try:
+        assert main(*flags, "--out", tmp_path / "new") == 130
+    except ValueError as error:
+        assert "nowhere holds no" in str(error)
+    assert not (tmp_path / "new").exists()
+    monkeypatch.setattr(train, "load", lambda *_: strike(ValueError))
+    with pytest.raises(ValueError, match="an accident"):
+        main("--resume", begun)
+    assert contents(begun) == before
 
 
 def test_samples_are_stored_whole_and_fill_at_most_a_screen(tmp_path, capsys):
@@ -573,7 +605,7 @@ def test_a_checkpoint_is_read_whole_or_not_at_all(ended, capfd):
         path.write_bytes(data)
         assert step_of_load(run) == 4
         (warning,) = capfd.readouterr().err.splitlines()
-        assert f"{path} is damaged (" in warning
+        assert f"{path} is damaged" in warning
     run.save()
     assert saved(ended)["step"] == "4" and previous.read_bytes() == before
     path.unlink()
@@ -970,7 +1002,6 @@ def test_preflight_changes_nothing_and_says_whether_training_would_work(
     """
     before, done = contents(whole), []
     monkeypatch.setattr(train, "load_adapter", lambda _, folder: done.append(folder))
-    monkeypatch.setattr(run_file, "PULSE", 1e-3)  # seconds between two signs of life
     from_call(monkeypatch, 1, Trainer, "backward", done.append, "backward")
     flags = *FLAGS, "--model", tiny_chat, "--out", tmp_path / "run", "--preflight"
     more = "--out", whole, "--adapter", whole / "adapter-best"
@@ -979,8 +1010,26 @@ def test_preflight_changes_nothing_and_says_whether_training_would_work(
     assert main(*flags, "--overlong", "none") == 3
     assert done == ["backward", str(whole / "adapter-best"), *["backward"] * 3]
     said = capsys.readouterr().out
-    assert said.count("mismatch     1.0000") == 4 and said.count(" decode steps\n") > 3
+    assert said.count("mismatch     1.0000") == 4
     assert not (tmp_path / "run").exists() and contents(whole) == before
+
+
+@pytest.mark.parametrize(
+    "flags, prompts",
+    [
+        (dict(max_new_tokens=16), 8),  # --prompts
+        (dict(max_new_tokens=16, prompts=64), 32),
+        (dict(max_new_tokens=16, prompts=2), 2),
+        (dict(max_new_tokens=512), 4),
+        (dict(max_new_tokens=512, group_size=2), 8),
+        (dict(max_new_tokens=512, prompts=3, group_size=2), 3),
+        (dict(max_new_tokens=32_000), 1),
+    ],
+)
+def test_on_a_cpu_a_preflight_samples_no_more_than_it_can(flags, prompts):
+    """At most --prompts, and 2¹⁴ tokens. A GPU samples 32 prompts, whatever the flags."""
+    assert preflight_prompts(Config(**flags), on_cpu=True) == prompts
+    assert preflight_prompts(Config(**flags), on_cpu=False) == 32
 
 
 @pytest.mark.parametrize(
@@ -1006,6 +1055,7 @@ def test_preflight_judges_as_the_training_does(change, code, advice):
     config = Config(steps=30, prompts=1, group_size=5, updates_per_step=2)
     said, exit_code = preflight_report(stats, answers, 4.0, config)
     assert exit_code == code and said.count("change: ") == advice
+    assert said.endswith("ready to train") == (code == advice == 0)
     unpaid = [answer._replace(reward=-1.0) for answer in answers]
     more, exit_code = preflight_report(stats, unpaid, 4.0, config)
     assert exit_code == code and more.count("change: ") == advice + 1
@@ -1030,9 +1080,11 @@ def test_without_a_terminal_each_tenth_of_a_long_rollout_is_a_line(monkeypatch, 
     assert not lines_of("")
 
 
-def test_a_run_without_any_signal_says_that_nothing_was_learned(tiny_chat, tmp_path, capsys):
-    """A random model solves no product. With rewards that differ nothing is said."""
+def test_a_run_without_any_signal_says_so_once(tiny_chat, tmp_path, capsys):
+    """Also one of fewer than five steps: a random model solves no product. With rewards that differ
+    nothing is said.
+    """
     flags = *FLAGS, "--model", tiny_chat, "--steps", "2", "--overlong", "none"
     for name, task, said in (("a", (), 1), ("b", sometimes(tmp_path), 0)):
         assert main(*flags, *task, "--out", tmp_path / name) == 0
-        assert capsys.readouterr().err.count("nothing was learned") == said
+        assert capsys.readouterr().err.count("unequal rewards") == said

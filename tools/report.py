@@ -68,12 +68,14 @@ EXAMPLES = 3  # problems shown of each
 
 ADVICE = dict(
     flat=(
-        "{seen} without one group of unequal rewards: nothing can be learnt. "
-        "Try a harder or easier task (--operands 2-5), less noise if σ is not 0 "
-        "(--sigma-start), or a larger --group-size or --max-new-tokens."
+        "{signal:.0%} of the groups have unequal rewards ({seen}), and others teach "
+        "nothing: take harder problems if most answers are right, easier ones "
+        "(--operands 2-5) if few are, less noise if σ is not 0 (--sigma-start), "
+        "or raise --group-size or --temperature."
     ),
     unfinished=(
-        "{seen} in which no answer ended: raise --max-new-tokens, or check that the "
+        "{finished:.0%} of the answers ended ({seen}), and those cut off earn "
+        "little or nothing: raise --max-new-tokens, or check that the "
         "model's chat template and end token are the ones it was trained with, "
         "and that σ is not so large that noise is all it says (--sigma-start)."
     ),
@@ -85,29 +87,29 @@ ADVICE = dict(
 )
 
 
-def diagnose(records, needed=5, seen="five steps"):
+def diagnose(records, needed=5, seen="", groups=1e-9, answers=1e-9):
     """Records of steps, the oldest first → pairs (name, sentence of advice), one for each problem.
 
     needed: "flat" and "unfinished" are problems only if each of the last `needed` steps has them,
-    because one such step is common. seen: these steps in words. "skipped" and "mismatch" are
-    problems of the last step alone.
+    because one such step is common. seen: what was seen, if not steps. groups, answers: which
+    share of them is enough; left out: any. "skipped" and "mismatch" are problems of the last step
+    alone.
     """
     last = records[-1]
 
-    def lasting(key):
-        return [record[key] for record in records[-needed:]] == [0] * needed
+    def lasting(key, enough):
+        return [record[key] < enough for record in records[-needed:]] == [True] * needed
 
     problems = dict(
-        flat=lasting("signal"),
-        unfinished=lasting("finished"),
+        flat=lasting("signal", groups),
+        unfinished=lasting("finished", answers),
         skipped="skipped" in last,
         # Most steps do not measure the mismatch: it is None. NaN is a problem; comparisons with
         # NaN are false, hence the second `not`.
         mismatch=last["mismatch"] is not None and not last["mismatch"] <= 1.05,
     )
-    return [
-        (name, ADVICE[name].format(seen=seen, **last)) for name, found in problems.items() if found
-    ]
+    facts = last | {"seen": seen or f"steps in a row: {needed}"}
+    return [(name, ADVICE[name].format(**facts)) for name, found in problems.items() if found]
 
 
 # --- read the files of a run
@@ -214,7 +216,9 @@ def plot(folders):
     left.update_datalim([(0, 0), (0, 1)])
     left.autoscale_view()
     right.set_yscale("symlog", linthresh=1e-4)  # logarithmic, but with a place for 0
-    titles = "Mean reward", "Entropy of the policy, nats a token", "Adaptive noise"
+    flags = [flags_in(folder) for folder in folders]
+    noise = {str(run.get("sigma_schedule")) for run in flags if run.get("aqn")} or "–"
+    titles = "Mean reward", "Entropy of the policy, nats a token", f"Noise: {', '.join(noise)}"
     for axis, title in zip(figure.axes, titles, strict=True):
         axis.set(title=title, xlabel="steps")
         axis.grid(alpha=0.3)
@@ -283,17 +287,20 @@ def table(folders):
     return "\n".join("  ".join(map(str.ljust, row, widths)) for row in rows)
 
 
+def flags_in(folder):
+    """→ {name: value} of a run's flags; empty if config.json is missing or damaged."""
+    with suppress(OSError, RecursionError, TypeError, ValueError):
+        return {**json.loads(Path(folder, "config.json").read_text())}
+    return {}
+
+
 def summary(folder):
     """→ the texts of a run's line in the table.
 
     first, best, last: greedy accuracy in evaluations. minutes: of its steps and evaluations.
     """
-    flags = {}
-    # config.json is missing or damaged
-    with suppress(OSError, RecursionError, TypeError, ValueError):
-        flags = {**json.loads((folder / "config.json").read_text())}
     known = {"task": "–", "model": "–", "steps": "–"}
-    known |= {name: value for name, value in flags.items() if value is not None}
+    known |= {name: value for name, value in flags_in(folder).items() if value is not None}
     records = read(folder).values()
     made = sum(r["kind"] == "step" for r in records)
     # In an old run each update of a rollout counted as a step, although its log has one record a
