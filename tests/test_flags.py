@@ -211,6 +211,11 @@ def test_a_command_names_the_program_that_was_started(started, monkeypatch):
     assert shlex.split(command_of({"steps": 3})) == ["python", *started, "--steps", "3"]
 
 
+def test_a_process_that_was_started_from_code_names_train_py(monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-B", "-c", "import multiprocessing"])
+    assert command_of({}) == "python train.py"
+
+
 def test_a_command_says_again_what_differs_from_the_defaults(monkeypatch):
     monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "--lr", "1"])
     given = [

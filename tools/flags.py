@@ -244,8 +244,11 @@ def spelled(name):
 
 def program():
     """→ how this process was started, without flags: "python train.py", or a reader's "python
-    idea.py". sys.argv would name train.py also if idea.py runs it by runpy.
+    idea.py". sys.argv would name train.py also if idea.py runs it by runpy. A process that was
+    started from code, as by multiprocessing, has no command of its own.
     """
+    if "-c" in sys.orig_argv:
+        return "python train.py"
     words = ["python"]
     for word in sys.orig_argv[1:]:
         words.append(quote(word))
