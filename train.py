@@ -48,10 +48,10 @@ from tools.adapter import fingerprint, load_adapter
 from tools.budget import Budget, grow_segments, limit_memory, return_freed_memory
 from tools.diagnostics import (
     means_of,
-    mismatch,
     preflight_prompts,
     preflight_report,
     rollout_stats,
+    sampler_gap,
 )
 from tools.environment import (
     Answer,
@@ -160,7 +160,7 @@ def train(
             with aqn.noisy_norms(trainer.model, sigma, config.seed, step):
                 batch = collect(config, environment, sampler, step, state.drawn)
                 if step % 10 == 0:  # rarely: measuring the mismatch costs a few forward passes
-                    batch.stats["mismatch"] = mismatch(trainer, batch.rollout)
+                    batch.stats["mismatch"] = sampler_gap(trainer, batch.rollout)
             experience = trainer.experience(batch.rollout, batch.answers)
             lr = learning_rate(step, config.steps, config.lr, config.warmup, config.schedule)
 
@@ -170,7 +170,7 @@ def train(
                     # kl_noise is None if no answer was trained on. Too much noise may be the reason
                     # why there is no signal, so measure it on the sampled answers instead.
                     if stats["kl_noise"] is None:
-                        stats["kl_noise"] = mismatch(trainer, batch.rollout, grpo.kl_k3)
+                        stats["kl_noise"] = sampler_gap(trainer, batch.rollout, grpo.kl_k3)
                     state.sigma = aqn.adapted(sigma, stats["kl_noise"], config.sigma_target)
                 state.drawn = batch.drawn
                 # log the step, and count it in state.step
@@ -498,7 +498,7 @@ def preflight(
     run.say("the answers are there; now their gradient")
     trainer.backward(trainer.experience(batch.rollout, batch.answers))
     backward_s = time.perf_counter() - began
-    batch.stats["mismatch"] = mismatch(trainer, batch.rollout)
+    batch.stats["mismatch"] = sampler_gap(trainer, batch.rollout)
     # In capture_s Triton compiles a decode step's kernels, and CUDA captures graphs. Compiling the
     # kernels that the prefill launches first is not subtracted.
     batch.stats["rollout_s"] -= sampler.stats["capture_s"]

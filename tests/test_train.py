@@ -345,7 +345,7 @@ def test_every_token_weighs_the_same_in_the_mismatch_of_several_ranks(
     want = factors[::4][mask[::4]].mean().item()
 
     def mismatch(rollout):
-        return diagnostics.mismatch(learner, rollout)
+        return diagnostics.sampler_gap(learner, rollout)
 
     assert mismatch(Rollout.join([noisy] * 16)) == pytest.approx(want)
     add_up(monkeypatch, diagnostics)

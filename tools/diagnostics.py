@@ -87,7 +87,7 @@ def factor(drift: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def mismatch(
+def sampler_gap(
     trainer, rollout: Rollout, measure: Callable[[torch.Tensor], torch.Tensor] = factor
 ) -> float:
     """→ mean of measure(ln π_trainer − ln π_sampler) over answer tokens.
