@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0 (QeRL from scratch)
 """GRPO and its relatives: from the rewards of a group of answers to a loss.
 
     A    = (r − mean of its group) / (std of its group + 1e-4)  advantage: one number per answer;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0 (QeRL from scratch)
 r"""Tasks: problems, a prompt for each, and a reward that a program can verify: 1 if right, else 0.
 
     task = TASKS["multiplication"]()       # or addition; gsm8k takes data
