@@ -287,13 +287,13 @@ def evaluate(config: Config, environment: Environment, sampler: Sampler, run: Ru
     answers = []
     if problems:
         params = environment.params._replace(temperature=0.0)
-        greedy = sampler.generate(prompts, 1, params, step, start, "eval")
+        greedy = sampler.generate(prompts, 1, params, step, start, "greedy")
         answers = environment.judge(problems, greedy)
         for problem, answer in zip(problems, answers, strict=True):
             right["greedy"] += answer.reward
             right["loose"] += environment.task.reward(problem, answer.text, True)
         params = environment.params._replace(top_p=config.eval_top_p)
-        sampled = sampler.generate(prompts, samples, params, step, start * samples, "eval")
+        sampled = sampler.generate(prompts, samples, params, step, start * samples, "sampled")
         judged = environment.judge(problems, sampled)
         right["sampled"] = sum(answer.reward for answer in judged) / samples
     run.answered(sum(gather(answers), []))  # the greedy ones of all ranks
@@ -509,6 +509,7 @@ def preflight(
 
 def main(config: Config) -> int:
     """Put together what the flags name, then train → the exit code."""
+    exit_on_signals()
     grow_segments()
     device = join_ranks(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     rank, ranks = rank_and_count()
@@ -522,6 +523,7 @@ def main(config: Config) -> int:
         environment = load_environment(config, task, source)
         config.follow_model(plan(source.config, "bf16").weights / 2)  # two bytes a weight
         run = Run(config, quiet=rank > 0)
+        run.say(f"loading {config.model}")
         with run.removed_on_error():
             model = load(source, config.quant, config.rank, config.alpha, device, config.seed)
             run.hashes = dict(problems=hash_of(task), model=source.fingerprint.hex())
@@ -548,7 +550,6 @@ def main(config: Config) -> int:
         run.say(
             trainer.budget.announcement(sampler, prompts, config.group_size, config.max_new_tokens)
         )
-    exit_on_signals()
     code = 0
     if config.preflight:
         code = preflight(config, environment, sampler, trainer, run)

@@ -73,11 +73,8 @@ def main(*flags):
     """python train.py in this process → the exit code. Collects garbage, which releases the run's
     lock.
     """
-    given = list(map(str, flags))
     try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "orig_argv", ["python", "train.py", *given])
-            return train.main(parse(given))
+        return train.main(parse(list(map(str, flags))))
     except SystemExit as stop:
         return stop.code
     except KeyboardInterrupt:

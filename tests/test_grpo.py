@@ -205,6 +205,30 @@ def test_advantages_of_any_baseline_rise_with_the_reward(baseline):
             assert (found[rewards[0].argsort()].diff() > 0).all()
 
 
+WRONG_SHAPES = [
+    lambda losses, stopped: (losses[:, None].expand(MASK.shape), stopped),  # not summed
+    lambda losses, stopped: (losses.mean(), stopped),
+    lambda losses, stopped: (losses, stopped[:, 0]),  # T = B here, so that it would broadcast
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG_SHAPES)
+def test_a_loss_of_a_wrong_shape_is_refused(wrong, monkeypatch):
+    def own(*arguments):
+        return wrong(*grpo.dapo(*arguments))
+
+    monkeypatch.setitem(grpo.LOSSES, "dapo", grpo.LOSSES["dapo"]._replace(function=own))
+    with pytest.raises(ValueError, match=r"own\(\) must return losses .*\(6, 6\)"):
+        grpo.policy_loss(random_tokens(), random_tokens(), torch.ones(6), MASK, 1.0)
+
+
+def test_a_baseline_of_a_wrong_shape_is_refused(monkeypatch):
+    """Without keepdim it would broadcast across prompts, if there are as many as answers to one."""
+    monkeypatch.setitem(grpo.BASELINES, "group", lambda rewards: rewards.median(1).values)
+    with pytest.raises(ValueError, match=r"'group' must have the shape \(4, 1\) or \(4, 4\)"):
+        grpo.advantages(torch.rand(4, 4))
+
+
 def test_the_soft_overlong_penalty_of_dapo():
     """DAPO, eq. 13 with L_max = 20, L_cache = 4: 0 up to 16 tokens, then (16 − n)/4, −1 from 20
     on.

@@ -573,6 +573,13 @@ def test_a_full_disk_is_one_sentence_and_keeps_the_checkpoint(whole, two, begun,
     assert outcome(begun) == outcome(whole)
 
 
+@pytest.mark.parametrize("program, told", [(["a/idea.py"], 1), (["-u", "b/train.py"], 0)])
+def test_a_resume_by_another_program_is_told(begun, tmp_path, program, told):
+    """A loss that idea.py replaced is not in train.py. A path or a flag of Python is no other."""
+    run = Command(tmp_path, "--resume", begun, code=f"sys.orig_argv = ['python', *{program}]")
+    assert run.code == 0 and run.said.count("python train.py began this run") == told, run.said
+
+
 @pytest.mark.parametrize(
     "name", ["metrics.jsonl", "samples.jsonl", "config.json", "adapter-best/adapter_config.json"]
 )
@@ -1058,7 +1065,10 @@ def test_preflight_judges_as_the_training_does(change, code, advice):
     assert said.endswith("ready to train") == (code == advice == 0)
     unpaid = [answer._replace(reward=-1.0) for answer in answers]
     more, exit_code = preflight_report(stats, unpaid, 4.0, config)
-    assert exit_code == code and more.count("change: ") == advice + 1
+    # what is too hard has equal rewards, and this is said once
+    already = said.count("unequal rewards")
+    assert exit_code == code and more.count("change: ") == advice + 1 - already
+    assert "too hard" in more and "unequal rewards" not in more
     for words in ("40.0%", f"{stats['finished']:.1%}", f"{1 - stats['signal']:.1%}"):
         assert f" {words}   " in said
     assert re.search("10.0 .* 4.0 .* 30 steps 5 minutes", said)

@@ -69,6 +69,7 @@ def main(arguments: list[str]) -> None:
     # Another task than the run's, so that a file of the user's own is not started.
     flags = ["--adapter", run, "--task", "addition", "--steps", "0"]
     config = parse(flags + arguments[len(words) :])
+    print(f"loading {config.model}", file=sys.stderr)
     source = weights.open(config.model)
     environment = load_environment(config, Task([], [], itemgetter("prompt"), None), source)
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -22,8 +22,7 @@ from tools.run import peak_memory_gb
 PREFLIGHT_PROMPTS = 32
 PREFLIGHT_TOKENS = 2**14  # of all answers at most, on a CPU: two minutes of SmolLM2 on two cores
 UNSOLVED = (  # what to change if so few answers earn anything
-    "nearly no reward is above 0: the --task is too hard for this --model, or its "
-    "reward never pays; read the answers of --steps 0 by tools.report show"
+    "nearly no reward is above 0: the --task is too hard for this --model, or its reward never pays"
 )
 
 
@@ -128,9 +127,10 @@ def preflight_prompts(config: Config, on_cpu: bool) -> int:
     prompts = max(1, prompts // ranks) * ranks
     if on_cpu:
         say(
-            f"prompts: {prompts}. A GPU samples {PREFLIGHT_PROMPTS}; a CPU is slow, "
-            f"and takes at most --prompts, and {PREFLIGHT_TOKENS} tokens of answers. "
-            "So the shares are rough"
+            f"prompts: {prompts} with {config.group_size} answers of at most "
+            f"{config.max_new_tokens} tokens, which takes minutes on a CPU; a lower "
+            f"--max-new-tokens is faster. A GPU samples {PREFLIGHT_PROMPTS} prompts, so the shares "
+            "are rough"
         )
     return prompts
 
@@ -157,6 +157,7 @@ def preflight_report(
     seconds = rollout_s + update_s
     minutes = seconds * config.steps / 60
     prompts = f"prompts: {sums['answers'] / config.group_size:.0f}"
+    best = max(answers, key=lambda answer: answer.reward)
     lines = [
         f"{prompts}, with {config.group_size} answers each; nothing is updated",
         f"solve rate  {solved:7.1%}   answers with a reward above 0",
@@ -166,13 +167,14 @@ def preflight_report(
         "groups of equal rewards, or all masked; --resample replaces them",
         f"mismatch    {stats['mismatch']:7.4f}   sampler against trainer; 1 is perfect",
         f"memory      {stats['memory_gb']:7.1f}   GB at most",
+        f"the best    {best.reward:+7.2f}   {str(best.prompt)[:80]!r} → {best.text[:200]!r}",
         f"a step      {seconds:7.1f}   seconds, {update_s:.1f} of them the "
         f"update; {config.steps} steps {minutes:.0f} minutes, evaluation aside",
     ]
-    changes = [advice for _, advice in diagnose([stats], 1, prompts, groups=0.2, answers=0.5)]
+    changes = dict(diagnose([stats], 1, prompts, groups=0.2, answers=0.5))
     if solved < 0.02:
-        changes.append(UNSOLVED)
-    lines += [f"change: {advice}" for advice in changes]
+        changes["flat"] = UNSOLVED  # it is why the groups are equal
+    lines += [f"change: {advice}" for advice in changes.values()]
     verdict = "ready to train"
     if pointless:
         verdict = "training would be pointless: first change the above"

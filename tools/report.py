@@ -68,9 +68,9 @@ EXAMPLES = 3  # problems shown of each
 
 ADVICE = dict(
     flat=(
-        "{signal:.0%} of the groups have unequal rewards ({seen}), and others teach "
-        "nothing: take harder problems if most answers are right, easier ones "
-        "(--operands 2-5) if few are, less noise if σ is not 0 (--sigma-start), "
+        "{signal:.0%} of the groups have unequal rewards ({seen}), and without one a step makes no "
+        "update: take harder problems if most answers are right, easier ones "
+        "if few are (--operands 2-5 for sums), less noise if σ is not 0 (--sigma-start), "
         "or raise --group-size or --temperature."
     ),
     unfinished=(
@@ -79,7 +79,10 @@ ADVICE = dict(
         "model's chat template and end token are the ones it was trained with, "
         "and that σ is not so large that noise is all it says (--sigma-start)."
     ),
-    skipped="a NaN or infinite loss or gradient: the step was skipped, try a lower --lr.",
+    skipped=(
+        "a NaN or infinite loss or gradient: the step was skipped. Try a lower --lr; before the "
+        "first update look at the loss instead, if it is your own."
+    ),
     mismatch=(
         "sampler and trainer disagree by a factor of {mismatch:.3f} on a token's "
         "probability: the ratios are wrong. Report it, also with --quant bf16."
@@ -261,7 +264,10 @@ def changes(folder):
     before = evaluations[min(evaluations)]
     after = evaluations[max(evaluations)]
     said = []
-    for title, is_so in CHANGES.items():
+    changes = CHANGES
+    if len(evaluations) == 1:
+        changes = {"wrong, in the only evaluation": CHANGES["wrong before and after"]}
+    for title, is_so in changes.items():
         found = [
             prompt
             for prompt in before.keys() & after.keys()
@@ -269,7 +275,8 @@ def changes(folder):
         ]
         said.append(f"{title}: {len(found)} of {len(after)} held-out problems")
         for prompt in sorted(found)[:EXAMPLES]:
-            said += [f"    {prompt!r}", before[prompt]["shown"], after[prompt]["shown"]]
+            shown = before[prompt]["shown"], after[prompt]["shown"]
+            said += [f"    {prompt!r}", *dict.fromkeys(shown)]
     return "\n".join(said)
 
 

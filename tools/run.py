@@ -280,7 +280,8 @@ class Run:
                     with suppress(KeyboardInterrupt, SystemExit), self.signals_deferred():
                         self.save()
                 self.say(
-                    f"\nstopped after {state.step} steps{self.print_error}; {self.how_to_resume}",
+                    f"\nstopped after {state.step} step{'s' * (state.step != 1)}"
+                    f"{self.print_error}; {self.how_to_resume}",
                     sys.stderr,
                 )
                 raise
@@ -328,7 +329,7 @@ class Run:
             self._write_log()
         tensors = checkpoint_tensors(self.model, self.optimizer)
         metadata = {name: str(value) for name, value in vars(self.state).items()}
-        metadata |= self.hashes
+        metadata |= self.hashes | {"program": program()}
         metadata["sha256"] = checksum(tensors, metadata)
         # The checkpoint last: after a crash between the two, a resumed run replays the steps and
         # writes both again. With the checkpoint first, it would have no step to replay after the
@@ -377,6 +378,12 @@ class Run:
                     continue
                 flags = flags_of_run(self.folder)
                 self._compare_hashes(path, metadata, flags)
+                before = metadata.get("program", program())
+                if Path(before.split()[-1]).name != Path(program().split()[-1]).name:
+                    self.say(
+                        f"warning: {before} began this run; what it changes is not in {program()}",
+                        sys.stderr,
+                    )
                 restore(path, tensors, self.model, self.optimizer)
                 # until November 2026 each step drew the same number of problems
                 each = flags["prompts"] * (1 + flags["resample"])
@@ -441,7 +448,7 @@ class Run:
                 self.warned.add(name)
                 self.say(f"warning: {advice}", sys.stderr)
         if sum("skipped" in recent for recent in self.history[-5:]) == 5:
-            raise ValueError("five steps in a row were skipped: try a lower --lr")
+            raise ValueError("five steps in a row were skipped: if the loss is not your own, try a lower --lr")
 
     def log(self, kind, step, record):
         """Append a record to the log and print it; keep the adapter of the best evaluation.
@@ -596,7 +603,7 @@ def checksum(tensors, metadata):
     """→ SHA-256, in hex, of a checkpoint's metadata {name: text} and of its tensors' names, types,
     shapes and bytes. Until November 2026 the metadata had the step alone.
     """
-    names = "step", "drawn", "problems", "sigma", "model", "adapter"
+    names = "step", "drawn", "problems", "sigma", "model", "adapter", "program"
     known = [metadata[name] for name in names if name in metadata]
     sha = hashlib.sha256(" ".join(known).encode())
     for name, tensor in sorted(tensors.items()):
