@@ -584,9 +584,9 @@ def results():
     ours, bf16 = (r for (_, cap), r in found.items() if cap)  # held to less than Unsloth took
     entry(
         f"seconds for a training step of a 1.5B *, {ours['prompts'] * ours['samples']} answers of "
-        f"{ours['new']} tokens, held to {ours['cap_gb']:g} GB of an {card(ours)}",
-        f"**{ours['step_s']:.1f}**, in bf16 {bf16['step_s']:.1f}",
-        f"{theirs['step_s']:.1f}, Unsloth with vLLM in NF4 "
+        f"{ours['new']} tokens, on an {card(ours)}",
+        f"**{ours['step_s']:.1f}** (bf16: {bf16['step_s']:.1f}), held to {ours['cap_gb']:g} GB",
+        f"{theirs['step_s']:.1f}, Unsloth with vLLM in NF4, {theirs['peak_gb']:.0f} GB "
         "| [table](results/LOG.md#beside-unsloth)",
     )
     _, rates = peers()

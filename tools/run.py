@@ -448,7 +448,9 @@ class Run:
                 self.warned.add(name)
                 self.say(f"warning: {advice}", sys.stderr)
         if sum("skipped" in recent for recent in self.history[-5:]) == 5:
-            raise ValueError("five steps in a row were skipped: if the loss is not your own, try a lower --lr")
+            raise ValueError(
+                "five steps in a row were skipped: if the loss is not your own, try a lower --lr"
+            )
 
     def log(self, kind, step, record):
         """Append a record to the log and print it; keep the adapter of the best evaluation.
