@@ -67,10 +67,11 @@ QUARTERS = dict(exponential=10**-2.5, linear=7.525e-3, cosine=8.55018e-3, logari
 @pytest.mark.parametrize("schedule", aqn.SCHEDULES)
 def test_every_schedule_falls_from_start_to_end(schedule):
     """After a stage without noise. Six stages put u at 0, ¼, … 1."""
-    silent, *noisy = (aqn.sigma(step, 6, stages=6, schedule=schedule) for step in range(6))
-    assert silent == 0
-    assert [noisy[0], noisy[-1]] == pytest.approx([1e-2, 1e-4], rel=2e-6)
-    assert sorted(noisy, reverse=True) == noisy
+    for ends in ((1e-2, 1e-4), (0.5, 0.2)):
+        silent, *noisy = (aqn.sigma(step, 6, *ends, 6, schedule) for step in range(6))
+        assert silent == 0
+        assert [noisy[0], noisy[-1]] == pytest.approx(ends, rel=2e-6)
+        assert sorted(noisy, reverse=True) == noisy
 
 
 @pytest.mark.parametrize("schedule", aqn.SCHEDULES)
@@ -104,8 +105,8 @@ def test_what_sigma_refuses_it_names(change, named):
 
 
 def test_sigma_adaptive_is_what_was_adapted():
-    """And `start` before the first step, whatever the step."""
-    for step in (0, 7):
+    """And `start` as long as nothing was. It has no stages, so it asks nothing of the step."""
+    for step in (0, 7, 12):
         given = step, 10, 0.02
         assert aqn.sigma(*given, schedule="adaptive", adapted=0.005) == 0.005
         assert aqn.sigma(*given, schedule="adaptive") == 0.02

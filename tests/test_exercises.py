@@ -32,18 +32,22 @@ EXERCISES = [
 ATTEMPTS = {
     "grpo.advantages": (
         """
-better = rewards.double() - rewards.double().mean(1, keepdim=True)
+rewards = rewards.double()
+better = rewards - rewards.mean(1, keepdim=True)
 if scale == "group":
-    better = better / (rewards.double().std(1, keepdim=True) + 1e-4)
+    better = better / (rewards.std(1, keepdim=True) + 1e-4)
 better[rewards.amax(1) == rewards.amin(1)] = 0
 return better.float()
 """,
         [
+            ("rewards.double()", "rewards.float()"),
             (".mean(1, keepdim=True)", ".mean()"),
             ("std(1, keepdim=True)", "std(1, keepdim=True, correction=0)"),
             (" + 1e-4", ""),
             ('scale == "group"', "True"),
             ("better[", "better[:0]["),
+            ("rewards.amax(1) == rewards.amin(1)", "rewards.std(1) < 1e-6"),
+            (".float()", ""),
         ],
     ),
     "grpo.dapo": (
@@ -59,6 +63,7 @@ return -(weights * torch.where(stopped, held, free)).sum(1), stopped
             ("torch.exp(log_ratio)", "1 + log_ratio"),
             ("*bounds", "0.8, 1.28"),
             ("held < free", "held > free"),
+            ("held < free", "(held < free).any(1, keepdim=True)"),
             ("held < free", "held != free"),
             ("held < free", "held <= free"),
             ("torch.where(stopped, held, free)", "free"),
@@ -72,6 +77,7 @@ return -(weights * torch.where(stopped, held, free)).sum(1), stopped
         [
             ("torch.special.expm1(log_ratio)", "log_ratio.exp() - 1"),
             ("- log_ratio", "+ log_ratio"),
+            ("- log_ratio", "- log_ratio.detach()"),
             ("torch.special.expm1(log_ratio)", ""),
             ("torch.special.expm1(log_ratio) - log_ratio", "log_ratio.square() / 2"),
         ],
@@ -110,6 +116,7 @@ return SCHEDULES[schedule](start, end, (stage - 1) / (stages - 2)) if stage else
             ("adapted if adapted else start", "start"),
             ("adapted if adapted else start", "adapted"),
             ("{schedule}", ""),
+            ("(start, end, ", "(1e-2, 1e-4, "),
             ("stages < 3", "stages < 2"),
             ("(start, end):", "(start,):"),
             ("value <= 0", "value < 0"),
