@@ -119,6 +119,16 @@ def test_the_clip_stops_the_gradient_on_the_gaining_side_only(kind):
             assert (grad == 0).all() if stopped else (grad[mask] * sign < 0).all()
 
 
+@pytest.mark.parametrize("kind", ["dapo", "grpo", "dr_grpo"])
+def test_the_clip_stops_single_tokens(kind):
+    """Of each answer one, and not the same one: that whose ratio has moved the way A asks for."""
+    new = torch.tensor([[1.5, 1.0, 0.5], [1.5, 1.0, 0.5]]).log().requires_grad_()
+    given = torch.zeros(2, 3), torch.tensor([1.0, -1.0]), torch.ones(2, 3).bool(), 1
+    loss, clipped = grpo.policy_loss(new, *given, kind)
+    (grad,) = torch.autograd.grad(loss, new)
+    assert (grad == 0).nonzero().tolist() == [[0, 0], [1, 2]] and clipped == 2
+
+
 def test_cispo_bounds_a_weight_and_never_loses_a_token():
     """A token's weight is at most 5: e² = 7.4 > 5 > e^.5. It keeps its gradient."""
     new = torch.tensor([[2.0, 0.5]], requires_grad=True)
@@ -159,16 +169,20 @@ def test_advantages_worked_out_by_hand():
     # the std of (.1, .1001) is 7.07e-5: ± 5e-5 / 1.707e-4; fp32 rounds the rewards by 4e-5 of that
     near = grpo.advantages(torch.tensor([[0.1, 0.1001]]))[0]
     assert near.tolist() == pytest.approx([-0.2929, 0.2929], rel=1e-3)
+    # however near, rewards that differ get advantages that differ; float32 would make both 1
+    nearer = grpo.advantages(torch.tensor([[1, 1 + 1e-9]], dtype=torch.float64))
+    assert nearer[0, 0] < 0 < nearer[0, 1] and nearer.dtype == torch.float32
 
 
 def test_a_group_of_equal_rewards_gets_exact_zeros():
     """Even for .1, which floating-point means do not reproduce, and if groups differ from each
-    other.
+    other. Divided or not.
     """
-    for dtype in (torch.float32, torch.float64):
+    for dtype in (torch.float32, torch.float64, torch.int64):
         for G in (2, 3, 7):
             rewards = torch.tensor([[0.0], [1.0], [0.1], [1e4], [-2.3]], dtype=dtype).expand(5, G)
-            assert (grpo.advantages(rewards) == 0).all()
+            for scale in ("group", "none"):
+                assert (grpo.advantages(rewards, scale) == 0).all()
 
 
 @pytest.mark.parametrize(

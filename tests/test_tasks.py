@@ -46,6 +46,7 @@ FINAL = {  # text → its answer
     "\\boxed{ten} of 20": None,
     "\\boxed{17\n18}": None,
     "\\boxed{17": "17",
+    "\\boxed{16}, 17, \\boxed{18": "18",
     "17 of them, so 18": "18",
     "COVID-19\n18": "18",
     "18\nx²": None,
