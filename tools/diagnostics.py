@@ -157,6 +157,7 @@ def preflight_report(
     seconds = rollout_s + update_s
     minutes = seconds * config.steps / 60
     prompts = f"prompts: {sums['answers'] / config.group_size:.0f}"
+    updating = f"{update_s:.1f} of them the update" if stats["signal"] else "with no update in it"
     best = max(answers, key=lambda answer: answer.reward)
     lines = [
         f"{prompts}, with {config.group_size} answers each; nothing is updated",
@@ -168,8 +169,8 @@ def preflight_report(
         f"mismatch    {stats['mismatch']:7.4f}   sampler against trainer; 1 is perfect",
         f"memory      {stats['memory_gb']:7.1f}   GB at most",
         f"the best    {best.reward:+7.2f}   {str(best.prompt)[:80]!r} → {best.text[:200]!r}",
-        f"a step      {seconds:7.1f}   seconds, {update_s:.1f} of them the "
-        f"update; {config.steps} steps {minutes:.0f} minutes, evaluation aside",
+        f"a step      {seconds:7.1f}   seconds, {updating}; {config.steps} steps {minutes:.0f} "
+        "minutes, evaluation aside",
     ]
     changes = dict(diagnose([stats], 1, prompts, groups=0.2, answers=0.5))
     if solved < 0.02:
