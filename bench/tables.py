@@ -585,7 +585,7 @@ def results():
     entry(
         f"seconds for a training step of a 1.5B *, {ours['prompts'] * ours['samples']} answers of "
         f"{ours['new']} tokens, on an {card(ours)}",
-        f"**{ours['step_s']:.1f}** (bf16: {bf16['step_s']:.1f}), held to {ours['cap_gb']:g} GB",
+        f"**{ours['step_s']:.1f}**, in bf16 {bf16['step_s']:.1f}, held to {ours['cap_gb']:g} GB",
         f"{theirs['step_s']:.1f}, Unsloth with vLLM in NF4, {theirs['peak_gb']:.0f} GB "
         "| [table](results/LOG.md#beside-unsloth)",
     )
@@ -609,7 +609,12 @@ def largest():
     """README's first table of what fits: of each card the largest model with room for answers of
     1,024 tokens, and the peak of the last step of it that ran under a cap of that size.
     """
-    head("card, GB", "largest Qwen2.5", "answers of 1,024 tokens at once", "measured with it")
+    head(
+        "card, GB",
+        "largest Qwen2.5 with room for 1,024 tokens",
+        "such answers at once",
+        "measured with it",
+    )
     capped = {(r["shape"], card_of(r)): r for r in steps() if r.get("cap_gb")}
     for gb in CARDS:
         shape = [s for s in SHAPES if planned_line(s, gb).answers][-1]
