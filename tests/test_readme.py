@@ -209,6 +209,7 @@ def test_contributings_idea_runs_and_the_tests_see_it(tiny_chat, tmp_path):
     assert red == {
         "test_each_loss_equals_its_papers_formula_however_the_batch_is_cut",
         "test_the_clip_stops_the_gradient_on_the_gaining_side_only",
+        "test_the_clip_stops_single_tokens",
     }
     assert " passed" in done.stdout and run.code == 0, run.said
     own = pytest_of(tmp_path / "test_idea.py", f"--rootdir={tmp_path}")
