@@ -1068,7 +1068,7 @@ def test_preflight_judges_as_the_training_does(change, code, advice):
     # what is too hard has equal rewards, and this is said once
     already = said.count("unequal rewards")
     assert exit_code == code and more.count("change: ") == advice + 1 - already
-    assert "too hard" in more and "unequal rewards" not in more
+    assert "never pays" in more and "unequal rewards" not in more
     for words in ("40.0%", f"{stats['finished']:.1%}", f"{1 - stats['signal']:.1%}"):
         assert f" {words}   " in said
     update = "4.0 .*" if stats["signal"] else "no update .*"

@@ -273,7 +273,9 @@ def changes(folder):
             for prompt in before.keys() & after.keys()
             if is_so(before[prompt]["reward"], after[prompt]["reward"])
         ]
-        said.append(f"{title}: {len(found)} of {len(after)} held-out problems")
+        count = f"{title}: {len(found)} of {len(after)} held-out problems"
+        more = f"; {EXAMPLES} of them, all are in eval.jsonl:" if len(found) > EXAMPLES else ""
+        said.append(count + more)
         for prompt in sorted(found)[:EXAMPLES]:
             shown = before[prompt]["shown"], after[prompt]["shown"]
             said += [f"    {prompt!r}", *dict.fromkeys(shown)]
