@@ -264,10 +264,10 @@ def changes(folder):
     before = evaluations[min(evaluations)]
     after = evaluations[max(evaluations)]
     said = []
-    changes = CHANGES
+    kinds = CHANGES
     if len(evaluations) == 1:
-        changes = {"wrong, in the only evaluation": CHANGES["wrong before and after"]}
-    for title, is_so in changes.items():
+        kinds = {"wrong, in the only evaluation": CHANGES["wrong before and after"]}
+    for title, is_so in kinds.items():
         found = [
             prompt
             for prompt in before.keys() & after.keys()

@@ -50,7 +50,7 @@ import sys
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from shlex import quote
+from shlex import quote, split
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -378,12 +378,7 @@ class Run:
                     continue
                 flags = flags_of_run(self.folder)
                 self._compare_hashes(path, metadata, flags)
-                before = metadata.get("program", program())
-                if Path(before.split()[-1]).name != Path(program().split()[-1]).name:
-                    self.say(
-                        f"warning: {before} began this run; what it changes is not in {program()}",
-                        sys.stderr,
-                    )
+                self._compare_programs(metadata.get("program", program()))
                 restore(path, tensors, self.model, self.optimizer)
                 # until November 2026 each step drew the same number of problems
                 each = flags["prompts"] * (1 + flags["resample"])
@@ -417,6 +412,16 @@ class Run:
                     f"{path} is of another model or of other problems: {name} has changed since; "
                     f"bring it back, name it by its path, or {self.another_run()}"
                 )
+
+    def _compare_programs(self, before):
+        """Warn if another file than now began the run, such as an idea.py that replaced the loss.
+        before: program() of the checkpoint.
+        """
+        now = program()
+        if Path(split(before)[-1]).name != Path(split(now)[-1]).name:
+            self.say(
+                f"warning: {before} began this run; what it changes is not in {now}", sys.stderr
+            )
 
     def checkpoints(self):
         """→ the paths of the existing checkpoints, the newest first.
