@@ -585,7 +585,7 @@ def results():
     entry(
         f"seconds for a training step of a 1.5B *, {ours['prompts'] * ours['samples']} answers of "
         f"{ours['new']} tokens, on an {card(ours)}",
-        f"**{ours['step_s']:.1f}**, in bf16 {bf16['step_s']:.1f}, held to {ours['cap_gb']:g} GB",
+        f"**{ours['step_s']:.1f}**, bf16 {bf16['step_s']:.1f}, both within {ours['cap_gb']:g} GB",
         f"{theirs['step_s']:.1f}, Unsloth with vLLM in NF4, {theirs['peak_gb']:.0f} GB "
         "| [table](results/LOG.md#beside-unsloth)",
     )
