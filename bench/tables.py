@@ -585,7 +585,7 @@ def results():
     entry(
         f"seconds for a training step of a 1.5B *, {ours['prompts'] * ours['samples']} answers of "
         f"{ours['new']} tokens, on an {card(ours)}",
-        f"**{ours['step_s']:.1f}**, bf16 {bf16['step_s']:.1f}, both within {ours['cap_gb']:g} GB",
+        f"NVFP4 **{ours['step_s']:.1f}**, bf16 {bf16['step_s']:.1f}, each in {ours['cap_gb']:g} GB",
         f"{theirs['step_s']:.1f}, Unsloth with vLLM in NF4, {theirs['peak_gb']:.0f} GB "
         "| [table](results/LOG.md#beside-unsloth)",
     )
@@ -611,9 +611,9 @@ def largest():
     """
     head(
         "card, GB",
-        "largest Qwen2.5 with room for 1,024 tokens",
+        "largest Qwen2.5 for 1,024-token answers",
         "such answers at once",
-        "measured with it",
+        "measured",
     )
     capped = {(r["shape"], card_of(r)): r for r in steps() if r.get("cap_gb")}
     for gb in CARDS:
@@ -640,7 +640,7 @@ def longest():
             cell = f"{answer:,}" if answer > 0 else "–"
             if (shape, gb) in made:
                 tokens, answers = made[shape, gb]
-                times = f" × {answers}" if answers < 8 else ""
+                times = f" at {answers}" if answers < 8 else ""
                 cell += f" (**{tokens:,}**{times})"
             cells.append(cell)
         entry(f"{gb}", *cells)
