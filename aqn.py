@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0 (QeRL from scratch)
 """AQN, adaptive quantization noise: noise on RMSNorm weights makes the sampler explore.
 
     y = RMSNorm(x) · (w + z) @ W.T  =  RMSNorm(x) · w @ (W · diag(1 + z/w)).T    z ~ N(0, σ(stage)²)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0 (QeRL from scratch)
 """y = x @ W.T for a weight W that stays in NVFP4: 4.5 bits in memory, bf16 in the product.
 
     W[n, k] = E2M1[code[n, k]] · block_scale[n, k // 16] · global_scale

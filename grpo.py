@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0 (QeRL from scratch)
 """GRPO and its relatives: from the rewards of a group of answers to a loss.
 
     A    = (r − mean of its group) / (std of its group + 1e-4)  advantage: one number per answer;
@@ -61,7 +62,8 @@ def advantages(rewards: Tensor, scale: str = "group", baseline: str = "group") -
     GRPO). Other baselines than "group" are never divided. baseline: a key of BASELINES, else
     KeyError.
 
-    ValueError: fewer than two samples in a group, unknown scale, a reward that is NaN or infinite.
+    ValueError: fewer than two samples in a group, unknown scale, a reward that is NaN or infinite,
+    a baseline of another shape than (P, 1) or (P, G).
     """
     P, G = rewards.shape
     if G < 2:
@@ -74,7 +76,13 @@ def advantages(rewards: Tensor, scale: str = "group", baseline: str = "group") -
             "see the task's reward()"
         )
     rewards = rewards.double()  # float32 would round the mean of close rewards
-    centered = rewards - BASELINES[baseline](rewards)
+    subtracted = BASELINES[baseline](rewards)
+    if subtracted.shape not in ((P, 1), (P, G)):
+        raise ValueError(
+            f"the baseline {baseline!r} must have the shape {(P, 1)} or {(P, G)}, "
+            f"not {tuple(subtracted.shape)}"
+        )
+    centered = rewards - subtracted
     if baseline == "none":
         return centered.float()
     if scale == "group" and baseline == "group":
@@ -105,6 +113,7 @@ def overlong_penalty(lengths: Tensor, max_new_tokens: int, cache: int) -> Tensor
 #     bounds                   1 − ε_low and 1 + ε_high
 # and return each answer's loss, (B,) f32, before the division by normalizer; and a bool, (B, T) or
 # (B, 1): which tokens, or which answers, the clip keeps from moving (with cispo: bounds).
+# policy_loss refuses other shapes, because a sum would broadcast them.
 
 
 def dapo(log_ratio, logprobs, advantages, weights, lengths, bounds):
@@ -169,7 +178,7 @@ class Loss(NamedTuple):
     low: float  # ε_low
     high: float  # ε_high: DAPO's clip-higher, PPO's 0.2, GSPO §5.1
     # What the normalizer counts. "max_tokens" counts each answer as if it had all max_new_tokens.
-    # "answers" takes the mean of an answer's tokens, also of their KL to the reference.
+    # "answers" says that the function itself divides by an answer's tokens; so is its KL divided.
     counts: str
 
 
@@ -230,6 +239,8 @@ def policy_loss(
     ref_logprobs (B, T) f32: ln π_ref, read if beta is not 0.
     beta: the KL penalty's coefficient: beta times the sum (grpo, gspo: the mean) of an answer's
         kl_k3 is added to its loss, before the division by normalizer.
+
+    ValueError: the function of loss_type returns other shapes than it should.
     """
     kind = LOSSES[loss_type]
     low = kind.low if clip_low is None else clip_low
@@ -245,6 +256,11 @@ def policy_loss(
         lengths,
         (1 - low, 1 + high),
     )
+    if losses.shape != advantages.shape or stopped.shape[1:] not in (mask.shape[1:], (1,)):
+        raise ValueError(
+            f"{kind.function.__name__}() must return losses (B,) and a mask (B, T) or (B, 1), with "
+            f"(B, T) = {tuple(mask.shape)}, not {tuple(losses.shape)} and {tuple(stopped.shape)}"
+        )
     if beta:
         kl = kl_k3(torch.where(mask, ref_logprobs.detach() - logprobs, 0)).sum(1)  # (B,)
         if kind.counts == "answers":

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0 (QeRL from scratch)
 """LoRA: the weight matrix W stays frozen, and two thin matrices A and B beside it learn.
 
     xa  = scale · x @ A.T              x (M, K), A (r, K), xa (M, r); scale = alpha / r

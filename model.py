@@ -450,17 +450,17 @@ def head_dim(config: PreTrainedConfig) -> int:
 def rope_frequencies(config: PreTrainedConfig) -> tuple[Tensor, float]:
     """→ (Dh/2,) radians per position, and the factor on cos and sin. transformers has the formulas
     of the scaled kinds; the plain one is written out, because transformers keeps it in models, slow
-    to import. ValueError: a number that is not positive and finite, as a factor of 0 gives.
+    to import. ValueError, TypeError: a number that is not positive and finite, or is none.
     """
     rope = config.rope_parameters
+    for name, number in rope.items():
+        if "type" not in name and number is not None and not 0 < number < torch.inf:
+            raise ValueError(f"rope_parameters has {name}={number}, which must be above 0, finite")
     kind = rope.get("rope_type", "default")
     Dh, scale = head_dim(config), 1.0
     frequencies = 1 / rope["rope_theta"] ** (torch.arange(0, Dh, 2) / Dh)
     if kind != "default":
         frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
-    for number in (scale, *frequencies.tolist()):
-        if not 0 < number < torch.inf:
-            raise ValueError(f"rope_parameters={rope} gives {number} in the place of a frequency")
     return frequencies, scale
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0 (QeRL from scratch)
 """NVFP4: a 4-bit number per weight, times a scale per 16 weights, times one scale for the tensor.
 
     w[n, k]  ≈  E2M1[code[n, k]] · block_scale[n, k // 16] · global_scale

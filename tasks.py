@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0 (QeRL from scratch)
 r"""Tasks: problems, a prompt for each, and a reward that a program can verify: 1 if right, else 0.
 
     task = TASKS["multiplication"]()       # or addition; gsm8k takes data
@@ -292,7 +293,9 @@ def read(source: str | None, check: Callable[[dict], dict]) -> list[dict]:
             remedy = ""
             if record is None or type(error) is not ValueError:  # which check raises
                 remedy = "; write one JSON object a line, as plain UTF-8 (no Parquet, no archive)"
-            raise ValueError(f"{source}, line {number}: {error}{remedy}") from None
+            # JSON's error has a place, whose line is counted from this one
+            said = f"column {error.pos + 1}: {error.msg}" if hasattr(error, "colno") else error
+            raise ValueError(f"{source}, line {number}: {said}{remedy}") from None
         reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
         raise ValueError(f"{source} cannot be read ({reason}): give {give}") from None
     return problems

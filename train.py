@@ -47,11 +47,11 @@ from tools import weights
 from tools.adapter import fingerprint, load_adapter
 from tools.budget import Budget, grow_segments, limit_memory, return_freed_memory
 from tools.diagnostics import (
-    PREFLIGHT_PROMPTS,
     means_of,
-    mismatch,
+    preflight_prompts,
     preflight_report,
     rollout_stats,
+    sampler_gap,
 )
 from tools.environment import (
     Answer,
@@ -160,7 +160,7 @@ def train(
             with aqn.noisy_norms(trainer.model, sigma, config.seed, step):
                 batch = collect(config, environment, sampler, step, state.drawn)
                 if step % 10 == 0:  # rarely: measuring the mismatch costs a few forward passes
-                    batch.stats["mismatch"] = mismatch(trainer, batch.rollout)
+                    batch.stats["mismatch"] = sampler_gap(trainer, batch.rollout)
             experience = trainer.experience(batch.rollout, batch.answers)
             lr = learning_rate(step, config.steps, config.lr, config.warmup, config.schedule)
 
@@ -170,7 +170,7 @@ def train(
                     # kl_noise is None if no answer was trained on. Too much noise may be the reason
                     # why there is no signal, so measure it on the sampled answers instead.
                     if stats["kl_noise"] is None:
-                        stats["kl_noise"] = mismatch(trainer, batch.rollout, grpo.kl_k3)
+                        stats["kl_noise"] = sampler_gap(trainer, batch.rollout, grpo.kl_k3)
                     state.sigma = aqn.adapted(sigma, stats["kl_noise"], config.sigma_target)
                 state.drawn = batch.drawn
                 # log the step, and count it in state.step
@@ -287,13 +287,13 @@ def evaluate(config: Config, environment: Environment, sampler: Sampler, run: Ru
     answers = []
     if problems:
         params = environment.params._replace(temperature=0.0)
-        greedy = sampler.generate(prompts, 1, params, step, start, "eval")
+        greedy = sampler.generate(prompts, 1, params, step, start, "greedy")
         answers = environment.judge(problems, greedy)
         for problem, answer in zip(problems, answers, strict=True):
             right["greedy"] += answer.reward
             right["loose"] += environment.task.reward(problem, answer.text, True)
         params = environment.params._replace(top_p=config.eval_top_p)
-        sampled = sampler.generate(prompts, samples, params, step, start * samples, "eval")
+        sampled = sampler.generate(prompts, samples, params, step, start * samples, "sampled")
         judged = environment.judge(problems, sampled)
         right["sampled"] = sum(answer.reward for answer in judged) / samples
     run.answered(sum(gather(answers), []))  # the greedy ones of all ranks
@@ -471,17 +471,14 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int, schedule: str
 
     Each of the first `warmup` steps has the share (step + 1) / (warmup + 1), which stays below 1.
     Then the schedule begins, with u = (step − warmup) / (steps − warmup), which is 0 in the first
-    of these steps and stays below 1: constant 1; linear 1 − u; cosine (1 + cos πu) / 2.
+    of these steps and stays below 1: constant 1; linear 1 − u; cosine (1 + cos πu) / 2. KeyError:
+    another schedule.
     """
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
     u = (step - warmup) / (steps - warmup)
-    share = 1.0
-    if schedule == "linear":
-        share = 1 - u
-    elif schedule == "cosine":
-        share = (1 + math.cos(math.pi * u)) / 2
-    return peak * share
+    shares = {"constant": 1.0, "linear": 1 - u, "cosine": (1 + math.cos(math.pi * u)) / 2}
+    return peak * shares[schedule]
 
 
 # --- from a command line to a run
@@ -490,20 +487,18 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int, schedule: str
 def preflight(
     config: Config, environment: Environment, sampler: Sampler, trainer: Trainer, run: Run
 ) -> int:
-    """--preflight: a step of 32 prompts, without noise and without its update, and a report on it →
-    the exit code, 3 if training would be pointless.
+    """--preflight: a step without noise and without its update, and a report on it → the exit code,
+    3 if training would be pointless.
     """
-    return_freed_memory()  # these 32 prompts may be several steps of training
-    _, ranks = rank_and_count()
-    prompts = (PREFLIGHT_PROMPTS + ranks - 1) // ranks * ranks  # a multiple of the ranks
+    return_freed_memory()  # the prompts of a preflight may be several steps of training
+    prompts = preflight_prompts(config, on_cpu=trainer.model.device.type == "cpu")
     probe = dataclasses.replace(config, prompts=prompts, resample=0)
-    with run.signs_of_life(sampler):
-        batch = collect(probe, environment, sampler, step=0, drawn=0)
-        began = time.perf_counter()
-        run.say("the answers are there; now their gradient")
-        trainer.backward(trainer.experience(batch.rollout, batch.answers))
-        backward_s = time.perf_counter() - began
-        batch.stats["mismatch"] = mismatch(trainer, batch.rollout)
+    batch = collect(probe, environment, sampler, step=0, drawn=0)
+    began = time.perf_counter()
+    run.say("the answers are there; now their gradient")
+    trainer.backward(trainer.experience(batch.rollout, batch.answers))
+    backward_s = time.perf_counter() - began
+    batch.stats["mismatch"] = sampler_gap(trainer, batch.rollout)
     # In capture_s Triton compiles a decode step's kernels, and CUDA captures graphs. Compiling the
     # kernels that the prefill launches first is not subtracted.
     batch.stats["rollout_s"] -= sampler.stats["capture_s"]
@@ -514,6 +509,7 @@ def preflight(
 
 def main(config: Config) -> int:
     """Put together what the flags name, then train → the exit code."""
+    exit_on_signals()
     grow_segments()
     device = join_ranks(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     rank, ranks = rank_and_count()
@@ -527,13 +523,15 @@ def main(config: Config) -> int:
         environment = load_environment(config, task, source)
         config.follow_model(plan(source.config, "bf16").weights / 2)  # two bytes a weight
         run = Run(config, quiet=rank > 0)
-        model = load(source, config.quant, config.rank, config.alpha, device, config.seed)
-        run.hashes = dict(problems=hash_of(task), model=source.fingerprint.hex())
-        run.hashes |= fingerprint(config.adapter)  # what the run began from
-        facts.append(run.hashes)
-        adapter = "" if run.checkpoints() else config.adapter  # a resumed run has its own
-        if adapter:
-            load_adapter(model, adapter)
+        run.say(f"loading {config.model}")
+        with run.removed_on_error():
+            model = load(source, config.quant, config.rank, config.alpha, device, config.seed)
+            run.hashes = dict(problems=hash_of(task), model=source.fingerprint.hex())
+            run.hashes |= fingerprint(config.adapter)  # what the run began from
+            facts.append(run.hashes)
+            adapter = "" if run.checkpoints() else config.adapter  # a resumed run has its own
+            if adapter:
+                load_adapter(model, adapter)
     for note in notes(source, config.model, config.quant, adapter):
         run.say(note)
     seconds = time.perf_counter() - began
@@ -552,7 +550,6 @@ def main(config: Config) -> int:
         run.say(
             trainer.budget.announcement(sampler, prompts, config.group_size, config.max_new_tokens)
         )
-    exit_on_signals()
     code = 0
     if config.preflight:
         code = preflight(config, environment, sampler, trainer, run)

@@ -11,7 +11,6 @@ GPU has finished before the next phase begins:
     start       the GPU's first allocation, with the first --quant
     read        tensors from the file, dequantised, onto the device
     check       that they are finite, and of the config's shape
-    copy        to the device (until commit 5a1b5e6)
     scale, quantise, pack                     projections in NVFP4
     join        projections that are not quantised
     embeddings, adapter, rest                 rest: norms, and what no other phase has
@@ -45,7 +44,6 @@ from tools import memory, weights
 PHASES = {
     "read": [(weights.GGUF, "read"), (weights.Safetensors, "read")],
     "check": [(weights.Source, "tensor")],
-    "copy": [(weights, "_on")],
     "scale": [(nvfp4, "shared_global_scale")],
     "quantise": [(nvfp4, "quantize")],
     "pack": [(weights, "pack")],
@@ -63,8 +61,7 @@ class Phases:
         self.within = [0.0]  # seconds of the phases within each phase that is running
         for phase, functions in PHASES.items():
             for owner, name in functions:
-                if hasattr(owner, name):
-                    setattr(owner, name, self.timed(phase, getattr(owner, name)))
+                setattr(owner, name, self.timed(phase, getattr(owner, name)))
 
     def timed(self, phase, function):
         def call(*args, **kwargs):

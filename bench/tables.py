@@ -25,7 +25,6 @@ PROMPT, MEAN = 150, 500  # tokens of a prompt and of an answer there
 SHAPES = "1.5b", "3b", "7b", "14b", "32b", "72b"  # of the tables of what fits
 PLANNED_PROMPT = 256  # tokens of a prompt in these
 CARDS = 12, 16, 24, 40, 48, 80  # GB as cards are sold
-FIRST_STEPS = 20  # of a run on GSM8K, in which its answers have nearly their first lengths
 NAMES = {
     "135m": "SmolLM2-135M",
     "nvfp4": "NVFP4",
@@ -36,6 +35,7 @@ NAMES = {
     "default": "torch.compile",
     "1": "one process",
     "2": "two processes",
+    "unsloth-nf4": "Unsloth, NF4, vLLM in its process",
 }
 
 
@@ -317,6 +317,36 @@ def vllm(path="peers_bench.jsonl"):
     )
 
 
+def beside_unsloth():
+    """→ {(weights, cap in GB, 0: none): a record of the medians of all steps but the first, which
+    compiles}."""
+    steps = {}
+    for r in read("unsloth_bench.jsonl"):
+        if r["step"]:
+            steps.setdefault((r["weights"], r.get("cap_gb", 0)), []).append(r)
+    return {key: typical(records) for key, records in steps.items()}
+
+
+def unsloth():
+    found = beside_unsloth()
+    head("weights", "held to, GB", "sampling, s", "update, s", "step, s", "peak, GB")
+    for (weights, cap), r in found.items():
+        row = "{rollout_s:.2f} | {update_s:.2f} | {step_s:.2f} | {peak_gb:.1f}"
+        held = f"{cap:g}" if cap else "what was free"
+        entry(
+            NAMES[weights], "30 % for vLLM" if weights == "unsloth-nf4" else held, row.format(**r)
+        )
+    theirs = found["unsloth-nf4", 0]
+    note(
+        found.values(),
+        "medians of steps 1 to 3: 32 prompts of 128 tokens × 8 answers of exactly 256, random "
+        "weights of Qwen2.5-1.5B, LoRA of rank 32. "
+        + "unsloth {unsloth}, trl {trl}, transformers {transformers}, vllm {vllm}; its "
+        "micro-batches are of {micro_batch} answers. By `python -m bench.unsloth` and `python -m "
+        "bench.step`, log in `results/unsloth_bench.jsonl`.".format(**theirs),
+    )
+
+
 def longs():
     """→ of each whole rollout of long answers beside vLLM: a record of its run, our tokens/s, those
     of vLLM, and ours over vLLM's.
@@ -537,7 +567,7 @@ def quickstart():
 
 def results():
     """README's numbers for a reader who decides."""
-    head("measured on one H100", "this project", "compared with | log")
+    head("on one H100, or as named", "this project", "compared with | log")
     runs = runs_alone()
     before, after = (
         statistics.mean(run[when]["eval_greedy"] for run in runs) for when in ("before", "after")
@@ -549,12 +579,15 @@ def results():
         f"**{after:.2f}**",
         f"{before:.2f} before training | [runs](results/LOG.md#gsm8k-alone-on-one-card)",
     )
-    ours, theirs = first_steps(runs), read("qwen/trl.jsonl")
+    found = beside_unsloth()
+    theirs = found["unsloth-nf4", 0]
+    ours, bf16 = (r for (_, cap), r in found.items() if cap)  # held to less than Unsloth took
     entry(
-        f"seconds for a training step of the 1.5B, 256 answers of {mean_length(ours):.0f} tokens",
-        f"**{seconds_of_a_step(ours):.1f}**",
-        f"{seconds_of_a_step(theirs):.1f}, TRL with vLLM in bf16, {mean_length(theirs):.0f} tokens "
-        "| [runs](results/LOG.md#real-qwen25-checkpoints)",
+        f"seconds for a training step of a 1.5B *, {ours['prompts'] * ours['samples']} answers of "
+        f"{ours['new']} tokens, on an {card(ours)}",
+        f"NVFP4 **{ours['step_s']:.1f}**, bf16 {bf16['step_s']:.1f}, each in {ours['cap_gb']:g} GB",
+        f"{theirs['step_s']:.1f}, Unsloth with vLLM in NF4, {theirs['peak_gb']:.0f} GB "
+        "| [table](results/LOG.md#beside-unsloth)",
     )
     _, rates = peers()
     ours, theirs = beside_vllm(rates, "nvfp4")[64]
@@ -565,32 +598,23 @@ def results():
     )
     r, *_ = longs()
     entry(
-        "tokens per second for whole answers of {mean_length:,.0f} tokens, 7B *, in "
+        "tokens per second for answers of {mean_length:,.0f} tokens on average, 7B *, in "
         "{memory_gb:g} GB of memory".format(**r),
         f"**{statistics.mean(r['ours']):,.0f}**",
         f"{r['theirs'][0]:,.0f}, vLLM in NVFP4 | [table](results/LOG.md#long-answers)",
     )
 
 
-def seconds_of_a_step(records):
-    """→ the median seconds of sampling and update in records of steps."""
-    return statistics.median(r["rollout_s"] + r["update_s"] for r in records)
-
-
-def mean_length(records):
-    return statistics.mean(r["length"] for r in records)
-
-
-def first_steps(runs):
-    """Answers shorten as a run goes on, so its first steps are those to compare with others'."""
-    return [r for run in runs for r in run["made"][:FIRST_STEPS]]
-
-
 def largest():
     """README's first table of what fits: of each card the largest model with room for answers of
     1,024 tokens, and the peak of the last step of it that ran under a cap of that size.
     """
-    head("card, GB", "largest Qwen2.5", "its answers of 1,024 tokens at once", "measured")
+    head(
+        "card, GB",
+        "largest Qwen2.5 for 1,024-token answers",
+        "such answers at once",
+        "measured",
+    )
     capped = {(r["shape"], card_of(r)): r for r in steps() if r.get("cap_gb")}
     for gb in CARDS:
         shape = [s for s in SHAPES if planned_line(s, gb).answers][-1]
@@ -616,7 +640,7 @@ def longest():
             cell = f"{answer:,}" if answer > 0 else "–"
             if (shape, gb) in made:
                 tokens, answers = made[shape, gb]
-                times = f" × {answers}" if answers < 8 else ""
+                times = f" at {answers}" if answers < 8 else ""
                 cell += f" (**{tokens:,}**{times})"
             cells.append(cell)
         entry(f"{gb}", *cells)
@@ -690,6 +714,7 @@ TABLES = {
     "vllm": vllm,
     "long": long,
     "qwen": qwen,
+    "unsloth": unsloth,
 }
 
 if __name__ == "__main__":

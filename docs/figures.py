@@ -52,7 +52,7 @@ def loop():
         "rewards": (5.2, 1, "rewards\ntasks.py"),
         "advantages": (7.8, 1, "advantages\ngrpo.py"),
         "weights": (4.5, 3, "one copy of the weights: NVFP4 base + LoRA + norms"),
-        "loss": (10.4, 1, "loss\ntrain.py"),
+        "loss": (10.4, 1, "loss\ngrpo.py"),
     }
     style = dict(boxstyle="round,pad=0.4", facecolor="white", edgecolor=BLUE)
     for x, y, text in boxes.values():
@@ -65,7 +65,9 @@ def loop():
     axes.annotate("", (2.6, 1.5), (3.4, 2.7), arrowprops=arrow)
     axes.text(2.6, 2.1, "with noise\nN(0, σ²)", ha="right", va="center", color=RED)
     axes.annotate("", (6.6, 2.7), (10, 1.5), arrowprops=arrow)
-    axes.text(8.9, 2.2, "AdamW step on LoRA,\nnorms clean", ha="left", va="center", color=GRAY)
+    axes.text(
+        8.9, 2.2, "AdamW step on LoRA,\nnorms clean: train.py", ha="left", va="center", color=GRAY
+    )
     axes.set(xlim=(-1, 11.5), ylim=(0.4, 3.5))
     axes.axis("off")
     return figure

@@ -2,12 +2,14 @@
 
     python -m experiments.gsm8k_tables table    the experiments, of the whole seeds
     python -m experiments.gsm8k_tables rate     4 bits against bf16 in the runs that chose a rate
+    python -m experiments.gsm8k_tables groups   what sampling half of a group first would save
     python -m experiments.gsm8k_tables plot     each experiment's figure, in results/
 
 A second argument names another folder of logs. The tests and the verdicts are in paired.py. Needs:
 numpy, matplotlib, scipy; tools/report.py.
 """
 
+import math
 import statistics
 import sys
 from pathlib import Path
@@ -82,7 +84,9 @@ def interval(difference):
 
 
 def claims_table(logs, experiment, seeds):
-    """Each claim with its test over seeds, its Holm-adjusted p and its verdict."""
+    """Each claim with its test over seeds, its Holm-adjusted p and its verdict. Experiment 4's
+    conclusion from two of them follows when each claim has three pairs.
+    """
     lines = []
     claims = claims_of(logs, experiment, seeds)
     for claim, a, b, difference, said in claims:
@@ -99,7 +103,8 @@ def claims_table(logs, experiment, seeds):
             )
         )
     text = markdown(("claim", "measure", "A", "B", "n", "A − B, 95 %", "p", "verdict"), lines)
-    if experiment is not FOUR:
+    unfinished = any(len(a) < 3 for _, a, *_ in claims)
+    if experiment is not FOUR or unfinished:
         return text
     *_, verdicts = zip(*claims, strict=True)
     if verdicts[:2] == ("holds", "holds"):
@@ -432,7 +437,42 @@ def plot(logs, experiment, path):
     figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
-TABLES = {"table": table, "rate": rate_table}
+# --- groups without signal
+GROUP = COMMON["group_size"]
+
+
+def equal_chance(right, samples, k):
+    """→ how likely k answers, drawn from `samples` of which `right` are right, are all right or
+    all wrong."""
+    return (math.comb(right, k) + math.comb(samples - right, k)) / math.comb(samples, k)
+
+
+def group_shares(log):
+    """→ of a run's test of pass@k, means over its problems: groups with signal; answers that are
+    not sampled if a group ends after an equal half; groups with signal that are lost by that."""
+    test = log.tests["pass"]
+    whole, half = (
+        np.mean([equal_chance(right, test["samples"], k) for right in test["right"]])
+        for k in (GROUP, GROUP // 2)
+    )
+    return 1 - whole, half / 2, (half - whole) / (1 - whole)
+
+
+def groups_table(logs):
+    """What a group of equal rewards costs, and what ending it after its first half would save."""
+    lines = []
+    for arm in TWO.choosers:
+        base = TWO.arms[arm].base
+        before = read(logs, Job("base", f"{TWO.size}-{base}", None, TWO.seeds[0]))
+        after = [read(logs, main_job(arm, seed)) for seed in TWO.seeds]
+        for when, found in (("before training", [before]), ("after 100 steps", after)):
+            shares = np.mean([group_shares(log) for log in found], axis=0)
+            lines.append((base, when, *(f"{share:.3f}" for share in shares)))
+    shares = "groups of 8 with signal", "answers not sampled", "signal lost by that"
+    return markdown(("base of the 0.5B", "when", *shares), lines)
+
+
+TABLES = {"table": table, "rate": rate_table, "groups": groups_table}
 
 
 def curves(logs, arm):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0 (QeRL from scratch)
 """Rotary positions and attention: among packed tokens, and of one new token with its row's pages.
 
     RoPE       rotate the pair (i, i + Dh/2) of each head by the angle position · θ_i

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0 (QeRL from scratch)
 """What a decoder computes around its matrix products, attention apart: a function each.
 
     add_norm(x, y)     s = x + y,  then  s / √(mean(s²) + eps) · weight    RMSNorm, arXiv 1910.07467

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0 (QeRL from scratch)
 """Log-probabilities of given tokens and their gradient, without a (tokens, vocabulary) tensor.
 
     logits  = hidden @ W.T                     W: lm_head (V, D); Qwen2.5 has 152,000 logits a token

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0 (QeRL from scratch)
 """Gumbel-max sampling: a draw from softmax(logits / T), by one argmax.
 
     token = argmax(logits / T + noise)        noise = −ln(−ln(uniform)), one for each possible token

@@ -34,6 +34,7 @@ def child(code, arguments, said, out, env):
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", 1, closefd=False)
     os.environ.update(env)
     sys.argv = ["train.py", *arguments]
+    sys.orig_argv = ["python", *sys.argv]
     exec(code)
     runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 

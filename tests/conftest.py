@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch  # noqa: E402
 # a shell starts background jobs with it ignored
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup starts its command with it ignored
+sys.orig_argv = ["python", "train.py"]  # the program that a run names and remembers
 
 
 def pytest_collection_modifyitems(items):

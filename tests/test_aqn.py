@@ -65,28 +65,51 @@ QUARTERS = dict(exponential=10**-2.5, linear=7.525e-3, cosine=8.55018e-3, logari
 
 
 @pytest.mark.parametrize("schedule", aqn.SCHEDULES)
-def test_every_schedule_runs_from_start_to_end(schedule):
-    """Six stages put u at 0, ¼, … 1; the value at ¼ is worked out by hand, to six digits."""
-    quarter = QUARTERS[schedule]
-    at = [aqn.sigma(step, 6, stages=6, schedule=schedule) for step in range(6)]
-    assert at[0] == 0 and [at[1], at[2], at[5]] == pytest.approx([1e-2, quarter, 1e-4], rel=2e-6)
-    assert sorted(at[1:], reverse=True) == at[1:]
+def test_every_schedule_falls_from_start_to_end(schedule):
+    """After a stage without noise. Six stages put u at 0, ¼, … 1."""
+    for ends in ((1e-2, 1e-4), (0.5, 0.2)):
+        silent, *noisy = (aqn.sigma(step, 6, *ends, 6, schedule) for step in range(6))
+        assert silent == 0
+        assert [noisy[0], noisy[-1]] == pytest.approx(ends, rel=2e-6)
+        assert sorted(noisy, reverse=True) == noisy
+
+
+@pytest.mark.parametrize("schedule", aqn.SCHEDULES)
+def test_a_quarter_of_the_way_every_schedule_has_the_value_of_its_formula(schedule):
+    """Worked out by hand, to six digits. A new schedule needs its own in QUARTERS."""
+    at = aqn.sigma(2, 6, stages=6, schedule=schedule)
+    assert at == pytest.approx(QUARTERS[schedule], rel=2e-6)
+
+
+ZERO = r"\b0(\.0)?(?!\.?\d)"
 
 
 @pytest.mark.parametrize(
-    "change, words",
+    "change, named",
     [
-        (dict(schedule="step"), "'step'"),
-        (dict(stages=2), "stages=2"),
-        (dict(end=0.0), "end=0.0"),
-        (dict(start=0.0), "start=0.0"),
-        (dict(step=10), "step 10"),
-        (dict(step=-1), "step -1"),
+        (dict(schedule="quadratic"), "quadratic"),
+        (dict(stages=2), r"\b2\b"),
+        (dict(start=-0.25), "-0.25"),
+        (dict(start=0.0), ZERO),
+        (dict(end=-0.75), "-0.75"),
+        (dict(end=0.0), ZERO),
+        (dict(step=10), r"\b10\b"),
+        (dict(step=12), r"\b12\b"),
+        (dict(step=-1), "-1"),
     ],
 )
-def test_what_sigma_refuses_it_names(change, words):
-    with pytest.raises(ValueError, match=words):
+def test_what_sigma_refuses_it_names(change, named):
+    """The sentence has the value in it; how it is written besides is free."""
+    with pytest.raises(ValueError, match=named):
         aqn.sigma(**dict(step=0, total_steps=10) | change)
+
+
+def test_sigma_adaptive_is_what_was_adapted():
+    """And `start` as long as nothing was. It has no stages, so it asks nothing of the step."""
+    for step in (0, 7, 12):
+        given = step, 10, 0.02
+        assert aqn.sigma(*given, schedule="adaptive", adapted=0.005) == 0.005
+        assert aqn.sigma(*given, schedule="adaptive") == 0.02
 
 
 def test_noise_moves_two_norms_of_each_layer_and_leaves_every_bit_as_it_was(model):

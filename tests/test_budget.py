@@ -19,7 +19,7 @@ from test_train import ANSWERS, assert_same, gradient, rollout, trainer
 from rollout import Rollout
 from tools import budget, memory, ranks
 from tools.budget import Budget
-from tools.diagnostics import mismatch
+from tools.diagnostics import sampler_gap
 from tools.memory import PromptRows, micro_batches
 
 
@@ -137,7 +137,7 @@ def test_a_mismatch_that_runs_out_of_memory_is_measured_in_smaller_batches(
 ):
     learner = trainer(tiny_chat)
     sampled = rollout(learner.model, sigma=0.5)
-    want, real = mismatch(learner, sampled), Rollout.scored_by
+    want, real = sampler_gap(learner, sampled), Rollout.scored_by
 
     def scored_by(some, *arguments):
         if len(some.lengths) > 3:
@@ -146,7 +146,7 @@ def test_a_mismatch_that_runs_out_of_memory_is_measured_in_smaller_batches(
 
     monkeypatch.setattr(Rollout, "scored_by", scored_by)
     # a log-probability near 10 is rounded by 1e-6 in fp32: the relative error of its exponential
-    assert mismatch(learner, sampled) == pytest.approx(want, rel=1e-5)
+    assert sampler_gap(learner, sampled) == pytest.approx(want, rel=1e-5)
     assert "out of memory" in capsys.readouterr().out
 
 

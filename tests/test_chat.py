@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from tools import chat
+from tools import chat, weights
 
 
 class Terminal(io.StringIO):
@@ -55,6 +55,14 @@ def test_a_run_of_ones_own_task_is_asked_without_starting_it(whole, tmp_path, ca
     (run / "config.json").write_text(json.dumps(config | {"task": str(tmp_path / "mine.py")}))
     chat.main([str(run), "2 + 2?"])
     assert answers(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("stops, cut", [(range(32), 0), ([], 2)])
+def test_an_answer_that_did_not_end_is_marked(whole, monkeypatch, capsys, stops, cut):
+    """Every token of the model ends an answer, or none does."""
+    monkeypatch.setattr(weights.Source, "stop_ids", lambda source: list(stops))
+    chat.main([str(whole), "2 + 2?", "--max-new-tokens", "3"])
+    assert capsys.readouterr().out.count("(cut after 3 tokens: raise --max-new-tokens)\n") == cut
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):

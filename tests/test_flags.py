@@ -200,7 +200,24 @@ def test_few_steps_for_a_model_of_ones_own_are_told(quiet, ended, capsys):
     assert re.search("16 steps.* --steps", capsys.readouterr().out)
 
 
-def test_a_command_says_again_what_differs_from_the_defaults():
+STARTED = [["train.py"], ["../a b/idea.py"], ["-u", "idea.py"], ["-m", "ideas.mine"]]
+
+
+@pytest.mark.parametrize("started", STARTED)
+def test_a_command_names_the_program_that_was_started(started, monkeypatch):
+    """Although runpy writes train.py into sys.argv."""
+    monkeypatch.setattr(sys, "orig_argv", ["/bin/python3", *started, "--task", "mine.py"])
+    monkeypatch.setattr(sys, "argv", ["train.py", "--task", "mine.py"])
+    assert shlex.split(command_of({"steps": 3})) == ["python", *started, "--steps", "3"]
+
+
+def test_a_process_that_was_started_from_code_names_train_py(monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-B", "-c", "import multiprocessing"])
+    assert command_of({}) == "python train.py"
+
+
+def test_a_command_says_again_what_differs_from_the_defaults(monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "--lr", "1"])
     given = [
         "--no-aqn",
         "--eval-problems",
@@ -237,6 +254,9 @@ def test_the_longest_answer_depends_on_the_task():
         "--task mine.py --data some.jsonl | --data",
         "--task mine.py --test some.jsonl | --test",
         "--task mine.py --operands 1-9 | --operands",
+        "--task my/x.jsonl | PATH.py; .* --data, with --task gsm8k",
+        "--task multiplicaton | did you mean multiplication.* --data",
+        "--loss DAP0 | did you mean dapo",
     ],
 )
 def test_a_value_that_cannot_work_is_refused_by_name_with_what_can(monkeypatch, case):

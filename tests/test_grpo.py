@@ -37,7 +37,15 @@ def papers_loss(kind, new, old, weights, ref, adv, beta, lengths=LENGTHS, longes
         total -= tokens.sum() / (n.clamp(min=1) if kind in ("grpo", "gspo") else 1)
     tokens, answers = lengths.sum(), (lengths > 0).sum()
     divisors = {"dapo": tokens, "cispo": tokens, "grpo": answers, "gspo": answers}
-    return total / divisors.get(kind, answers * longest)  # dr_grpo
+    divisors["dr_grpo"] = answers * longest
+    assert kind in divisors, f"{kind}: write its paper's formula here"
+    return total / divisors[kind]
+
+
+def test_a_loss_without_a_formula_here_gets_none():
+    given = [random_tokens() for _ in range(4)]
+    with pytest.raises(AssertionError, match="sapo: write its paper's formula here"):
+        papers_loss("sapo", *given, torch.zeros(6), 0.0)
 
 
 @pytest.mark.parametrize("kind", grpo.LOSSES)
@@ -111,6 +119,16 @@ def test_the_clip_stops_the_gradient_on_the_gaining_side_only(kind):
             assert (grad == 0).all() if stopped else (grad[mask] * sign < 0).all()
 
 
+@pytest.mark.parametrize("kind", ["dapo", "grpo", "dr_grpo"])
+def test_the_clip_stops_single_tokens(kind):
+    """Of each answer one, and not the same one: that whose ratio has moved the way A asks for."""
+    new = torch.tensor([[1.5, 1.0, 0.5], [1.5, 1.0, 0.5]]).log().requires_grad_()
+    given = torch.zeros(2, 3), torch.tensor([1.0, -1.0]), torch.ones(2, 3).bool(), 1
+    loss, clipped = grpo.policy_loss(new, *given, kind)
+    (grad,) = torch.autograd.grad(loss, new)
+    assert (grad == 0).nonzero().tolist() == [[0, 0], [1, 2]] and clipped == 2
+
+
 def test_cispo_bounds_a_weight_and_never_loses_a_token():
     """A token's weight is at most 5: e² = 7.4 > 5 > e^.5. It keeps its gradient."""
     new = torch.tensor([[2.0, 0.5]], requires_grad=True)
@@ -151,16 +169,20 @@ def test_advantages_worked_out_by_hand():
     # the std of (.1, .1001) is 7.07e-5: ± 5e-5 / 1.707e-4; fp32 rounds the rewards by 4e-5 of that
     near = grpo.advantages(torch.tensor([[0.1, 0.1001]]))[0]
     assert near.tolist() == pytest.approx([-0.2929, 0.2929], rel=1e-3)
+    # however near, rewards that differ get advantages that differ; float32 would make both 1
+    nearer = grpo.advantages(torch.tensor([[1, 1 + 1e-9]], dtype=torch.float64))
+    assert nearer[0, 0] < 0 < nearer[0, 1] and nearer.dtype == torch.float32
 
 
 def test_a_group_of_equal_rewards_gets_exact_zeros():
     """Even for .1, which floating-point means do not reproduce, and if groups differ from each
-    other.
+    other. Divided or not.
     """
-    for dtype in (torch.float32, torch.float64):
+    for dtype in (torch.float32, torch.float64, torch.int64):
         for G in (2, 3, 7):
             rewards = torch.tensor([[0.0], [1.0], [0.1], [1e4], [-2.3]], dtype=dtype).expand(5, G)
-            assert (grpo.advantages(rewards) == 0).all()
+            for scale in ("group", "none"):
+                assert (grpo.advantages(rewards, scale) == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -195,6 +217,30 @@ def test_advantages_of_any_baseline_rise_with_the_reward(baseline):
         for rewards in torch.randn(20, 1, 6):
             found = grpo.advantages(rewards, scale, baseline)[0]
             assert (found[rewards[0].argsort()].diff() > 0).all()
+
+
+WRONG_SHAPES = [
+    lambda losses, stopped: (losses[:, None].expand(MASK.shape), stopped),  # not summed
+    lambda losses, stopped: (losses.mean(), stopped),
+    lambda losses, stopped: (losses, stopped[:, 0]),  # T = B here, so that it would broadcast
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG_SHAPES)
+def test_a_loss_of_a_wrong_shape_is_refused(wrong, monkeypatch):
+    def own(*arguments):
+        return wrong(*grpo.dapo(*arguments))
+
+    monkeypatch.setitem(grpo.LOSSES, "dapo", grpo.LOSSES["dapo"]._replace(function=own))
+    with pytest.raises(ValueError, match=r"own\(\) must return losses .*\(6, 6\)"):
+        grpo.policy_loss(random_tokens(), random_tokens(), torch.ones(6), MASK, 1.0)
+
+
+def test_a_baseline_of_a_wrong_shape_is_refused(monkeypatch):
+    """Without keepdim it would broadcast across prompts, if there are as many as answers to one."""
+    monkeypatch.setitem(grpo.BASELINES, "group", lambda rewards: rewards.median(1).values)
+    with pytest.raises(ValueError, match=r"'group' must have the shape \(4, 1\) or \(4, 4\)"):
+        grpo.advantages(torch.rand(4, 4))
 
 
 def test_the_soft_overlong_penalty_of_dapo():

@@ -209,10 +209,17 @@ def test_pass_at_k_is_the_share_of_draws_of_k_samples_with_a_right_one():
     assert log.measure("pass@3") == pytest.approx(0.65)
 
 
-def test_the_rates_table_stands_in_the_log(capsys):
-    gsm8k_tables.main("rate")
+@pytest.mark.parametrize("name, rows", [("rate", 11), ("groups", 5)])
+def test_a_table_that_was_read_from_old_logs_stands_in_the_log(name, rows, capsys):
+    gsm8k_tables.main(name)
     said = capsys.readouterr().out.strip()
-    assert said.count("\n| ") == 11 and said in (ROOT / "results/LOG.md").read_text()
+    assert said.count("\n| ") == rows and said in (ROOT / "results/LOG.md").read_text()
+
+
+def test_a_group_whose_first_half_is_equal_may_still_have_signal():
+    """Of 8 answers, 4 right: 2 of the 70 halves are equal, and the whole group never is."""
+    log = Log([dict(kind="test", name="pass", samples=8, right=[4])])
+    assert gsm8k_tables.group_shares(log) == pytest.approx((1, 1 / 70, 2 / 70))
 
 
 def test_growth_is_the_last_ten_steps_less_the_first_five():

@@ -84,7 +84,7 @@ def test_the_numbers_in_readmes_sentences_are_those_of_the_logs():
         f"from {alone[0]['before']['eval_greedy']:.2f} to "
         + "{:.2f}, {:.2f} and {:.2f}".format(*learned),
         f"It used {peaks.pop()} GB",
-        f"A whole step of the 7B takes {bf16:.2f} times as long in bf16, and {qlora:.2f} times",
+        f"whole step of the 7B {bf16:.2f} times as fast as our bf16, and {qlora:.2f} times as fast",
         f"Here it takes {bf16:.2f} and {qlora:.2f} times as long with answers of about 150 tokens",
         f"of 2,100 tokens {bf16_long:.2f} times in bf16",
         f"a step of {capped['samples']} answers of {capped['new']:,} tokens in "

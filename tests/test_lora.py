@@ -231,10 +231,14 @@ def test_an_adapter_of_other_settings_is_refused(refuses, tmp_path):
 
 
 def test_a_file_of_an_adapter_that_is_damaged_or_missing_is_refused(refuses, tmp_path):
-    for name, text in ((adapter.CONFIG, "[1]"), (adapter.CONFIG, "{"), (adapter.TENSORS, "{")):
+    for name, text, said in (
+        (adapter.CONFIG, "[1]", "cannot be read, fetch it again"),
+        (adapter.CONFIG, "{", "cannot be read, fetch it again"),
+        (adapter.TENSORS, "{", "is damaged or incomplete: fetch it again"),
+    ):
         whole = (tmp_path / name).read_bytes()
         (tmp_path / name).write_text(text)
-        refuses(f"{tmp_path / name} cannot be read, fetch it again")
+        refuses(f"{tmp_path / name} {said}")
         (tmp_path / name).unlink()
         refuses(f"no {name}")
         (tmp_path / name).write_bytes(whole)

@@ -4,6 +4,7 @@ python -m pytest tests/test_memory.py
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -228,6 +229,13 @@ def test_the_table_has_a_line_for_each_model_and_card(capsys):
     assert float(row["needs"]) == pytest.approx(line.needs, abs=0.06)
     for part, value in line.plan._asdict().items():
         assert float(row[part]) == pytest.approx(value / 1e9, abs=0.006)
+
+
+def test_the_page_of_the_planner_quotes_what_the_command_prints(capsys):
+    page = (Path(memory.__file__).parents[1] / "docs/planner.md").read_text()
+    for flags in (["--rank", "16"], []):
+        row = printed(capsys, "--model", "7b", "--memory-gb", "24", *flags)["7b", 24]
+        assert re.search(rf"\b{row['answers']}\b", page) and f" {row['longest']}" in page, flags
 
 
 def test_micro_batches_hold_each_row_once_and_cut_no_group_that_fits():

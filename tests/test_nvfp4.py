@@ -50,6 +50,16 @@ def test_a_weight_one_ulp_from_a_tie_rounds_to_its_own_side():
     assert codes.flatten().tolist() == [7, *range(1, 8), *range(8, 15), 0]
 
 
+def test_each_number_rounds_to_the_nearest_of_all_fifteen():
+    """From −9 to 9 in steps of 1/16, so with every tie, and beyond ±6. Of two that are as near, the
+    one with the even code: argmin takes the first.
+    """
+    x = torch.arange(-144, 145) / 16
+    values = torch.tensor(nvfp4.E2M1[0::2] + nvfp4.E2M1[1::2])  # even codes first
+    nearest = values[(x.abs()[:, None] - values).abs().argmin(1)] * x.sign()
+    assert torch.equal(nvfp4._nearest_e2m1(x), nearest)
+
+
 def test_zero_blocks_and_subnormal_scales():
     """Zeros stay zeros. Subnormal scales are multiples of 2⁻⁹: rtn loses a small block, sweep keeps
     it.

@@ -190,28 +190,30 @@ def test_the_lines_for_peft_transformers_and_pandas_run_as_printed(
 @pytest.mark.slow
 def test_contributings_idea_runs_and_the_tests_see_it(tiny_chat, tmp_path):
     """A loss in a file of the user's own. The tests that its missing clip concerns are red, and the
-    others are green.
+    others are green, as is the test of its own formula.
     """
-    (code,) = re.findall("```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
+    code, check = re.findall("```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
     flags = *FLAGS, "--steps", 3, "--updates-per-step", 4, "--model", tiny_chat
     (tmp_path / "idea.py").write_text(code)
     load = f"sys.path.insert(0, {str(tmp_path)!r}); import idea"
     run = Command(tmp_path, *flags, "--out", tmp_path / "run", code=load)
-    pytest_of = [sys.executable, "-m", "pytest", "-p", "idea", f"{ROOT}/tests/test_grpo.py"]
-    environment = dict(os.environ, PYTHONPATH=str(tmp_path))
-    done = subprocess.run(
-        [*pytest_of, "-k", "dapo", f"--rootdir={ROOT}"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    (tmp_path / "test_idea.py").write_text(check)
+
+    def pytest_of(*arguments):
+        environment = dict(os.environ, PYTHONPATH=f"{tmp_path}:{ROOT}")
+        command = [sys.executable, "-m", "pytest", *arguments]
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+    done = pytest_of("-p", "idea", "tests/test_grpo.py", "-k", "dapo", f"--rootdir={ROOT}")
     red = set(re.findall(r"^FAILED .*::(\w+)\[", done.stdout, re.M))
     assert red == {
         "test_each_loss_equals_its_papers_formula_however_the_batch_is_cut",
         "test_the_clip_stops_the_gradient_on_the_gaining_side_only",
+        "test_the_clip_stops_single_tokens",
     }
     assert " passed" in done.stdout and run.code == 0, run.said
+    own = pytest_of(tmp_path / "test_idea.py", f"--rootdir={tmp_path}")
+    assert own.returncode == 0 and "1 passed" in own.stdout, own.stdout
     clipped = [record.get("clip_fraction") for record in lines(tmp_path / "run")]
     assert 0 in clipped and set(clipped) <= {0, None}  # None: no update, or an evaluation
 

@@ -48,7 +48,7 @@ FILES = {  # what a file holds, and what it is called
     "tabs": (TABLE.replace(",", "\t").encode(), "CSV"),
     "array": (json.dumps(ROWS).encode(), "JSON array"),
     "pretty": (json.dumps(ROWS, indent=2).encode("utf-8-sig"), "JSON array"),
-    "gz": (gzip.compress(b"{}"), "gzip"),
+    "gz": (gzip.compress("\n".join(map(json.dumps, ROWS)).encode()), "gzip"),
     "parquet": (b"PAR1\x15\x04", "Parquet"),
 }
 
@@ -67,16 +67,22 @@ def test_a_file_that_is_no_jsonl_is_named_as_what_it_is(name, tmp_path):
             load_task(flags)
 
 
-@pytest.mark.parametrize("name, made", [("table", "some.json.jsonl"), ("array", "some.jsonl")])
-def test_the_remedy_makes_a_file_that_is_read(name, made, tmp_path):
-    """As printed, in a shell."""
-    data = tmp_path / "some.json"
-    data.write_bytes(FILES[name][0])
+@pytest.mark.parametrize(
+    "name, called",
+    [("table", "my $1.csv"), ("tabs", "a.jsonl"), ("array", "a.jsonl"), ("gz", "a.jsonl.gz")],
+)
+def test_the_remedy_makes_a_file_that_is_read(name, called, tmp_path):
+    """As printed, in a shell, beside a file of any name, and under a name of one .jsonl."""
+    data = tmp_path / called
+    content, _ = FILES[name]
+    data.write_bytes(content if name == "gz" else b"\xef\xbb\xbf" + content)  # as Excel does
     with pytest.raises(ValueError) as refused:
         load_task(config(data))
     command = str(refused.value).partition(": run ")[2]
     subprocess.run(command, shell=True, check=True)
-    task = load_task(config(tmp_path / made))
-    assert sorted(p["question"] for p in task.train + task.held_out) == [
+    (made,) = set(tmp_path.iterdir()) - {data}
+    assert made.suffix == ".jsonl" and str(made).count("json") == 1
+    task = load_task(config(made))
+    assert sorted(p["question"].replace("\t", ",") for p in task.train + task.held_out) == [
         r["question"] for r in ROWS
     ]

@@ -101,6 +101,23 @@ def test_report_shows_and_plots(whole, tmp_path, monkeypatch, capsys, argv, draw
         assert Path(name).read_bytes().startswith(b"\x89PNG\r\n")
 
 
+def test_the_title_of_the_noise_says_which_the_runs_have(whole, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **more: drawn.append(figure.axes))
+    folders = []
+    for name, changes in dict(a={}, b={"sigma_schedule": "adaptive"}, c={"aqn": False}).items():
+        folders.append(shutil.copytree(whole, tmp_path / name))
+        config = json.loads((whole / "config.json").read_text()) | changes
+        (folders[-1] / "config.json").write_text(json.dumps(config))
+        report.plot(folders[-1:])
+    report.plot(folders)
+    titles = [right.get_title() for _, _, right in drawn]
+    assert titles[:3] == ["Noise: exponential", "Noise: adaptive", "Noise: –"]
+    assert sorted(re.findall(r"\w+", titles[3])) == ["Noise", "adaptive", "exponential"]
+
+
 def test_show_tells_what_was_wrong_before_and_right_after(tmp_path):
     """From the first evaluation to the last. The last record of a problem in a step counts, and
     what was written by hand does not. An evaluation alone shows what is wrong.
@@ -118,7 +135,8 @@ def test_show_tells_what_was_wrong_before_and_right_after(tmp_path):
     assert examples == ["1", "2", "3", "4", "0"]
     (tmp_path / "eval.jsonl").unlink()
     append(tmp_path / "eval.jsonl", *(r for r in log if r["step"] == 0))
-    assert re.findall(r": (\d) of 6", report.show([tmp_path])) == ["0", "0", "4"]
+    said = report.show([tmp_path])
+    assert re.findall(r": (\d) of 6", said) == ["4"] and said.count("after    0 steps") == 3
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,9 @@ token.
 """
 
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from contextlib import nullcontext
-from itertools import count, pairwise
+from itertools import count, pairwise, product
 from types import SimpleNamespace
 
 import pytest
@@ -254,6 +254,28 @@ def limited(m, page_size, **limits):
     sampler = Sampler(m, **limits)
     sampler.page_size = page_size
     return sampler
+
+
+@pytest.mark.parametrize("free", range(5))
+def test_reserve_keeps_as_many_rows_as_there_are_pages_for(free):
+    """Four rows own two pages each and need one to four. From the oldest on, as many run on as can
+    have what they need. The others wait, and no page is lost or has two users.
+    """
+    for needs in product((1, 2, 3, 4), repeat=4):
+        limits = rollout.Limits(slots=4, pages=8 + free, length=99, prefill=99)
+        scheduler = rollout.Scheduler(deque(), rollout.STEPS, limits, dict(preempted=0))
+        for row, need in enumerate(needs):
+            at = (need - 1) * rollout.STEPS
+            scheduler.running.append(rollout.Sequence(row, row, 1, at, 99, scheduler.pool.take(2)))
+        scheduler.reserve()
+        own = [max(2, need) for need in needs]
+        fits = max(n for n in range(5) if sum(own[:n]) <= limits.pages)
+        running = scheduler.running
+        assert [s.row for s in running] == [*range(fits)], (needs, free)
+        assert [s.row for s in scheduler.waiting] == [*range(fits, 4)]
+        assert [len(s.pages) for s in running] == own[:fits]
+        used = sum((s.pages for s in running), [])
+        assert sorted(used + scheduler.pool.free) == [*range(limits.pages)]
 
 
 @pytest.mark.parametrize(

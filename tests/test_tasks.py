@@ -46,6 +46,7 @@ FINAL = {  # text → its answer
     "\\boxed{ten} of 20": None,
     "\\boxed{17\n18}": None,
     "\\boxed{17": "17",
+    "\\boxed{16}, 17, \\boxed{18": "18",
     "17 of them, so 18": "18",
     "COVID-19\n18": "18",
     "18\nx²": None,
@@ -359,7 +360,19 @@ def test_a_broken_line_is_named_with_its_number(line, names, tmp_path):
     path.write_bytes(b'{"question": "a", "answer": "#### 3"}\n\n' + bad)
     with pytest.raises(ValueError, match=f"^{path}, line 3: .*{names}") as refused:
         tasks.gsm8k(path)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(refused.value) and "line 1" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "text, column", [('{"a": 1 "b"}', 9), ('{"a"', 6), ("{'a': 1}", 2), ('{"a": 1}}', 9)]
+)
+def test_a_line_that_is_no_json_is_named_with_its_column(text, column, tmp_path):
+    """And with one line, the file's; also if the text ends too early."""
+    path = tmp_path / "some.jsonl"
+    path.write_text(f'{{"question": "a", "answer": 3}}\n{text}\n')
+    with pytest.raises(ValueError, match=f"line 2: column {column}: ") as refused:
+        tasks.gsm8k(path)
+    assert str(refused.value).count("line ") == 1
 
 
 @pytest.mark.parametrize(

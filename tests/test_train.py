@@ -345,7 +345,7 @@ def test_every_token_weighs_the_same_in_the_mismatch_of_several_ranks(
     want = factors[::4][mask[::4]].mean().item()
 
     def mismatch(rollout):
-        return diagnostics.mismatch(learner, rollout)
+        return diagnostics.sampler_gap(learner, rollout)
 
     assert mismatch(Rollout.join([noisy] * 16)) == pytest.approx(want)
     add_up(monkeypatch, diagnostics)
@@ -620,3 +620,5 @@ def test_the_rate_is_that_of_transformers_without_its_first_step(name, steps, wa
         theirs.step()
         rate = train.learning_rate(step, steps, 3.0, warmup, name)
         assert rate == pytest.approx(theirs.get_last_lr()[0]) and rate > 0
+    with pytest.raises(KeyError, match="quadratic"):
+        train.learning_rate(warmup, 5, 3.0, warmup, "quadratic")

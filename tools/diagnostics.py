@@ -13,27 +13,17 @@ import torch
 
 from rollout import Rollout
 from tools.environment import Answer
-from tools.flags import Config
+from tools.flags import Config, say
 from tools.memory import prompt_groups
 from tools.ranks import gather, rank_and_count, sum_over_ranks, union_over_ranks
 from tools.report import diagnose
 from tools.run import peak_memory_gb
 
 PREFLIGHT_PROMPTS = 32
-# what to change if a share that a preflight measures is low
-ADVICE = dict(
-    finished=(
-        "fewer than half of the answers ended, and those cut off earn little or "
-        "nothing: raise --max-new-tokens"
-    ),
-    signal=(
-        "fewer than a fifth of the groups teach: take harder problems if most answers "
-        "are right, easier ones if few are, or raise --group-size or --temperature"
-    ),
-    solved=(
-        "nearly no reward is above 0: the --task is too hard for this --model, or its "
-        "reward never pays; read the answers of --steps 0 by tools.report show"
-    ),
+PREFLIGHT_TOKENS = 2**14  # of all answers at most, on a CPU: two minutes of SmolLM2 on two cores
+UNSOLVED = (  # what to change if so few answers earn anything
+    "nearly no reward is above 0: take a larger --model or an easier --task (smollm2 only checks "
+    "your file), or mend a reward that never pays"
 )
 
 
@@ -97,7 +87,7 @@ def factor(drift: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def mismatch(
+def sampler_gap(
     trainer, rollout: Rollout, measure: Callable[[torch.Tensor], torch.Tensor] = factor
 ) -> float:
     """→ mean of measure(ln π_trainer − ln π_sampler) over answer tokens.
@@ -126,10 +116,29 @@ def mismatch(
     return sums["measured"] / sums["tokens"]
 
 
+def preflight_prompts(config: Config, on_cpu: bool) -> int:
+    """→ how many prompts a preflight samples, a multiple of the ranks. A GPU answers 32 in about
+    the time of fewer. A CPU does not, so there are fewer, and a line says so.
+    """
+    _, ranks = rank_and_count()
+    prompts = PREFLIGHT_PROMPTS
+    if on_cpu:
+        affordable = PREFLIGHT_TOKENS // (config.group_size * config.max_new_tokens)
+        prompts = min(prompts, config.prompts, affordable)
+    prompts = max(1, prompts // ranks) * ranks
+    if on_cpu:
+        say(
+            f"prompts: {prompts} with {config.group_size} answers of at most "
+            f"{config.max_new_tokens} tokens; two cores sample 100 tokens of smollm2 a second. "
+            f"A GPU samples {PREFLIGHT_PROMPTS} prompts, so the shares are rough"
+        )
+    return prompts
+
+
 def preflight_report(
     stats: dict, answers: list[Answer], backward_s: float, config: Config
 ) -> tuple[str, int]:
-    """Judge a trial step, which samples PREFLIGHT_PROMPTS prompts and updates nothing.
+    """Judge a trial step, which updates nothing.
 
     stats, answers: of the trial; answers of this rank. backward_s: seconds of one backward. → the
     report, text of several lines; and train.py's exit code: 3 if training would be pointless, else
@@ -140,17 +149,18 @@ def preflight_report(
     )
     solved = sums["solved"] / sums["answers"]
     stats = stats | dict(memory_gb=peak_memory_gb())
-    accurate = stats["mismatch"] <= 1.5  # NaN is not
-    pointless = stats["signal"] == 0 or not accurate
+    pointless = stats["signal"] == 0 or not stats["mismatch"] <= 1.5  # or it is NaN
     share = config.prompts * config.group_size / sums["answers"]  # of a step in the trial
     update_s = backward_s * share * config.updates_per_step
     # on a GPU fewer prompts than these take about the same time
     rollout_s = stats["rollout_s"] * (max(1, share) if torch.cuda.is_initialized() else share)
     seconds = rollout_s + update_s
     minutes = seconds * config.steps / 60
-    prompts = f"{PREFLIGHT_PROMPTS} prompts"
+    prompts = f"prompts: {sums['answers'] / config.group_size:.0f}"
+    updating = f"{update_s:.1f} of them the update" if stats["signal"] else "with no update in it"
+    best = max(answers, key=lambda answer: answer.reward)
     lines = [
-        f"{prompts} × {config.group_size} answers, nothing is updated:",
+        f"{prompts}, with {config.group_size} answers each; nothing is updated",
         f"solve rate  {solved:7.1%}   answers with a reward above 0",
         f"finished    {stats['finished']:7.1%}   "
         "answers that ended; --max-new-tokens cut the others",
@@ -158,16 +168,18 @@ def preflight_report(
         "groups of equal rewards, or all masked; --resample replaces them",
         f"mismatch    {stats['mismatch']:7.4f}   sampler against trainer; 1 is perfect",
         f"memory      {stats['memory_gb']:7.1f}   GB at most",
-        f"a step      {seconds:7.1f}   seconds, {update_s:.1f} of them the "
-        f"update; {config.steps} steps {minutes:.0f} minutes, evaluation aside",
+        f"the best    {best.reward:+7.2f}   {str(best.prompt)[:80]!r} → {best.text[:200]!r}",
+        f"a step      {seconds:7.1f}   seconds, {updating}; {config.steps} steps {minutes:.0f} "
+        "minutes, evaluation aside",
     ]
-    for _, advice in diagnose([stats], needed=1, seen=prompts):
-        lines.append(f"change: {advice}")
-    low = dict(  # diagnose() has advised on a 0 of the first two
-        finished=0 < stats["finished"] < 0.5,
-        signal=0 < stats["signal"] < 0.2,
-        solved=solved < 0.02,
-    )
-    lines += [f"change: {ADVICE[name]}" for name, found in low.items() if found]
-    lines.append("training would be pointless" if pointless else "ready to train")
-    return "\n    ".join(lines), 3 if pointless else 0
+    changes = dict(diagnose([stats], 1, prompts, groups=0.2, answers=0.5))
+    if solved < 0.02:
+        changes.pop("flat", None)  # this is why the groups are equal
+        changes = {"unsolved": UNSOLVED} | changes
+    lines += [f"change: {advice}" for advice in changes.values()]
+    verdict = "ready to train"
+    if pointless:
+        verdict = "training would be pointless: first change the above"
+    elif changes:
+        verdict = "training can work, but first change the above"
+    return "\n    ".join([*lines, verdict]), 3 if pointless else 0

@@ -8,7 +8,9 @@ Needs: nothing, so that a wrong flag is refused before torch is imported.
 
 import signal
 import sys
+from collections.abc import Iterable
 from contextlib import contextmanager
+from difflib import get_close_matches
 
 
 def exit_on_signals() -> None:
@@ -18,6 +20,14 @@ def exit_on_signals() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """→ for a sentence that refuses a word: " (did you mean …?)" with that of the known ones, in
+    lower case, which is most like it; "" if none is.
+    """
+    near = get_close_matches(word.lower(), known, n=1)
+    return f" (did you mean {near.pop()}?)" if near else ""
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import os
+import sys
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction
 from contextlib import suppress
 from difflib import get_close_matches
@@ -18,6 +19,7 @@ from pathlib import Path
 from shlex import quote
 
 from tasks import TASKS
+from tools.ends import nearest
 
 # The keys of weights.QUANT, grpo.LOSSES and aqn.SCHEDULES, whose files import torch.
 QUANT = "nvfp4", "rtn", "bf16"
@@ -215,8 +217,8 @@ class Config:
     resume: str = flag("", "folder of a run to continue with its flags; some may be given anew")
     preflight: bool = flag(
         False,
-        "sample 32 prompts, whatever --prompts, give advice, update nothing; exit 3 (torchrun: 0): "
-        "pointless",
+        "sample 32 prompts, whatever --prompts (a CPU: fewer), give advice, update "
+        "nothing; exit 3 (torchrun: 0): pointless",
     )
 
     def __post_init__(self):
@@ -245,9 +247,24 @@ def spelled(name):
     return f"--{name.replace('_', '-')}"
 
 
+def program():
+    """→ how this process was started, without flags: "python train.py", or a reader's "python
+    idea.py". sys.argv would name train.py also if idea.py runs it by runpy. A process that was
+    started from code, as by multiprocessing, has no command of its own.
+    """
+    if "-c" in sys.orig_argv:
+        return "python train.py"
+    words = ["python"]
+    for word in sys.orig_argv[1:]:
+        words.append(quote(word))
+        if not word.startswith("-"):
+            break
+    return " ".join(words)
+
+
 def command_of(flags):
     """→ the command line of a run with these flags, {name: value}, without its folder."""
-    words = ["python train.py"]
+    words = [program()]
     for name, value in flags.items():
         if value != FIELDS[name].default and name not in ("out", "resume"):
             given = f"{spelled(name)} {quote(str(value))}"
@@ -403,7 +420,10 @@ def check(config):
         choices, low, high = about["choices"], about["low"], about["high"]
         own = name == "task" and config.own_task
         if choices and value not in choices and not own:
-            refuse(name, f"must be one of {', '.join(choices)}")
+            also = ""
+            if name == "task":
+                also = ", or your own PATH.py; a file of problems is for --data, with --task gsm8k"
+            refuse(name, f"must be one of {', '.join(choices)}{nearest(value, choices)}{also}")
         # `not` refuses NaN, too
         if field.type in (int, float) and value is not None and not low <= value <= high:
             refuse(name, f"must be {low} to {high}")

@@ -22,11 +22,12 @@ tools/weights.py also takes `readable` and `tensor_names` from this file.
 
 Left out: every tokenizer.ggml.pre that SPLITS and SYNONYMS lack; RoPE scaling but Llama 3's.
 
-Needs: torch, transformers, tokenizers, numpy, gguf (llama.cpp's library); nvfp4.py. The library is
-imported in functions, because safetensors load without it.
+Needs: torch, transformers, tokenizers, numpy, gguf (llama.cpp's library). The library is imported
+in functions, because safetensors load without it.
 """
 
 import re
+import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -39,8 +40,9 @@ from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-import nvfp4
-
+# read() dequantises PIECE numbers at a time in each of THREADS threads. A thread needs the GIL
+# between numpy's loops. More threads, or smaller pieces and so shorter loops, mostly wait for it.
+PIECE, THREADS = 1 << 19, 3
 ARCHITECTURES = "llama", "qwen2", "qwen3"
 MARKED = 3, 4  # of tokenizer.ggml.token_type: control tokens, and those that the makers defined
 # Keys of the header that scale something → the value that changes nothing. An old file may have a
@@ -109,9 +111,14 @@ class GGUFFile:
         divisors = stored.pop("rope_freqs.weight", None)
         refused = readable(path, "cannot be loaded, take this model's safetensors")
         with self.shared_with_transformers(), refused:
+            # transformers turns every array into a list; of these a config needs none
+            fields = self.reader.fields
+            unused = "merges", "token_type", "scores"
+            self.reader.fields = {key: fields[key] for key in fields if not key.endswith(unused)}
             self.config = AutoConfig.from_pretrained(
                 path.parent, gguf_file=path.name, trust_remote_code=False
             )
+            self.reader.fields = fields
             self._mend_config(f"{family}.", "blk.0.attn_q.bias" in stored)
             if divisors is not None:
                 self._use_llama3_rope(torch.tensor(divisors.data))
@@ -257,16 +264,19 @@ class GGUFFile:
             else:
                 place.numpy()[:] = values  # copy_ would start threads of its own
 
-        # Work in pieces of about nvfp4.CHUNK values: dequantize makes several temporaries of its
-        # output's size, and numpy releases the GIL, so that threads share the work. A GPU gets each
-        # piece at once, so that the CPU never holds, and never has to clear, the whole tensor. Both
-        # splits cut the first dimension, at the same rows.
-        pieces = tensor.numel() // nvfp4.CHUNK + 1
+        # Until a larger array was freed, glibc returns the temporaries of each piece below to
+        # the kernel, which clears new ones for the next. So free one that nobody has written to.
+        np.empty(31 << 20, np.uint8)
+        # dequantize makes some ten temporaries of its output's size, so a piece is small enough for
+        # a core's cache. numpy releases the GIL while it loops over one. A GPU gets each piece at
+        # once, so that the CPU never holds, and never has to clear, the whole tensor. Both splits
+        # cut the first dimension, at the same rows.
+        pieces = tensor.numel() // PIECE + 1
         places = tensor.tensor_split(pieces)  # views: filling them fills the tensor
         rows = np.array_split(data, pieces)
         with (
             readable(self.path, f"holds {name}, which gguf cannot dequantise"),
-            ThreadPoolExecutor() as pool,
+            ThreadPoolExecutor(THREADS) as pool,
         ):
             list(pool.map(fill, places, rows))  # list: raises what a thread raised
         if self.config.model_type == "llama" and re.search(r"\.[qk]_proj\.", name):
@@ -279,15 +289,32 @@ class GGUFFile:
 
 def parse(path: Path):
     """→ the library's reader of a file. It raises errors of many types if the file is damaged."""
-    from gguf import GGUFReader
+    from gguf import GGUFReader, GGUFValueType
 
     class Reader(GGUFReader):
-        """Parses in a third of the time, most of which the vocabulary takes: hundreds of thousands
-        of strings and numbers. The library makes five objects to read each of them.
+        """Parses in a tenth of the time, most of which the vocabulary takes: hundreds of thousands
+        of strings and numbers. The library makes a dozen objects to read each of them.
         """
 
-        def _get(self, offset, dtype, count=1, override_order=None):
-            return np.frombuffer(self.data, dtype, int(count), int(offset))
+        def _get_field_parts(self, orig_offs, raw_type):
+            """→ bytes of the value, its parts, which of them are data, types of value and items."""
+            if raw_type != GGUFValueType.ARRAY:
+                return super()._get_field_parts(orig_offs, raw_type)
+            # neither a memmap, whose slices are slow, nor a memoryview, whose slices Python's
+            # garbage collector would visit again and again
+            whole, parts = np.asarray(self.data), []
+            kind, count = struct.unpack_from("<IQ", whole, orig_offs)
+            at = orig_offs + 12
+            if kind == GGUFValueType.STRING:
+                for _ in range(count):
+                    (length,) = struct.unpack_from("<Q", whole, at)
+                    at += 8 + length
+                    parts.append(whole[at - length : at])
+            else:
+                numbers = np.frombuffer(whole, self.gguf_scalar_to_np[kind], count, at)
+                parts += list(numbers.reshape(-1, 1))
+                at += numbers.nbytes
+            return at - orig_offs, parts, range(count), [raw_type, kind]
 
     return Reader(path)
 
@@ -298,7 +325,8 @@ def readable(path: str | Path, what: str = "cannot be read, fetch it again") -> 
 
     path: the file, or any subject of the sentence. The reason is the error's first line. If that
     ends in a colon, the next line is appended, because only that line tells something. A pointer of
-    Git LFS in the place of the file, or in the folder, is the reason.
+    Git LFS in the place of the file, or in the folder, is the reason. What safetensors says of a
+    damaged file is no help, so the sentence says that it is damaged.
     """
     try:
         yield
@@ -308,6 +336,8 @@ def readable(path: str | Path, what: str = "cannot be read, fetch it again") -> 
             for file in (Path(path), *Path(path).glob("*.*")):
                 if file.is_file() and file.open("rb").read(24) == b"version https://git-lfs.":
                     reason = f"{file.name} is a pointer of Git LFS: fetch the file by git lfs pull"
+        if "deserializing header" in reason:  # by safetensors
+            raise ValueError(f"{path} is damaged or incomplete: fetch it again") from error
         raise ValueError(f"{path} {what}: {reason.splitlines()[0]}") from error
 
 

@@ -7,21 +7,25 @@ Needs: tasks.py.
 
 import os
 import re
+from shlex import quote
 
 from tasks import text_of
 
 # how a file begins that is no JSONL: what it is, and how to make JSONL of it
 FORMATS = {
-    rb"\x1f\x8b": "a file of gzip: unpack it with gunzip",
+    rb"\x1f\x8b": "a file of gzip: run gunzip < {path} > {made}",
     rb"PAR1": "Parquet: write pandas.read_parquet(…).to_json(…, orient='records', lines=True)",
     rb"\[": (
         "a JSON array, not an object a line: run python -c 'import json, sys; "
-        "[print(json.dumps(x)) for x in json.load(sys.stdin)]' < {path} > {path}l"
+        'sys.stdin.reconfigure(encoding="utf-8-sig"); '
+        "[print(json.dumps(x)) for x in json.load(sys.stdin)]' < {path} > {made}"
     ),
     rb"[^{\n]*[,;\t]": (
         "CSV or another table, not JSON: run python -c 'import csv, json, sys; "
-        "[print(json.dumps(x)) for x in csv.DictReader(sys.stdin)]' "
-        "< {path} > {path}.jsonl"
+        'sys.stdin.reconfigure(encoding="utf-8-sig"); '
+        'head, *rows = sys.stdin; between = max(",;\\t", key=head.count); '
+        "rows = csv.DictReader([head, *rows], delimiter=between); "
+        "[print(json.dumps(x)) for x in rows]' < {path} > {made}"
     ),
 }
 
@@ -75,4 +79,6 @@ def refuse_other_formats(path: str) -> None:
             head = file.read(10_000).removeprefix(b"\xef\xbb\xbf").lstrip()
         for beginning, what in FORMATS.items():
             if re.match(beginning, head):
-                raise ValueError(f"{path} is {what.format(path=path)}")
+                stem = re.sub(r"(\.(jsonl?|csv|tsv|txt|gz))+$", "", path)
+                made = quote(f"{stem}.lines.jsonl")  # never the file itself
+                raise ValueError(f"{path} is {what.format(path=quote(path), made=made)}")

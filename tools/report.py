@@ -68,16 +68,21 @@ EXAMPLES = 3  # problems shown of each
 
 ADVICE = dict(
     flat=(
-        "{seen} without one group of unequal rewards: nothing can be learnt. "
-        "Try a harder or easier task (--operands 2-5), less noise if σ is not 0 "
-        "(--sigma-start), or a larger --group-size or --max-new-tokens."
+        "{signal:.0%} of the groups have unequal rewards ({seen}), and without one a step makes no "
+        "update: take harder problems if most answers are right, easier ones "
+        "if few are (--operands 2-5 for sums), less noise if σ is not 0 (--sigma-start), "
+        "or raise --group-size or --temperature."
     ),
     unfinished=(
-        "{seen} in which no answer ended: raise --max-new-tokens, or check that the "
+        "{finished:.0%} of the answers ended ({seen}), and those cut off earn "
+        "little or nothing: raise --max-new-tokens, or check that the "
         "model's chat template and end token are the ones it was trained with, "
         "and that σ is not so large that noise is all it says (--sigma-start)."
     ),
-    skipped="a NaN or infinite loss or gradient: the step was skipped, try a lower --lr.",
+    skipped=(
+        "a NaN or infinite loss or gradient: the step was skipped. Try a lower --lr; before the "
+        "first update look at the loss instead, if it is your own."
+    ),
     mismatch=(
         "sampler and trainer disagree by a factor of {mismatch:.3f} on a token's "
         "probability: the ratios are wrong. Report it, also with --quant bf16."
@@ -85,29 +90,29 @@ ADVICE = dict(
 )
 
 
-def diagnose(records, needed=5, seen="five steps"):
+def diagnose(records, needed=5, seen="", groups=1e-9, answers=1e-9):
     """Records of steps, the oldest first → pairs (name, sentence of advice), one for each problem.
 
     needed: "flat" and "unfinished" are problems only if each of the last `needed` steps has them,
-    because one such step is common. seen: these steps in words. "skipped" and "mismatch" are
-    problems of the last step alone.
+    because one such step is common. seen: what was seen, if not steps. groups, answers: which
+    share of them is enough; left out: any. "skipped" and "mismatch" are problems of the last step
+    alone.
     """
     last = records[-1]
 
-    def lasting(key):
-        return [record[key] for record in records[-needed:]] == [0] * needed
+    def lasting(key, enough):
+        return [record[key] < enough for record in records[-needed:]] == [True] * needed
 
     problems = dict(
-        flat=lasting("signal"),
-        unfinished=lasting("finished"),
+        flat=lasting("signal", groups),
+        unfinished=lasting("finished", answers),
         skipped="skipped" in last,
         # Most steps do not measure the mismatch: it is None. NaN is a problem; comparisons with
         # NaN are false, hence the second `not`.
         mismatch=last["mismatch"] is not None and not last["mismatch"] <= 1.05,
     )
-    return [
-        (name, ADVICE[name].format(seen=seen, **last)) for name, found in problems.items() if found
-    ]
+    facts = last | {"seen": seen or f"steps in a row: {needed}"}
+    return [(name, ADVICE[name].format(**facts)) for name, found in problems.items() if found]
 
 
 # --- read the files of a run
@@ -214,7 +219,9 @@ def plot(folders):
     left.update_datalim([(0, 0), (0, 1)])
     left.autoscale_view()
     right.set_yscale("symlog", linthresh=1e-4)  # logarithmic, but with a place for 0
-    titles = "Mean reward", "Entropy of the policy, nats a token", "Adaptive noise"
+    flags = [flags_in(folder) for folder in folders]
+    noise = {str(run.get("sigma_schedule")) for run in flags if run.get("aqn")} or "–"
+    titles = "Mean reward", "Entropy of the policy, nats a token", f"Noise: {', '.join(noise)}"
     for axis, title in zip(figure.axes, titles, strict=True):
         axis.set(title=title, xlabel="steps")
         axis.grid(alpha=0.3)
@@ -257,15 +264,21 @@ def changes(folder):
     before = evaluations[min(evaluations)]
     after = evaluations[max(evaluations)]
     said = []
-    for title, is_so in CHANGES.items():
+    kinds = CHANGES
+    if len(evaluations) == 1:
+        kinds = {"wrong, in the only evaluation": CHANGES["wrong before and after"]}
+    for title, is_so in kinds.items():
         found = [
             prompt
             for prompt in before.keys() & after.keys()
             if is_so(before[prompt]["reward"], after[prompt]["reward"])
         ]
-        said.append(f"{title}: {len(found)} of {len(after)} held-out problems")
+        count = f"{title}: {len(found)} of {len(after)} held-out problems"
+        more = f"; {EXAMPLES} of them, all are in eval.jsonl:" if len(found) > EXAMPLES else ""
+        said.append(count + more)
         for prompt in sorted(found)[:EXAMPLES]:
-            said += [f"    {prompt!r}", before[prompt]["shown"], after[prompt]["shown"]]
+            shown = before[prompt]["shown"], after[prompt]["shown"]
+            said += [f"    {prompt!r}", *dict.fromkeys(shown)]
     return "\n".join(said)
 
 
@@ -283,17 +296,20 @@ def table(folders):
     return "\n".join("  ".join(map(str.ljust, row, widths)) for row in rows)
 
 
+def flags_in(folder):
+    """→ {name: value} of a run's flags; empty if config.json is missing or damaged."""
+    with suppress(OSError, RecursionError, TypeError, ValueError):
+        return {**json.loads(Path(folder, "config.json").read_text())}
+    return {}
+
+
 def summary(folder):
     """→ the texts of a run's line in the table.
 
     first, best, last: greedy accuracy in evaluations. minutes: of its steps and evaluations.
     """
-    flags = {}
-    # config.json is missing or damaged
-    with suppress(OSError, RecursionError, TypeError, ValueError):
-        flags = {**json.loads((folder / "config.json").read_text())}
     known = {"task": "–", "model": "–", "steps": "–"}
-    known |= {name: value for name, value in flags.items() if value is not None}
+    known |= {name: value for name, value in flags_in(folder).items() if value is not None}
     records = read(folder).values()
     made = sum(r["kind"] == "step" for r in records)
     # In an old run each update of a rollout counted as a step, although its log has one record a

@@ -47,10 +47,10 @@ import os
 import resource
 import signal
 import sys
-import threading
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from shlex import quote, split
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -59,11 +59,10 @@ from tqdm import tqdm
 import lora
 from tools.adapter import TENSORS, save_adapter, save_file
 from tools.environment import Answer
-from tools.flags import MOVABLE, Config, command_of, flags_of_run
+from tools.flags import MOVABLE, Config, command_of, flags_of_run, program
 from tools.ranks import alike, gather, rank_and_count
 from tools.report import diagnose, line, logged, plot
 
-PULSE = 15  # seconds between signs of life
 LONG_ROLLOUT = 10  # seconds; the line of a step tells of a shorter one soon enough
 CARD = (  # of an adapter, for the hub
     "---\nlibrary_name: peft\n---\n# A LoRA adapter\n\n"
@@ -112,6 +111,7 @@ class Run:
     print_error: why say() could not print, which stops the run.
     """
 
+    is_new = False
     best = first = -math.inf
     consistent = True
     newest_damaged = False
@@ -129,10 +129,10 @@ class Run:
         """
         named = f"runs/{Path(config.task).stem}-{time.strftime('%m%d-%H%M%S')}"
         self.folder = Path(config.resume or config.out or named)
-        self.how_to_resume = f"go on with: python train.py --resume {self.folder}"
+        self.how_to_resume = f"go on with: {program()} --resume {quote(str(self.folder))}"
         # A task of the user's own is a program. A resume does not start it because a file says so.
         if config.own_task:
-            self.how_to_resume += f" --task {config.task}"
+            self.how_to_resume += f" --task {quote(config.task)}"
         self.flags = vars(config) | {"resume": "", "out": str(self.folder)}
         self.model_name = config.model
         self.steps = config.steps
@@ -156,6 +156,7 @@ class Run:
         this process ends, however it ends.
         """
         log = self.folder / "metrics.jsonl"
+        self.is_new = not self.folder.exists()
         if self.is_resumed and not log.exists():
             raise ValueError(f"{log} is gone: bring it back, or {self.another_run()}")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -172,6 +173,20 @@ class Run:
             raise ValueError(
                 f"{self.folder} holds a run already: go on with --resume, or take another --out"
             )
+
+    @contextmanager
+    def removed_on_error(self):
+        """Context manager around what precedes the first step: an error in it removes the folder
+        that this run has made, of which nothing is worth keeping.
+        """
+        try:
+            yield
+        except BaseException:
+            if self.is_new:
+                (self.folder / "metrics.jsonl").unlink()
+                with suppress(OSError):  # somebody has put a file there
+                    self.folder.rmdir()
+            raise
 
     def _read_log(self):
         """Number this segment, find the best evaluation so far, refuse too few --steps, and a run
@@ -265,7 +280,8 @@ class Run:
                     with suppress(KeyboardInterrupt, SystemExit), self.signals_deferred():
                         self.save()
                 self.say(
-                    f"\nstopped after {state.step} steps{self.print_error}; {self.how_to_resume}",
+                    f"\nstopped after {state.step} step{'s' * (state.step != 1)}"
+                    f"{self.print_error}; {self.how_to_resume}",
                     sys.stderr,
                 )
                 raise
@@ -299,23 +315,6 @@ class Run:
         for number in pending:
             signal.raise_signal(number)
 
-    @contextmanager
-    def signs_of_life(self, sampler):
-        """Context manager: inside, print a line every PULSE seconds. A CPU may take minutes."""
-        ended = threading.Event()
-        began = time.perf_counter()
-
-        def report():
-            while not ended.wait(PULSE):
-                steps = sampler.stats.get("steps", 0)
-                self.say(f"{time.perf_counter() - began:.0f} s: {steps} decode steps")
-
-        threading.Thread(target=report, daemon=True).start()
-        try:
-            yield
-        finally:
-            ended.set()
-
     # --- save and load
 
     def save(self):
@@ -330,7 +329,7 @@ class Run:
             self._write_log()
         tensors = checkpoint_tensors(self.model, self.optimizer)
         metadata = {name: str(value) for name, value in vars(self.state).items()}
-        metadata |= self.hashes
+        metadata |= self.hashes | {"program": program()}
         metadata["sha256"] = checksum(tensors, metadata)
         # The checkpoint last: after a crash between the two, a resumed run replays the steps and
         # writes both again. With the checkpoint first, it would have no step to replay after the
@@ -346,11 +345,16 @@ class Run:
     def save_adapter(self, name, step):
         """Write the adapter, which has learned for so many steps, and a model card into a folder of
         this name."""
+        save_adapter(self.model, self.folder / name, self.model_name, self.card(step))
+
+    def card(self, step):
+        """→ the text of the card of an adapter that has learned for so many steps: the scores are
+        the first and the last so far.
+        """
         first, *later = [self.scores[n] for n in sorted(self.scores)] or ["unknown"]
         command = command_of(self.flags)
         scores = ", ".join([first, *later[-1:]])
-        card = CARD.format(**self.flags, step=step, scores=scores, command=command)
-        save_adapter(self.model, self.folder / name, self.model_name, card)
+        return CARD.format(**self.flags, step=step, scores=scores, command=command)
 
     def load(self):
         """Restore the newest checkpoint that is whole into model, optimizer and state. Without a
@@ -365,15 +369,16 @@ class Run:
             for path in self.checkpoints():
                 try:
                     tensors, metadata = read_checkpoint(path)
-                except (SafetensorError, LookupError, TypeError, ValueError) as error:
+                except (SafetensorError, LookupError, TypeError, ValueError):
                     self.newest_damaged = True
                     self.say(
-                        f"warning: {path} is damaged ({error}): going back to the one before it",
+                        f"warning: {path} is damaged or incomplete: going back to the one before",
                         sys.stderr,
                     )
                     continue
                 flags = flags_of_run(self.folder)
                 self._compare_hashes(path, metadata, flags)
+                self._compare_programs(metadata.get("program", program()))
                 restore(path, tensors, self.model, self.optimizer)
                 # until November 2026 each step drew the same number of problems
                 each = flags["prompts"] * (1 + flags["resample"])
@@ -408,6 +413,16 @@ class Run:
                     f"bring it back, name it by its path, or {self.another_run()}"
                 )
 
+    def _compare_programs(self, before):
+        """Warn if another file than now began the run, such as an idea.py that replaced the loss.
+        before: program() of the checkpoint.
+        """
+        now = program()
+        if Path(split(before)[-1]).name != Path(split(now)[-1]).name:
+            self.say(
+                f"warning: {before} began this run; what it changes is not in {now}", sys.stderr
+            )
+
     def checkpoints(self):
         """→ the paths of the existing checkpoints, the newest first.
 
@@ -433,12 +448,14 @@ class Run:
         stats["memory_gb"] = peak_memory_gb()
         self.history.append(stats)
         self.log("step", step, stats)
-        for name, advice in diagnose(self.history):
+        for name, advice in diagnose(self.history, min(5, self.steps)):
             if name not in self.warned:
                 self.warned.add(name)
                 self.say(f"warning: {advice}", sys.stderr)
         if sum("skipped" in recent for recent in self.history[-5:]) == 5:
-            raise ValueError("five steps in a row were skipped: try a lower --lr")
+            raise ValueError(
+                "five steps in a row were skipped: if the loss is not your own, try a lower --lr"
+            )
 
     def log(self, kind, step, record):
         """Append a record to the log and print it; keep the adapter of the best evaluation.
@@ -453,8 +470,6 @@ class Run:
                 # must not hold a score whose adapter a crash has lost.
                 if self._rank(step, record["eval_greedy"]):
                     self.save_adapter("adapter-best", step)
-                if step == self.steps > 0:  # once more, for the card
-                    self.save_adapter("adapter", step)
             self.unlogged.append(record | {"segment": self.segment})
             self._write_log()
         text = line(record, any_reward=self.any_reward)
@@ -513,19 +528,16 @@ class Run:
         except Exception as error:
             command = f"python -m tools.report plot {self.folder}"
             self.say(f"warning: no curves, for {error!r}; try {command}", sys.stderr)
-        if (self.folder / "adapter").exists():
+        card = self.folder / "adapter" / "README.md"
+        if card.exists():
             results += f", adapter in {self.folder}/adapter"
+            # the last evaluation followed the last save
+            write_atomically(card, lambda path: path.write_text(self.card(self.steps)))
         if (self.folder / "adapter-best").exists():
             results += f", the best ({self.best:.2f}) in {self.folder}/adapter-best"
             if self.best <= self.first:
                 results += f"; before training it was {self.first:.2f}"
         self.say(results)
-        if self.history and not any(stats.get("rows") for stats in self.history):
-            self.say(
-                "warning: nothing was learned, because no group had different rewards; "
-                "--preflight says what to change",
-                sys.stderr,
-            )
 
     def say(self, text, file=None):
         """Print. If that fails, stop the run as Ctrl-C does.
@@ -598,7 +610,7 @@ def checksum(tensors, metadata):
     """→ SHA-256, in hex, of a checkpoint's metadata {name: text} and of its tensors' names, types,
     shapes and bytes. Until November 2026 the metadata had the step alone.
     """
-    names = "step", "drawn", "problems", "sigma", "model", "adapter"
+    names = "step", "drawn", "problems", "sigma", "model", "adapter", "program"
     known = [metadata[name] for name in names if name in metadata]
     sha = hashlib.sha256(" ".join(known).encode())
     for name, tensor in sorted(tensors.items()):

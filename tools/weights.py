@@ -57,6 +57,7 @@ from transformers import (
 import nvfp4
 from fp4_gemm import Dense, PackedNVFP4, pack
 from model import FAMILIES, family, rope_frequencies
+from tools.ends import nearest
 from tools.gguf import GGUFFile, readable, tensor_names  # noqa: F401, for tools/export.py
 
 # what --quant may be → nvfp4.quantize's method; None: weights are not quantised
@@ -124,7 +125,7 @@ def open(name: str | Path) -> "Source":  # weights.open(...), like gzip.open
         if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)):
             raise ValueError(
                 f"{name} is neither a folder nor a .gguf file here (if it has moved, name its new "
-                "place), nor a hub id like owner/model"
+                f"place), nor a hub id like owner/model{nearest(str(name), ['smollm2'])}"
             )
         # a repository may also hold the same weights in formats that nobody reads here
         wanted = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
