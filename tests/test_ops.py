@@ -1,6 +1,7 @@
 """A block's operations against transformers and a plain attention; kernels against plain torch."""
 
 from itertools import pairwise, product
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -236,15 +237,18 @@ def on_cpu(values):
 
 def results_and_cache(kernel, paged, layer):
     """→ (ours, expected) of live rows' results, of keys and of values. The fast kernel finds NaN
-    where no row may look.
+    where no row may look. The definition gets heads of the layer's dtype: rounded to bf16 first, a
+    number may become another integer.
     """
     right, seen = on_cpu(paged), seen_by_rows(paged)
+    rotated = on_cpu(attention.rotated_heads(*layer[:-1]))
     paged = tree_map(lambda x: x.clone() if torch.is_tensor(x) else x, paged)
     cache, live = paged.cache, paged.positions >= 0
     if kernel is not plain_kernel:
         for x in (*cache.k, *cache.v):
             getattr(x, "scale", x).transpose(1, 2)[~seen.to(live.device)] = torch.nan
-    plain = right(*on_cpu(layer))
+    with patch.object(attention, "rotated_heads", lambda *_: rotated):
+        plain = right(*on_cpu(layer))
     ours = kernel(*layer, paged)
     assert not cache.counters.any()
     read = [on_cpu(x[1])[slice(None)].transpose(1, 2)[seen] for x in (*cache[:2], *right.cache[:2])]
