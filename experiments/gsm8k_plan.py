@@ -48,7 +48,7 @@ class Experiment(NamedTuple):
     name: str  # of its file of logs, too
     size: str  # of the model
     seeds: tuple  # those reported
-    rates: tuple  # learning rates to choose from; none: that of experiment 2
+    rates: tuple  # learning rates to choose from; none: that of experiment 1 or 2, by the model
     choosers: tuple  # the arms of bf16 and NVFP4; if there are rates, these arms choose one
     tests: tuple  # keys of TESTS
     figure: str  # its file in results/
@@ -388,7 +388,7 @@ def chosen(logs, experiment):
     """→ {rate: held-out accuracies of its runs}, and the rate with the best mean, the lower of
     equal ones; None until every run has ended."""
     if not experiment.rates:
-        return chosen(logs, TWO)
+        return chosen(logs, ONE if experiment.size == ONE.size else TWO)
     found = {lr: [] for lr in experiment.rates}
     jobs = rate_jobs(experiment)
     for job in jobs:

@@ -814,7 +814,10 @@ def test_a_gguf_is_dequantised_in_pieces_to_what_gguf_gives(tmp_path, monkeypatc
     source = weights.open(write_gguf(tmp_path / "a.gguf", "qwen2", tensors, kinds=kinds, **more))
     for i, values in enumerate(theirs):
         ours = source.read(f"model.layers.{i}.mlp.down_proj.weight").numpy()
-        assert ours.shape == (13, 512) and ours.tobytes() == values.tobytes(), i
+        assert ours.shape == (13, 512)
+        for x in (ours, values):
+            x[x != x] = math.nan  # of one sign
+        assert ours.tobytes() == values.tobytes(), i
 
 
 # --- NVFP4 of other quantisers

@@ -29,7 +29,6 @@ in functions, because safetensors load without it.
 import re
 import struct
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -40,9 +39,12 @@ from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-# read() dequantises PIECE numbers at a time in each of THREADS threads. A thread needs the GIL
-# between numpy's loops. More threads, or smaller pieces and so shorter loops, mostly wait for it.
-PIECE, THREADS = 1 << 19, 3
+try:  # transformers 5.17 and newer dequantises the commonest types, on a GPU, too
+    from transformers.integrations.gguf import dequant
+except ImportError:
+    dequant = None
+
+PIECE = 1 << 20  # numbers that read() dequantises at a time: few enough for a CPU's cache
 ARCHITECTURES = "llama", "qwen2", "qwen3"
 MARKED = 3, 4  # of tokenizer.ggml.token_type: control tokens, and those that the makers defined
 # Keys of the header that scale something → the value that changes nothing. An old file may have a
@@ -239,46 +241,26 @@ class GGUFFile:
         return tokenizer, self.marked
 
     def read(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
-        """→ the tensor in fp32, with transformers' shape and order of rows. The CPU dequantises it.
+        """→ the tensor in fp32, with transformers' shape and order of rows.
 
-        name: a key of names. ValueError: the library cannot dequantise the type.
+        name: a key of names. ValueError: neither library can dequantise the type.
         """
-        from gguf.quants import dequantize
-
         stored = self.names[name]
         # fp32 or fp16 values, or u8 (N, bytes of a row). Read, because touched pages of the mapped
         # file would stay in memory.
         mapped = stored.data
         with readable(self.path):
             data = np.fromfile(self.path, mapped.dtype, mapped.size, offset=stored.data_offset)
-            data = data.reshape(mapped.shape)
         # GGUF names the fastest dimension first
         tensor = torch.empty(stored.shape[::-1].tolist(), device=device)
-
-        def fill(place, rows):
-            # The library loops over 16 rows at a time, so pass all rows as one long row. That is
-            # the same, because no quantisation block spans two rows.
-            values = dequantize(rows.ravel(), stored.tensor_type).reshape(place.shape)
-            if place.is_cuda:
-                place.copy_(torch.from_numpy(values))
-            else:
-                place.numpy()[:] = values  # copy_ would start threads of its own
-
-        # Until a larger array was freed, glibc returns the temporaries of each piece below to
-        # the kernel, which clears new ones for the next. So free one that nobody has written to.
-        np.empty(31 << 20, np.uint8)
-        # dequantize makes some ten temporaries of its output's size, so a piece is small enough for
-        # a core's cache. numpy releases the GIL while it loops over one. A GPU gets each piece at
-        # once, so that the CPU never holds, and never has to clear, the whole tensor. Both splits
-        # cut the first dimension, at the same rows.
+        # Both splits cut the first dimension, at the same rows.
         pieces = tensor.numel() // PIECE + 1
         places = tensor.tensor_split(pieces)  # views: filling them fills the tensor
-        rows = np.array_split(data, pieces)
-        with (
-            readable(self.path, f"holds {name}, which gguf cannot dequantise"),
-            ThreadPoolExecutor(THREADS) as pool,
-        ):
-            list(pool.map(fill, places, rows))  # list: raises what a thread raised
+        rows = np.array_split(data.reshape(mapped.shape), pieces)
+        with readable(self.path, f"holds {name}, which gguf cannot dequantise"):
+            for place, piece in zip(places, rows, strict=True):
+                values = dequantized(piece.ravel(), stored.tensor_type, device)
+                place.copy_(values.view(place.shape))
         if self.config.model_type == "llama" and re.search(r"\.[qk]_proj\.", name):
             # row 2i of a head → row i, row 2i + 1 → row i + Dh/2; the header has an example
             half = self.config.head_dim // 2
@@ -317,6 +299,17 @@ def parse(path: Path):
             return at - orig_offs, parts, range(count), [raw_type, kind]
 
     return Reader(path)
+
+
+def dequantized(data: np.ndarray, kind: int, device: torch.device | str) -> torch.Tensor:
+    """→ the numbers that whole blocks of a type hold, in fp32: by transformers on the device, or
+    by llama.cpp's library on the CPU. Both give the same bits.
+    """
+    if dequant and kind in dequant.GGML_BLOCK:
+        return dequant.dequantize(torch.from_numpy(data).to(device), kind)
+    from gguf.quants import dequantize
+
+    return torch.from_numpy(dequantize(data, kind))
 
 
 @contextmanager
