@@ -107,7 +107,7 @@ TWO = Experiment(
     shown=("greedy", "pass@32"),
     arms={
         "1": Arm("bf16", {}, "bf16"),
-        "2": Arm("rtn", {}, "NVFP4 (rtn), the paper's base"),
+        "2": Arm("rtn", {}, "NVFP4 (rtn), not calibrated"),
         "3": Arm("sweep", {}, "NVFP4 (sweep), ours"),
         "4": Arm("nf4", {}, "NF4, QLoRA's base"),
         "5": Arm("rtn", PAPER, "rtn, AQN at the paper's σ"),
