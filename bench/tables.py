@@ -614,7 +614,7 @@ def largest():
         "card, GB",
         "largest Qwen2.5 for 1,024-token answers",
         "such answers at once",
-        "peak of a run",
+        "memory taken",
     )
     capped = {(r["shape"], card_of(r)): r for r in steps() if r.get("cap_gb")}
     for gb in CARDS:
