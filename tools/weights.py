@@ -11,8 +11,8 @@ error.
 A projection's weight is packed, dequantised or left as it is:
 
     it is stored in                     --quant nvfp4   --quant rtn     --quant bf16
-    NVFP4                               as its codes    as its codes    dequantised
-    16 bits, beside others in NVFP4     as it is        as it is        as it is
+    NVFP4                               as its codes    refused         dequantised
+    16 bits, beside others in NVFP4     as it is        refused         as it is
     16 bits, or a GGUF's type           by the sweep    by rounding     as it is
 
 Codes and scales that are stored are never quantised a second time. Projections that run as one
@@ -294,6 +294,10 @@ class Source:
         """
         if quant not in QUANT:
             raise ValueError(f"quant={quant!r} must be one of {', '.join(QUANT)}")
+        if quant == "rtn" and self.packed:
+            raise ValueError(
+                f"{self.path} is in NVFP4, which --quant rtn would not round again: leave it out"
+            )
         weights = [self.tensor(f"{name}.weight", (N, K), device) for name, N in names.items()]
         biases = [self.tensor(f"{name}.bias", (N,)) for name, N in names.items() if biased]
         bias = torch.cat(biases).to(device) if biased else None
