@@ -691,8 +691,9 @@ def test_a_gguf_whose_header_lies_is_refused(tmp_path, monkeypatch):
         refuses(path, path, "wrong place")
     path.write_bytes(whole.replace(b"layer_norm_rms_epsilon", b"layer_norm_rms_epsilox"))
     refuses(path, path, "lacks attention.layer_norm_rms_epsilon")
-    short = torch.zeros(24, 64)
-    refuses(as_gguf(tmp_path, extra={"blk.0.attn_q.weight": short}), "q_proj.weight is (24, 64)")
+    for rows in (24, 0):
+        path = as_gguf(tmp_path, extra={"blk.0.attn_q.weight": torch.zeros(rows, 64)})
+        refuses(path, path, "q_proj.weight")
 
 
 @pytest.mark.parametrize("left", [0, 2000])

@@ -271,7 +271,7 @@ class GGUFFile:
         # GGUF names the fastest dimension first
         tensor = torch.empty(stored.shape[::-1].tolist(), device=device)
         # Both splits cut the first dimension, at the same rows.
-        pieces = min(len(data), tensor.numel() // PIECE + 1)
+        pieces = max(1, min(len(data), tensor.numel() // PIECE + 1))
         places = tensor.tensor_split(pieces)  # views: filling them fills the tensor
         rows = np.array_split(data, pieces)
         with readable(self.path, f"holds {name}, which gguf cannot dequantise"):
