@@ -574,7 +574,7 @@ def results():
     )
     minutes = statistics.median(run["minutes"] for run in runs)
     entry(
-        "test accuracy on GSM8K, Qwen2.5-Coder-1.5B after "
+        "test accuracy on GSM8K, Qwen2.5-Coder-1.5B in NVFP4 after "
         f"{minutes:.0f} minutes on one card, mean of 3 seeds",
         f"**{after:.2f}**",
         f"{before:.2f} before training | [runs](results/LOG.md#gsm8k-alone-on-one-card)",
@@ -585,7 +585,8 @@ def results():
     entry(
         f"seconds for a training step of a 1.5B *, {ours['prompts'] * ours['samples']} answers of "
         f"{ours['new']} tokens, on an {card(ours)}",
-        f"NVFP4 **{ours['step_s']:.1f}**, bf16 {bf16['step_s']:.1f}, each in {ours['cap_gb']:g} GB",
+        f"NVFP4 **{ours['step_s']:.1f}**, bf16 {bf16['step_s']:.1f}, "
+        f"both held to {ours['cap_gb']:g} GB",
         f"{theirs['step_s']:.1f}, Unsloth with vLLM in NF4, {theirs['peak_gb']:.0f} GB "
         "| [table](results/LOG.md#beside-unsloth)",
     )
@@ -598,7 +599,7 @@ def results():
     )
     r, *_ = longs()
     entry(
-        "tokens per second for answers of {mean_length:,.0f} tokens on average, 7B *, in "
+        "tokens per second for answers of {mean_length:,.0f} tokens on average, 7B *, both in "
         "{memory_gb:g} GB of memory".format(**r),
         f"**{statistics.mean(r['ours']):,.0f}**",
         f"{r['theirs'][0]:,.0f}, vLLM in NVFP4 | [table](results/LOG.md#long-answers)",
@@ -613,7 +614,7 @@ def largest():
         "card, GB",
         "largest Qwen2.5 for 1,024-token answers",
         "such answers at once",
-        "measured",
+        "memory taken",
     )
     capped = {(r["shape"], card_of(r)): r for r in steps() if r.get("cap_gb")}
     for gb in CARDS:

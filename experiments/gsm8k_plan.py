@@ -107,14 +107,14 @@ TWO = Experiment(
     shown=("greedy", "pass@32"),
     arms={
         "1": Arm("bf16", {}, "bf16"),
-        "2": Arm("rtn", {}, "NVFP4 (rtn), the paper's base"),
-        "3": Arm("sweep", {}, "NVFP4 (sweep), ours"),
+        "2": Arm("rtn", {}, "NVFP4 (rtn), not calibrated"),
+        "3": Arm("sweep", {}, "NVFP4 (sweep), the default"),
         "4": Arm("nf4", {}, "NF4, QLoRA's base"),
         "5": Arm("rtn", PAPER, "rtn, AQN at the paper's σ"),
         "6": Arm("rtn", STRONG, "rtn, AQN at ten times that σ, tis"),
         "7": Arm("rtn", dict(correction="tis"), "rtn, a temperature of equal entropy, tis"),
         "8": Arm("bf16", STRONG, "bf16, AQN at ten times the paper's σ, tis"),
-        "9": Arm("gauss", {}, "bf16 + a frozen Gaussian error of rtn's norm"),
+        "9": Arm("gauss", {}, "bf16 + a frozen Gaussian error of rtn's size"),
     },
     claims=(
         Claim("NVFP4 ends above bf16", "greedy", "2", "1"),

@@ -92,6 +92,17 @@ def test_all_readers_load_the_folder(tiny_chat, calibrated):
             assert torch.equal(original[name], stored[name]), name
 
 
+def test_the_folder_is_named_and_cut_answers_are_counted(tiny_chat, tmp_path, capsys):
+    command(tiny_chat, tmp_path / "new", "--prompts", "40", "--max-new-tokens", "2")
+    said = capsys.readouterr().out
+    assert "--max-new-tokens cut " in said and f"train with --model {tmp_path / 'new'}" in said
+
+
+def test_rtn_is_refused_for_what_is_in_nvfp4_already(calibrated):
+    with pytest.raises(ValueError, match="--quant rtn"):
+        model.load(weights.open(calibrated[0]), "rtn")
+
+
 def test_what_cannot_be_calibrated_is_one_sentence_and_leaves_nothing(
     tiny_chat, calibrated, tmp_path
 ):

@@ -41,7 +41,7 @@ from ops.attention import Packed
 from rollout import Sampler
 from tools import weights
 from tools.adapter import FUSED
-from tools.ends import one_sentence
+from tools.ends import exit_on_signals, one_sentence
 from tools.environment import draw_problems, load_environment, load_task
 from tools.export import copy_tokenizer, new_folder, packed, write_config, write_tensors
 from tools.flags import Config, parse
@@ -64,11 +64,15 @@ def calibrate(config: Config, place: Path) -> None:
         decoder = load(source, config.quant, device=device)
         rollout = Sampler(decoder).generate(prompts, 1, environment.params, 0, progress="answers")
         texts = [prompt + ids for prompt, ids in zip(prompts, rollout.answers(), strict=True)]
+        cut = len(texts) - int(rollout.finished.sum())
+        if cut:
+            tqdm.write(f"note: --max-new-tokens cut {cut} of {len(texts)} answers")
         tensors = quantise(decoder, source, texts)
         with weights.readable(place, "cannot be written"):
             copy_tokenizer(source, folder)
             write_config(source, folder, "nvfp4")
             write_tensors(tensors.items(), folder)
+    print(f"done: {place}; train with --model {place}")
 
 
 @torch.no_grad()
@@ -155,5 +159,6 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    exit_on_signals()
     with one_sentence("calibrate.py"):
         main(sys.argv[1:])

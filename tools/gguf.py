@@ -99,13 +99,14 @@ class GGUFFile:
         with readable(path):
             self.reader = parse(path)
             self.header = {key: field.contents() for key, field in self.reader.fields.items()}
+            self._check_places()
         family = self.header.get("general.architecture")
         if family not in ARCHITECTURES:
             raise ValueError(
                 f"{path} is of the architecture {family}: only {', '.join(ARCHITECTURES)} load"
             )
         parts = self.header.get("split.count", 1)
-        if parts > 1:
+        if parts not in (0, 1):
             raise ValueError(
                 f"{path} is one part of {parts}: join them with llama-gguf-split --merge"
             )
@@ -113,6 +114,11 @@ class GGUFFile:
         divisors = stored.pop("rope_freqs.weight", None)
         refused = readable(path, "cannot be loaded, take this model's safetensors")
         with self.shared_with_transformers(), refused:
+            layers, tensors = self.header[f"{family}.block_count"], len(stored)
+            if stored and not 0 < layers <= tensors:  # a vocabulary alone has none
+                raise ValueError(f"it has {layers} layers, and {tensors} tensors")
+            if f"{family}.attention.layer_norm_rms_epsilon" not in self.header:
+                raise ValueError("it lacks attention.layer_norm_rms_epsilon")
             # transformers turns every array into a list; of these a config needs none
             fields = self.reader.fields
             unused = "merges", "token_type", "scores"
@@ -132,6 +138,14 @@ class GGUFFile:
             if found in stored:
                 self.names[name] = stored.pop(found)
         self.unread = set(self.names) | set(stored)
+
+    def _check_places(self):
+        """ValueError: the data of two tensors overlap, or begin where none may."""
+        end = self.reader.data_offset
+        for tensor in sorted(self.reader.tensors, key=lambda tensor: int(tensor.data_offset)):
+            if tensor.data_offset < end or tensor.data_offset % self.reader.alignment:
+                raise ValueError(f"the data of {tensor.name} have a wrong place")
+            end = tensor.data_offset + tensor.n_bytes
 
     @contextmanager
     def shared_with_transformers(self):
@@ -165,6 +179,8 @@ class GGUFFile:
         size = config.hidden_size // config.num_attention_heads
         size = header.get(f"{prefix}rope.dimension_count", size)
         config.head_dim = header.get(f"{prefix}attention.key_length", size)
+        if config.head_dim < 2 or config.head_dim % 2:
+            raise ValueError(f"its heads have {config.head_dim} numbers, which RoPE cannot pair")
         sizes = dict.fromkeys(("rope.dimension_count", "attention.value_length"), config.head_dim)
         plain = PLAIN | sizes
         for key, value in header.items():
@@ -251,19 +267,21 @@ class GGUFFile:
         mapped = stored.data
         with readable(self.path):
             data = np.fromfile(self.path, mapped.dtype, mapped.size, offset=stored.data_offset)
+            data = data.reshape(mapped.shape)  # an error if the file has become shorter
         # GGUF names the fastest dimension first
         tensor = torch.empty(stored.shape[::-1].tolist(), device=device)
         # Both splits cut the first dimension, at the same rows.
-        pieces = tensor.numel() // PIECE + 1
+        pieces = max(1, min(len(data), tensor.numel() // PIECE + 1))
         places = tensor.tensor_split(pieces)  # views: filling them fills the tensor
-        rows = np.array_split(data.reshape(mapped.shape), pieces)
+        rows = np.array_split(data, pieces)
         with readable(self.path, f"holds {name}, which gguf cannot dequantise"):
             for place, piece in zip(places, rows, strict=True):
                 values = dequantized(piece.ravel(), stored.tensor_type, device)
                 place.copy_(values.view(place.shape))
-        if self.config.model_type == "llama" and re.search(r"\.[qk]_proj\.", name):
+        half = self.config.head_dim // 2
+        whole = len(tensor) % (2 * half) == 0  # else the caller refuses the shape
+        if self.config.model_type == "llama" and whole and re.search(r"\.[qk]_proj\.", name):
             # row 2i of a head → row i, row 2i + 1 → row i + Dh/2; the header has an example
-            half = self.config.head_dim // 2
             pairs = tensor.view(-1, half, 2, *tensor.shape[1:])  # (heads, Dh/2, 2, K), no K: a bias
             tensor = pairs.transpose(1, 2).reshape(tensor.shape)
         return tensor
@@ -323,6 +341,8 @@ def readable(path: str | Path, what: str = "cannot be read, fetch it again") -> 
     """
     try:
         yield
+    except (MemoryError, torch.OutOfMemoryError):  # the file is not to blame
+        raise
     except Exception as error:  # each library raises its own types
         reason = re.sub(r":\s*\n\s*", ": ", str(error).strip()) or type(error).__name__
         with suppress(OSError):  # the subject may be no path, or one that nobody may read

@@ -11,8 +11,8 @@ error.
 A projection's weight is packed, dequantised or left as it is:
 
     it is stored in                     --quant nvfp4   --quant rtn     --quant bf16
-    NVFP4                               as its codes    as its codes    dequantised
-    16 bits, beside others in NVFP4     as it is        as it is        as it is
+    NVFP4                               as its codes    refused         dequantised
+    16 bits, beside others in NVFP4     as it is        refused         as it is
     16 bits, or a GGUF's type           by the sweep    by rounding     as it is
 
 Codes and scales that are stored are never quantised a second time. Projections that run as one
@@ -120,7 +120,9 @@ def open(name: str | Path) -> "Source":  # weights.open(...), like gzip.open
                 path = Path(huggingface_hub.hf_hub_download("/".join(path.parts[:2]), path.name))
         if not path.is_file():
             raise ValueError(f"{name} is not a file: name a .gguf file that exists")
-        return GGUF(path)
+        source = GGUF(path)
+        check_numbers(source.config, path)
+        return source
     if not path.is_dir():
         if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)):
             raise ValueError(
@@ -168,11 +170,17 @@ def config_of(name: str | Path) -> PreTrainedConfig:
         if named in FAMILIES and named != computed:
             raise ValueError(f"its architecture is {named}, its model_type {config.model_type}")
         family(config)
-        # errors of several types, and NaN anywhere
-        with readable("its config.json", "has a wrong number"):
-            json.dumps(config.to_dict(), allow_nan=False, default=str)
-            rope_frequencies(config)
+        check_numbers(config, "its config.json")
     return config
+
+
+def check_numbers(config: PreTrainedConfig, name: str | Path) -> None:
+    """ValueError: a number makes no sense, such as NaN anywhere. name: of the config's file."""
+    with readable(name, "has a wrong number"):  # errors of several types
+        json.dumps(config.to_dict(), allow_nan=False, default=str)
+        rope_frequencies(config)
+        if config.rms_norm_eps < 0:
+            raise ValueError(f"rms_norm_eps is {config.rms_norm_eps}")
 
 
 def in_4_bits(said: dict, config: PreTrainedConfig) -> dict[str, bool]:
@@ -286,6 +294,10 @@ class Source:
         """
         if quant not in QUANT:
             raise ValueError(f"quant={quant!r} must be one of {', '.join(QUANT)}")
+        if quant == "rtn" and self.packed:
+            raise ValueError(
+                f"{self.path} is in NVFP4, which --quant rtn would not round again: leave it out"
+            )
         weights = [self.tensor(f"{name}.weight", (N, K), device) for name, N in names.items()]
         biases = [self.tensor(f"{name}.bias", (N,)) for name, N in names.items() if biased]
         bias = torch.cat(biases).to(device) if biased else None
