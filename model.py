@@ -458,6 +458,8 @@ def rope_frequencies(config: PreTrainedConfig) -> tuple[Tensor, float]:
             raise ValueError(f"rope_parameters has {name}={number}, which must be above 0, finite")
     kind = rope.get("rope_type", "default")
     Dh, scale = head_dim(config), 1.0
+    if Dh < 2 or Dh % 2:
+        raise ValueError(f"its heads have {Dh} numbers, which RoPE cannot pair")
     frequencies = 1 / rope["rope_theta"] ** (torch.arange(0, Dh, 2) / Dh)
     if kind != "default":
         frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, "cpu")

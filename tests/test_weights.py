@@ -675,7 +675,14 @@ def test_a_number_that_makes_no_sense_is_refused(tmp_path, key, value, words):
     refuses(path, path, words)
 
 
-def test_a_gguf_whose_header_lies_is_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize("key, value", [("head_dim", 0), ("rms_norm_eps", -1.0)])
+def test_a_config_whose_number_makes_no_sense_is_refused(tmp_path, key, value):
+    tiny_checkpoint(tmp_path)
+    edit_json(tmp_path / "config.json", **{key: value})
+    refuses(tmp_path, "its config.json has a wrong number", value)
+
+
+def test_a_gguf_whose_header_lies_is_refused(tmp_path):
     """Data in another tensor's place, or between two; no epsilon; rows of half a head."""
     tiny_checkpoint(tmp_path)
     path = as_gguf(tmp_path)
@@ -948,8 +955,8 @@ LISTED = [  # layout, the projections that it leaves in 16 bits, how the config 
 
 @pytest.mark.parametrize("layout, left, ignore", LISTED)
 def test_a_foreign_4_bit_checkpoint_loads_as_it_is(tmp_path, layout, left, ignore):
-    """In 4 bits and dequantised: a projection that it leaves in 16 bits is not quantised, whatever
-    --quant says. The others stay packed, but for those that run as one matrix with one in 16 bits.
+    """In 4 bits and dequantised: a projection that it leaves in 16 bits is not quantised. The
+    others stay packed, but for those that run as one matrix with one in 16 bits.
     """
     oracle = foreign(tmp_path, layout, "qwen2", left, ignore)
     for quant in ("bf16", "nvfp4"):

@@ -179,8 +179,6 @@ class GGUFFile:
         size = config.hidden_size // config.num_attention_heads
         size = header.get(f"{prefix}rope.dimension_count", size)
         config.head_dim = header.get(f"{prefix}attention.key_length", size)
-        if config.head_dim < 2 or config.head_dim % 2:
-            raise ValueError(f"its heads have {config.head_dim} numbers, which RoPE cannot pair")
         sizes = dict.fromkeys(("rope.dimension_count", "attention.value_length"), config.head_dim)
         plain = PLAIN | sizes
         for key, value in header.items():

@@ -120,9 +120,7 @@ def open(name: str | Path) -> "Source":  # weights.open(...), like gzip.open
                 path = Path(huggingface_hub.hf_hub_download("/".join(path.parts[:2]), path.name))
         if not path.is_file():
             raise ValueError(f"{name} is not a file: name a .gguf file that exists")
-        source = GGUF(path)
-        check_numbers(source.config, path)
-        return source
+        return GGUF(path)
     if not path.is_dir():
         if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)):
             raise ValueError(
@@ -581,6 +579,11 @@ class GGUF(GGUFFile, Source):
     The file holds config, tokenizer and end tokens too. The folder around it may hold those of
     other models, which are not read.
     """
+
+    def __init__(self, path: Path):
+        """ValueError: as GGUFFile's, or the header has a number that makes no sense."""
+        super().__init__(path)
+        check_numbers(self.config, path)
 
 
 def encode(
