@@ -99,13 +99,29 @@ def test_the_numbers_in_readmes_sentences_are_those_of_the_logs():
     assert not peaks
 
 
-def test_the_record_of_the_speedrun_is_that_of_its_log():
-    runs = tables.runs_alone()
-    seconds = [round(run["seconds"]) for run in runs]
-    row = "| **{}** ({}) | {} |".format(
-        statistics.median(seconds),
-        ", ".join(map(str, seconds)),
-        ", ".join(f"{run['accuracy']:.3f}" for run in runs),
-    )
-    assert row in (ROOT / "experiments/SPEEDRUN.md").read_text()
-    assert all(run["accuracy"] >= 0.68 and run["problems"] == 1319 for run in runs)
+def test_the_records_of_the_speedrun_are_those_of_their_logs():
+    page = (ROOT / "experiments/SPEEDRUN.md").read_text()
+    records = page.split("## Records")[1].split("## Attempts")[0]
+    names = re.findall(r"results/speedrun/([\w-]+)\)", records)
+    assert "readme" in names
+    for name in names:
+        runs = tables.read(f"speedrun/{name}/times.jsonl")
+        seconds = [round(run["seconds"]) for run in runs]
+        row = "| **{}** ({}) | {} |".format(
+            statistics.median(seconds),
+            ", ".join(map(str, seconds)),
+            ", ".join(f"{run['accuracy']:.3f}" for run in runs),
+        )
+        assert row in records
+        assert all(run["accuracy"] >= 0.68 and run["problems"] == 1319 for run in runs)
+
+
+def test_the_rates_of_a_newer_vllm_are_those_of_the_log():
+    _, rates = tables.peers("peers25_bench.jsonl")
+    runs = {run for run, _ in rates}
+    assert len(runs) == 2
+    for run in runs:
+        theirs = rates[run, "vllm/nvfp4/none/1"]
+        for batch, [ours] in rates[run, "ours/nvfp4"].items():
+            [rate] = theirs[batch]
+            assert f"| {ours:,.0f} | {rate:,.0f} | ×{ours / rate:.2f} |" in TEXT

@@ -318,9 +318,9 @@ class Source:
         """
         shape = self.config.vocab_size, self.config.hidden_size
         on_host = device.type == "cuda" and not self.config.tie_word_embeddings
-        place = "cpu" if on_host else device
-        embed = self.tensor("model.embed_tokens.weight", shape, place).to(dtype)
-        return embed.pin_memory() if on_host else embed
+        # read onto the GPU, because it dequantises a GGUF much faster than a CPU
+        embed = self.tensor("model.embed_tokens.weight", shape, device).to(dtype)
+        return embed.cpu().pin_memory() if on_host else embed
 
     def lm_head(self, embeddings: Tensor, device: torch.device) -> Tensor:
         """→ lm_head (V, D) on `device`: the embeddings themselves, if the config ties it to them.
