@@ -159,12 +159,6 @@ class Attention(nn.Module):
         heads = attend(self.qkv_proj(h), self.heads, layer=self.layer_idx)
         return self.o_proj(heads)
 
-    def key_bias(self) -> Tensor:
-        """→ (Hkv, Dh) f32: what qkv_proj adds to each key."""
-        H, Hkv, _ = self.heads
-        qkv = self.qkv_proj(0 * self.qkv_proj.copy_A[:1])  # of a state of zeros
-        return qkv.float().view(H + 2 * Hkv, -1)[H : H + Hkv]
-
 
 class MLP(nn.Module):
     def __init__(self, build: Builder, layer_idx: int):

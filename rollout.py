@@ -52,13 +52,12 @@ the memory.
 
 Training takes no top-k and no top-p: the trainer's probabilities would include the tokens that the
 sampler excludes, and their ratio would be wrong. Evaluation computes no ratio and may use top-p.
-Needs: torch, transformers, numpy, tqdm; ops/{attention,sampling}.py, model.py.
+Needs: torch, transformers, numpy, tqdm; ops/{attention,int8,sampling}.py, model.py.
 """
 
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -70,8 +69,7 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig
 
 from model import Decoder, head_dim, rotary
-from ops import attention, sampling
-from ops.int8 import Pages
+from ops import attention, int8, sampling
 
 SLOTS = 256  # most rows that run at once
 STEPS = 8  # most decode steps before the host reads which rows have ended
@@ -537,7 +535,9 @@ class ModelRunner:
             v = torch.zeros_like(k)
             self.paged = [*k, *v]  # what each layer has in pages
             if sampler.kv == "int8":
-                k, v = zip(*self.int8_pages(k, v), strict=True)
+                positions = torch.arange(rollout.tokens.shape[1])
+                angles = rotary(positions, self.model.inv_freq, self.model.rope_scale)
+                k, v = int8.of_layers(self.model.layers, k, v, *angles)
                 self.paged += [layer.scale for layer in k + v]
             self.cache = attention.KVCache(k, v, counters)
             zeros = torch.zeros(slots, dtype=torch.long)
@@ -548,15 +548,6 @@ class ModelRunner:
                 sequence_number=zeros.clone(),
                 block_table=torch.zeros(slots, blocks, dtype=torch.long),
             )
-
-    def int8_pages(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[Pages, Pages]]:
-        """→ each layer's pages of these integers (layers, pages, Hkv, PAGE, Dh)."""
-        positions = torch.arange(self.rollout.tokens.shape[1])
-        angles = rotary(positions, self.model.inv_freq, self.model.rope_scale)
-        v = v.view(*v.shape[:3], -1, self.page_size).mT  # as the kernel reads them
-        for i, layer in enumerate(self.model.layers):
-            bias = layer.self_attn.key_bias()
-            yield Pages(k[i], bias, *angles), Pages(v[i], 0 * bias, *angles)
 
     def fill_pages(self, started: list[Sequence]):
         """Fill the pages of rows that start, up to their newest tokens."""

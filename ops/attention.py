@@ -523,14 +523,15 @@ def _plain_kernel(
 #    steps. Many rows: small tiles and few warps, so that several CTAs share an SM.
 # 10 PDL: the CTA starts while the qkv product still runs. It loads what no recent kernel writes
 #    (position, pages, cos, sin, the first tile of older keys and values) and only then waits for
-#    qkv. So the wait is in the loop's first iteration, between the loads of a tile and their use.
+#    qkv. So the wait is in the loop's first iteration, between a tile's loads and their product.
 #    Neither this layer's norm nor a kernel between it and this one may write what is loaded early.
 #
 # Only for pages of 8-bit integers (int8.py). With bf16 pages none of this is compiled:
 # 11 The scale of a key multiplies its score, that of a value its p: one number for each position
-#    instead of Dh. A page has a head's values as (Dh, PAGE), because a tensor core wants the
-#    integers of four positions side by side. With a mask of positions each would be a load of its
-#    own. So those past the row's position are loaded, too: they are finite, and their p is 0.
+#    instead of Dh. The stretch of a pair goes into the cos and sin that rotate it.
+# 12 Integers are loaded and unpacked in fours. v is transposed, so a page has a head's values as
+#    (Dh, PAGE). A mask of positions would split the four, so values past the row's position are
+#    loaded, too: they are finite, and their p is 0. Tiles always have 64 positions.
 #
 # The loop of a row's last split starts from the new token, that of another split from nothing:
 #
@@ -690,7 +691,7 @@ def _attention_kernel(
     ROWS: constexpr,
     HALF: constexpr,
     PDL: constexpr,
-    # int8.Pages
+    # pages of integers
     k_scale=None,
     v_scale=None,
     center=None,
@@ -703,7 +704,8 @@ def _attention_kernel(
 
     ROWS: REP rounded up to a power of two, at least 8, the columns of a tensor core's tile. HALF:
     Dh/2 rounded up to a power of two, at least 16. The masks exclude what lies past REP, past Dh
-    and past the row's position. v is loaded whole, (2·HALF, TILE).
+    and past the row's position (but see 12). v is loaded whole, (2·HALF, TILE). k_scale to STORE:
+    what int8.Pages.for_kernel returns.
     """
     h = tl.program_id(0)
     split = tl.program_id(1)
@@ -764,9 +766,10 @@ def _attention_kernel(
                 other=0.0,
                 mask=(start + t < position) & (dim < DH)[:, None],
             )  # (2·HALF, TILE)
-        else:  # (11)
+        else:  # (11, 12)
             k1 = UNPACK(k1)
             k2 = UNPACK(k2)
+            # Position i of a page is at i · DH from its start in keys, and at i in values.
             v_at = kv_at - tl.multiple_of((start - begin) % PAGE * (DH - 1), TILE)
             v_ptr = v_cache + v_at + t + dim[:, None] * PAGE
             v = UNPACK(tl.load(v_ptr, mask=(dim < DH)[:, None], other=0))
@@ -794,12 +797,12 @@ def _attention_kernel(
                     tl.store(k_cache + slot + DH // 2 + d[None, :], new2, mask=in_d[None, :])
                     tl.store(v_cache + slot + dim, new_v, mask=dim < DH)
                 else:
-                    at = slot // DH
+                    scale_slot = slot // DH
                     new = tl.reshape(tl.join(new1, new2), both.shape) - new_center
-                    new = STORE(new, k_cache + slot + both, k_scale + at, in_d[:, None])
+                    new = STORE(new, k_cache + slot + both, k_scale + scale_slot, in_d[:, None])
                     new1, new2 = tl.split(new)
                     v_slot = v_cache + slot - position % PAGE * (DH - 1) + dim * PAGE
-                    new_v = STORE(new_v, v_slot, v_scale + at, dim < DH)
+                    new_v = STORE(new_v, v_slot, v_scale + scale_slot, dim < DH)
                 products = q1_rows.to(tl.float32) * new1 + q2_rows.to(tl.float32) * new2
                 m_i = tl.sum(products, 1) * scale
                 l_i += (t == 0)[:, None]  # exp2(score − m_i) = 1, on one line of the tile (7)
