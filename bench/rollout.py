@@ -12,9 +12,10 @@ prompt, most of the context: L2 serves the prompt to all rows but the first, whi
 it for each. --samples 1: nothing in common, as when answers are much longer than their prompts.
 
 --whole: a whole rollout of 32 prompts × 16 samples by continuous batching, --batch answers at a
-time, mean length 600, longest 2048; prefill included.
+time, mean length 600, longest 2048; prefill included. --prompts, --prompt-length (0: 50 to 340
+tokens), --mean and --limit change it, and --memory-gb caps PyTorch's memory, in 1e9 bytes.
 
-Needs: common.py; rollout.py, tools/run.py, tools/memory.py.
+Needs: common.py; rollout.py, tools/{budget,memory,run}.py.
 """
 
 import math
@@ -23,17 +24,21 @@ import torch
 
 from bench import common
 from rollout import Rollout, Sampler, SamplingParams, cached_bytes
-from tools import memory
+from tools import budget, memory
 from tools.run import peak_memory_gb
 
 
 def main(arguments=None):
-    parser = common.flags(__doc__, model_shape="7b", context=1000, new=128, samples=16)
+    steady_sizes = dict(context=1000, new=128, samples=16)
+    whole_sizes = dict(prompts=32, prompt_length=0, mean=600, limit=2048)
+    parser = common.flags(__doc__, model_shape="7b", **steady_sizes, **whole_sizes, memory_gb=0.0)
     parser.add_argument("--batch", type=int, nargs="+", default=[8, 32, 64, 128, 256])
     parser.add_argument("--whole", action="store_true")
     parser.add_argument("--quant", nargs="+", choices=common.QUANT, default=common.QUANT)
     parser.add_argument("--kv", choices=("bf16", "int8"), default="bf16")
     args = parser.parse_args(arguments)
+    if args.memory_gb:
+        budget.limit_memory(args.memory_gb)
     records = common.Records(args.out, common.conditions())
     for quant in args.quant:
         model = None  # free the previous model first
@@ -42,7 +47,8 @@ def main(arguments=None):
             common.forget_peak()
             record = {"shape": args.model_shape, "weights": quant, "batch": batch, "kv": args.kv}
             if args.whole:
-                record |= whole(Sampler(model, batch, kv=args.kv))
+                sizes = {name: getattr(args, name) for name in whole_sizes}
+                record |= whole(Sampler(model, batch, kv=args.kv), samples=args.samples, **sizes)
             else:
                 record |= steady(model, quant, batch, args)
             records.append(record | {"peak_gb": peak_memory_gb()})
@@ -111,9 +117,9 @@ def bound(c, quant, batch, context, kv="bf16"):
     return batch / (linear + moved / common.BYTES_PER_S)
 
 
-def whole(sampler):
-    """A whole rollout: an answer that ends makes room for the next."""
-    _, done, seconds = sample_whole(sampler)
+def whole(sampler, **sizes):
+    """A whole rollout: an answer that ends makes room for the next. sizes: as for sample_whole."""
+    _, done, seconds = sample_whole(sampler, **sizes)
     lengths = done.lengths.tolist()
     return {
         "whole": True,
