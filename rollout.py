@@ -52,7 +52,7 @@ the memory.
 
 Training takes no top-k and no top-p: the trainer's probabilities would include the tokens that the
 sampler excludes, and their ratio would be wrong. Evaluation computes no ratio and may use top-p.
-Needs: torch, transformers, numpy, tqdm; ops/{attention,sampling}.py, model.py.
+Needs: torch, transformers, numpy, tqdm; ops/{attention,int8,sampling}.py, model.py.
 """
 
 import math
@@ -68,8 +68,8 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
-from model import Decoder, head_dim
-from ops import attention, sampling
+from model import Decoder, head_dim, rotary
+from ops import attention, int8, sampling
 
 SLOTS = 256  # most rows that run at once
 STEPS = 8  # most decode steps before the host reads which rows have ended
@@ -149,14 +149,21 @@ class Limits(NamedTuple):
 
 class Sampler:
     """slots: most rows that run at once. pages: most pages of keys and values; None: as many as are
-    needed, or as a GPU's free memory holds.
+    needed, or as a GPU's free memory holds. kv: their format, "bf16" (on a CPU fp32) or "int8".
 
     bar: tqdm, or a subclass that shows the progress in another way. watch: a function that is
     called with the Rollout whenever its answers have grown.
     """
 
-    def __init__(self, model: Decoder, slots: int = SLOTS, pages: int | None = None, bar=tqdm):
-        self.model, self.slots, self.pages, self.bar = model, slots, pages, bar
+    def __init__(
+        self,
+        model: Decoder,
+        slots: int = SLOTS,
+        pages: int | None = None,
+        bar=tqdm,
+        kv: str = "bf16",
+    ):
+        self.model, self.slots, self.pages, self.bar, self.kv = model, slots, pages, bar, kv
         self.held = math.inf  # after memory ran out: half of the pages that it did not hold
         self.page_size = CPU_PAGE if model.device.type == "cpu" else attention.PAGE
         self.watch = None
@@ -259,7 +266,7 @@ class Sampler:
         """
         c = self.model.config
         if self.model.device.type == "cpu":
-            page = self.page_size * 2 * cached_bytes(c)  # fp32
+            page = self.page_size * 2 * cached_bytes(c, self.kv)  # fp32
             return max(self._pages_of(length), CPU_CACHE // page)
         # A prefill decodes one packed weight at a time to bf16. The largest is that of gate and up.
         decoded = 4 * c.hidden_size * c.intermediate_size
@@ -270,7 +277,7 @@ class Sampler:
         reserved = decoded + prefill_bytes(c, prefill) + slots * decoding + gaps
         torch.cuda.empty_cache()  # what the allocator still holds is too fragmented to count
         left = free_memory() - reserved
-        return max(0, int(left // (self.page_size * cached_bytes(c))))
+        return max(0, int(left // (self.page_size * cached_bytes(c, self.kv))))
 
 
 def _check(prompts, max_new_tokens, context):
@@ -522,11 +529,17 @@ class ModelRunner:
         with self.model.device:
             self.stops = torch.tensor(sorted(params.stop_ids), dtype=torch.long)
             # zeros, not empty: on a CPU a masked position has weight 0, and 0 · NaN would be NaN
-            self.cache = attention.KVCache(
-                k=torch.zeros(shape, dtype=self.model.dtype),
-                v=torch.zeros(shape, dtype=self.model.dtype),
-                counters=torch.zeros(slots * key_heads, dtype=torch.int32),
-            )
+            counters = torch.zeros(slots * key_heads, dtype=torch.int32)
+            dtype = torch.uint8 if sampler.kv == "int8" else self.model.dtype
+            k = torch.zeros(shape, dtype=dtype)
+            v = torch.zeros_like(k)
+            self.paged = [*k, *v]  # what each layer has in pages
+            if sampler.kv == "int8":
+                positions = torch.arange(rollout.tokens.shape[1])
+                angles = rotary(positions, self.model.inv_freq, self.model.rope_scale)
+                k, v = int8.of_layers(self.model.layers, k, v, *angles)
+                self.paged += [layer.scale for layer in k + v]
+            self.cache = attention.KVCache(k, v, counters)
             zeros = torch.zeros(slots, dtype=torch.long)
             self.slots = Slots(
                 rollout_row=zeros.clone(),
@@ -549,7 +562,7 @@ class ModelRunner:
             self.prefill(prefills)
         if copies:
             source, copy = torch.tensor(copies, device=self.model.device).T
-            for x in (*self.cache.k, *self.cache.v):  # of each layer: (pages, Hkv, page_size, Dh)
+            for x in self.paged:  # of each layer: (pages, …)
                 x[copy] = x[source]
         self.stats["prefill_s"] += _seconds() - began
 
@@ -691,9 +704,11 @@ def free_memory() -> float:
     return min(free, allowed - torch.cuda.memory_reserved())
 
 
-def cached_bytes(config: PreTrainedConfig) -> int:
-    """→ bytes of one token's keys and values in all layers, in bf16."""
-    return 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config)
+def cached_bytes(config: PreTrainedConfig, kv: str = "bf16") -> int:
+    """→ bytes of one token's keys and values in all layers. In int8 each has a scale, in fp32."""
+    Dh = head_dim(config)
+    of_head = Dh + 4 if kv == "int8" else 2 * Dh
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * of_head
 
 
 def scratch_bytes(config: PreTrainedConfig, length: int) -> int:

@@ -543,7 +543,7 @@ def main(config: Config) -> int:
         f"{config.task}: {environment.summary()}; "
         f"{config.prompts} prompts × {config.group_size} answers a step"
     )
-    sampler = Sampler(model, bar=ProgressBar)
+    sampler = Sampler(model, bar=ProgressBar, kv=config.kv)
     trainer = Trainer(config, model)
     if on_gpu and environment.longest_prompt:
         prompts = [environment.longest_prompt] * (config.prompts // ranks)

@@ -12,9 +12,10 @@ prompt, most of the context: L2 serves the prompt to all rows but the first, whi
 it for each. --samples 1: nothing in common, as when answers are much longer than their prompts.
 
 --whole: a whole rollout of 32 prompts × 16 samples by continuous batching, --batch answers at a
-time, mean length 600, longest 2048; prefill included.
+time, mean length 600, longest 2048; prefill included. --prompts, --prompt-length (0: 50 to 340
+tokens), --mean and --limit change it, and --memory-gb caps PyTorch's memory, in 1e9 bytes.
 
-Needs: common.py; rollout.py, tools/run.py, tools/memory.py.
+Needs: common.py; rollout.py, tools/{budget,memory,run}.py.
 """
 
 import math
@@ -23,25 +24,31 @@ import torch
 
 from bench import common
 from rollout import Rollout, Sampler, SamplingParams, cached_bytes
-from tools import memory
+from tools import budget, memory
 from tools.run import peak_memory_gb
 
 
 def main(arguments=None):
-    parser = common.flags(__doc__, model_shape="7b", context=1000, new=128, samples=16)
+    steady_sizes = dict(context=1000, new=128, samples=16)
+    whole_sizes = dict(prompts=32, prompt_length=0, mean=600, limit=2048)
+    parser = common.flags(__doc__, model_shape="7b", **steady_sizes, **whole_sizes, memory_gb=0.0)
     parser.add_argument("--batch", type=int, nargs="+", default=[8, 32, 64, 128, 256])
     parser.add_argument("--whole", action="store_true")
     parser.add_argument("--quant", nargs="+", choices=common.QUANT, default=common.QUANT)
+    parser.add_argument("--kv", choices=("bf16", "int8"), default="bf16")
     args = parser.parse_args(arguments)
+    if args.memory_gb:
+        budget.limit_memory(args.memory_gb)
     records = common.Records(args.out, common.conditions())
     for quant in args.quant:
         model = None  # free the previous model first
         model = common.random_model(args.model_shape, quant)
         for batch in args.batch:
             common.forget_peak()
-            record = {"shape": args.model_shape, "weights": quant, "batch": batch}
+            record = {"shape": args.model_shape, "weights": quant, "batch": batch, "kv": args.kv}
             if args.whole:
-                record |= whole(model, batch)
+                sizes = {name: getattr(args, name) for name in whole_sizes}
+                record |= whole(Sampler(model, batch, kv=args.kv), samples=args.samples, **sizes)
             else:
                 record |= steady(model, quant, batch, args)
             records.append(record | {"peak_gb": peak_memory_gb()})
@@ -49,7 +56,7 @@ def main(arguments=None):
 
 def steady(model, quant, batch, args):
     """Decode steps alone. With memory for fewer rows, the sampler decodes them in waves."""
-    turn = decoding(model, batch, args.samples, args.context, args.new)
+    turn = decoding(model, batch, args.samples, args.context, args.new, args.kv)
     turn()  # compiles the kernels
     stats = turn()
     rate = batch * args.new / stats["decode_s"]
@@ -59,13 +66,13 @@ def steady(model, quant, batch, args):
         "slots": stats["slots"],
         "tok_s": rate,
         "ms_step": 1e3 * stats["decode_s"] / stats["steps"],
-        "of_bound": rate / bound(model.config, quant, batch, args.context),
+        "of_bound": rate / bound(model.config, quant, batch, args.context, args.kv),
     }
 
 
-def decoding(model, batch, samples=16, context=1000, new=128):
+def decoding(model, batch, samples=16, context=1000, new=128, kv="bf16"):
     """→ a function that samples `new` tokens for each row and returns the sampler's statistics."""
-    sampler = Sampler(model, slots=batch)
+    sampler = Sampler(model, slots=batch, kv=kv)
     group = math.gcd(batch, samples)
     prompts = common.random_prompts(model, batch // group, context - new // 2)
 
@@ -93,7 +100,7 @@ def sample(
     return sampler.generate(prompts, samples, params, step, first_sequence)
 
 
-def bound(c, quant, batch, context):
+def bound(c, quant, batch, context, kv="bf16"):
     """Tokens a second that bytes and FLOPs allow, with nothing lost between kernels."""
     weights, adapters = 0, 0
     for parts, K in memory.linears(c).values():
@@ -106,13 +113,13 @@ def bound(c, quant, batch, context):
         return max(load, 2 * batch * count / common.FLOP_PER_S)
 
     linear = seconds(weights, 0.5625 if quant == "nvfp4" else 2) + seconds(head, 2)
-    moved = 2 * adapters + batch * context * cached_bytes(c) + 8 * batch * c.vocab_size
+    moved = 2 * adapters + batch * context * cached_bytes(c, kv) + 8 * batch * c.vocab_size
     return batch / (linear + moved / common.BYTES_PER_S)
 
 
-def whole(model, slots):
-    """A whole rollout: an answer that ends makes room for the next."""
-    _, done, seconds = sample_whole(Sampler(model, slots=slots))
+def whole(sampler, **sizes):
+    """A whole rollout: an answer that ends makes room for the next. sizes: as for sample_whole."""
+    _, done, seconds = sample_whole(sampler, **sizes)
     lengths = done.lengths.tolist()
     return {
         "whole": True,

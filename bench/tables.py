@@ -655,7 +655,8 @@ def card_of(r):
 
 def hardware():
     head(
-        "Qwen2.5 | weights, GB | planned for 24 GB: answers at once; longest | for 80 GB",
+        "Qwen2.5 | weights, GB | planned for 24 GB: answers at once; longest | with `--kv int8`",
+        "for 80 GB",
         "measured under a cap: a step, its peak | measured on 80 GB: the longest answers",
         "planned seconds",
     )
@@ -684,19 +685,19 @@ def hardware():
             [longest.get((shape, 0))],
         )
         weights = f"{memory.plan(c).weights / 1e9:.1f}"
-        planned = fitting(shape, 24), fitting(shape, 80)
+        planned = fitting(shape, 24), fitting(shape, 24, "int8"), fitting(shape, 80)
         entry(shape.upper(), weights, *planned, measured, long, seconds)
 
 
-def fitting(shape, gb):
+def fitting(shape, gb, kv="bf16"):
     """What `tools.memory --rank 16` says of a model and a card, `longest` without the prompt."""
-    row = planned_line(shape, gb)
+    row = planned_line(shape, gb, kv)
     return f"{row.answers}; {row.longest - PLANNED_PROMPT:,}" if row.answers else "–"
 
 
 @functools.cache
-def planned_line(shape, gb):
-    return memory.line_of(memory.config(shape), "nvfp4", 16, PLANNED_PROMPT, 1024, gb)
+def planned_line(shape, gb, kv="bf16"):
+    return memory.line_of(memory.config(shape), "nvfp4", 16, PLANNED_PROMPT, 1024, gb, kv)
 
 
 TABLES = {

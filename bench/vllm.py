@@ -88,6 +88,7 @@ def main(arguments=None):
         "--vllm", default=python, help="command that starts a Python which has vllm"
     )
     parser.add_argument("--once", action="store_true", help="ours before vLLM only")
+    parser.add_argument("--kv", choices=("bf16", "int8"), default="bf16", help="int8: vLLM in fp8")
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES, help="rows of decode")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=[*MODES[:4], "bf16/none/1"])
     args = parser.parse_args(arguments)
@@ -99,7 +100,7 @@ def main(arguments=None):
         )
     card = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
     info = {"run": time.strftime("%F %T"), "shape": args.model_shape, "card": card}
-    info |= {name: getattr(args, name) for name in (*sizes, "memory_gb", "batches")}
+    info |= {name: getattr(args, name) for name in (*sizes, "memory_gb", "batches", "kv")}
     info |= common.conditions()
     records = common.Records(args.out, info)
     out = Path(args.out).resolve()
@@ -185,10 +186,10 @@ def run_ours(job):
     if not (folder / "adapter").exists():
         save_adapter(model, folder / "adapter")  # vLLM loads the same one
     for batch in asked["batches"]:
-        turn = rollout.decoding(model, batch, GROUP, PROMPT + NEW // 2, NEW)
+        turn = rollout.decoding(model, batch, GROUP, PROMPT + NEW // 2, NEW, asked["kv"])
         turn()  # compiles the kernels
         save(job, batch, batch * NEW, [turn()["decode_s"] for _ in range(REPEATS)])
-    sampler = rollout.Sampler(model)
+    sampler = rollout.Sampler(model, kv=asked["kv"])
     sizes = {name: asked[name] for name in ("prompts", "mean", "limit", "prompt_length")}
     prompts, done, seconds = rollout.sample_whole(sampler, samples=GROUP, **sizes)
     lengths = done.lengths.tolist()
@@ -252,6 +253,7 @@ class Engine:
             generation_config="vllm",
             max_model_len=job.info["limit"] + 2048,
             max_num_seqs=SLOTS,
+            kv_cache_dtype="fp8" if job.info["kv"] == "int8" else "auto",
             gpu_memory_utilization=share,
             enable_prefix_caching=True,
             enable_lora=True,

@@ -1,4 +1,4 @@
-"""The rules of the four experiments on GSM8K, each fixed before its first run, and their logs.
+"""The rules of the five experiments on GSM8K, each fixed before its first run, and their logs.
 
 results/LOG.md says them in words ("GSM8K: the rules"). gsm8k.py makes the runs that plan() lists,
 and gsm8k_tables.py reads their logs. results/gsm8k/ has a file for each experiment, 2.jsonl for the
@@ -196,7 +196,20 @@ LARGE = Experiment(
     compared=(("21", "20"), ("21", "bf16"), ("21", "nvfp4")),
     tests_bases=False,
 )
-EXPERIMENTS = (ONE, TWO, THREE, FOUR, LARGE)
+PAGES = Experiment(
+    name="5",
+    size="0.5b",
+    seeds=NEW_SEEDS,
+    rates=(),
+    choosers=("16", "22"),
+    tests=("greedy",),
+    figure="",
+    shown=(),
+    arms={"22": Arm("rtn", CURVE | dict(kv="int8"), "NVFP4 (rtn) at x, int8 pages")},
+    compared=(("22", "16"),),
+    tests_bases=False,
+)
+EXPERIMENTS = (ONE, TWO, THREE, FOUR, LARGE, PAGES)
 ARMS = {arm: experiment for experiment in EXPERIMENTS for arm in experiment.arms}
 
 

@@ -211,11 +211,12 @@ class Heads(NamedTuple):
 
 
 class KVCache(NamedTuple):
-    """Keys and values of the running rows, in qkv's dtype, in pages of PAGE positions each. A CPU
-    takes pages of any size: there, PAGE in the shapes of this file means k.shape[3].
+    """Keys and values of the running rows, in pages of PAGE positions each: in qkv's dtype, or as
+    8-bit integers. A CPU takes pages of any size: there, PAGE in the shapes of this file means
+    k[0].shape[2].
     """
 
-    k: Tensor  # (layers, pages, Hkv, PAGE, Dh)
+    k: Tensor  # (layers, pages, Hkv, PAGE, Dh), or each layer's int8.Pages
     v: Tensor
     counters: Tensor  # (≥ B·Hkv,) int32, zeros: the fast kernel counts a row's finished splits
 
@@ -522,8 +523,15 @@ def _plain_kernel(
 #    steps. Many rows: small tiles and few warps, so that several CTAs share an SM.
 # 10 PDL: the CTA starts while the qkv product still runs. It loads what no recent kernel writes
 #    (position, pages, cos, sin, the first tile of older keys and values) and only then waits for
-#    qkv. So the wait is in the loop's first iteration, between the loads of a tile and their use.
+#    qkv. So the wait is in the loop's first iteration, between a tile's loads and their product.
 #    Neither this layer's norm nor a kernel between it and this one may write what is loaded early.
+#
+# Only for pages of 8-bit integers (int8.py). With bf16 pages none of this is compiled:
+# 11 The scale of a key multiplies its score, that of a value its p: one number for each position
+#    instead of Dh. The stretch of a pair goes into the cos and sin that rotate it.
+# 12 Integers are loaded and unpacked in fours. v is transposed, so a page has a head's values as
+#    (Dh, PAGE). A mask of positions would split the four, so values past the row's position are
+#    loaded, too: they are finite, and their p is 0. Tiles always have 64 positions.
 #
 # The loop of a row's last split starts from the new token, that of another split from nothing:
 #
@@ -543,7 +551,10 @@ def _paged_attention(qkv, heads, cos, sin, layer, paged):
     cache, splits = paged.cache, paged.splits
     H, Hkv, norms = heads
     q_weight, k_weight, eps = norms or (None, None, 0.0)
-    Dh = cache.k.shape[-1]
+    k, v, int8 = cache.k[layer], cache.v[layer], {}
+    if not torch.is_tensor(k):
+        k, v, int8 = k.for_kernel(v)
+    Dh = k.shape[-1]
     B = len(qkv)
     out = qkv.new_empty(B, H * Dh)
     # Scratch memory for rows of several splits (2): each split's acc; its m_i and its l_i.
@@ -566,8 +577,8 @@ def _paged_attention(qkv, heads, cos, sin, layer, paged):
         cos,
         sin,
         # the cache
-        cache.k[layer],
-        cache.v[layer],
+        k,
+        v,
         paged.block_table,
         paged.block_table.stride(0),
         paged.positions,
@@ -584,11 +595,12 @@ def _paged_attention(qkv, heads, cos, sin, layer, paged):
         REP=H // Hkv,
         PAGE=PAGE,
         SPLIT=SPLIT,
-        TILE=min((8192 if large_tiles else 2048) // half, PAGE),
+        TILE=64 if int8 else min((8192 if large_tiles else 2048) // half, PAGE),
         ROWS=max(8, triton.next_power_of_2(H // Hkv)),
         HALF=half,
         num_warps=4 if large_tiles else 2,
         num_stages=3,
+        **int8,
         **launch_options(qkv),
     )
     return out
@@ -679,13 +691,21 @@ def _attention_kernel(
     ROWS: constexpr,
     HALF: constexpr,
     PDL: constexpr,
+    # pages of integers
+    k_scale=None,
+    v_scale=None,
+    center=None,
+    stretch=None,
+    UNPACK: constexpr = None,
+    STORE: constexpr = None,
 ):
     """Grid (Hkv, splits, B): a CTA computes one split of one row, for a key head and the REP query
     heads that share this key head (3).
 
     ROWS: REP rounded up to a power of two, at least 8, the columns of a tensor core's tile. HALF:
     Dh/2 rounded up to a power of two, at least 16. The masks exclude what lies past REP, past Dh
-    and past the row's position. v is loaded whole, (2·HALF, TILE).
+    and past the row's position (but see 12). v is loaded whole, (2·HALF, TILE). k_scale to STORE:
+    what int8.Pages.for_kernel returns.
     """
     h = tl.program_id(0)
     split = tl.program_id(1)
@@ -716,8 +736,16 @@ def _attention_kernel(
             wait_for_predecessor(PDL)
         return
     qkv += b.to(tl.int64) * (H + 2 * Hkv) * DH
-    q1 = tl.zeros((HALF, ROWS), qkv.dtype.element_ty)
-    q2 = tl.zeros((HALF, ROWS), qkv.dtype.element_ty)
+    if UNPACK is None:
+        dtype: constexpr = qkv.dtype.element_ty
+        factor = 1.0
+    else:
+        dtype: constexpr = tl.float16
+        both = tl.join(d, d + DH // 2)  # (HALF, 2)
+        factor = tl.load(stretch + h * DH + d, mask=in_d, other=1.0)
+        new_center = tl.load(center + h * DH + both, mask=in_d[:, None], other=0.0)
+    q1 = tl.zeros((HALF, ROWS), dtype)
+    q2 = tl.zeros((HALF, ROWS), dtype)
     m_i = tl.full((ROWS,), -1e30, tl.float32)
     l_i = tl.zeros((TILE, ROWS), tl.float32)
     acc = tl.zeros((2 * HALF, ROWS), tl.float32)
@@ -730,38 +758,63 @@ def _attention_kernel(
         k_ptr = k_cache + kv_at + t[:, None] * DH + d
         k1 = tl.load(k_ptr, mask=seen & in_d, other=0.0)  # (TILE, HALF)
         k2 = tl.load(k_ptr + DH // 2, mask=seen & in_d, other=0.0)
-        v = tl.load(
-            v_cache + kv_at + t * DH + dim[:, None],
-            other=0.0,
-            mask=(start + t < position) & (dim < DH)[:, None],
-        )  # (2·HALF, TILE)
+        if UNPACK is None:
+            k_factor = 1.0
+            v_factor = 1.0
+            v = tl.load(
+                v_cache + kv_at + t * DH + dim[:, None],
+                other=0.0,
+                mask=(start + t < position) & (dim < DH)[:, None],
+            )  # (2·HALF, TILE)
+        else:  # (11, 12)
+            k1 = UNPACK(k1)
+            k2 = UNPACK(k2)
+            # Position i of a page is at i · DH from its start in keys, and at i in values.
+            v_at = kv_at - tl.multiple_of((start - begin) % PAGE * (DH - 1), TILE)
+            v_ptr = v_cache + v_at + t + dim[:, None] * PAGE
+            v = UNPACK(tl.load(v_ptr, mask=(dim < DH)[:, None], other=0))
+            scale_at = kv_at // DH + t[:, None]
+            k_factor = tl.load(k_scale + scale_at)
+            v_factor = tl.load(v_scale + scale_at, mask=seen, other=0.0)
         if start == begin:
             qkv = _after_wait(qkv, PDL)  # (10)
             q_at = (h * REP + head)[:, None] * DH + d
-            q1_rows, q2_rows = _rotated(qkv, q_at, in_q, q_weight, d, c, s, eps, DH)
-            q1 = tl.trans(q1_rows)  # (HALF, ROWS)
-            q2 = tl.trans(q2_rows)
+            q1_rows, q2_rows = _rotated(
+                qkv, q_at, in_q, q_weight, d, c * factor, s * factor, eps, DH
+            )
+            q1 = tl.trans(q1_rows).to(k1.dtype)  # (HALF, ROWS)
+            q2 = tl.trans(q2_rows).to(k2.dtype)
             if split == last_split:  # (1) store the new token's k and v, and start from its score
                 new_at = (H + h) * DH + d[None, :]
-                new1, new2 = _rotated(qkv, new_at, in_d[None, :], k_weight, d, c, s, eps, DH)
+                new1, new2 = _rotated(
+                    qkv, new_at, in_d[None, :], k_weight, d, c / factor, s / factor, eps, DH
+                )
                 new_v = tl.load(qkv + (H + Hkv + h) * DH + dim, mask=dim < DH, other=0.0)
                 slot = tl.where(position - begin < PAGE, in_page1, in_page2)
                 slot += (position - begin) * DH
-                tl.store(k_cache + slot + d[None, :], new1, mask=in_d[None, :])
-                tl.store(k_cache + slot + DH // 2 + d[None, :], new2, mask=in_d[None, :])
-                tl.store(v_cache + slot + dim, new_v, mask=dim < DH)
+                if UNPACK is None:
+                    tl.store(k_cache + slot + d[None, :], new1, mask=in_d[None, :])
+                    tl.store(k_cache + slot + DH // 2 + d[None, :], new2, mask=in_d[None, :])
+                    tl.store(v_cache + slot + dim, new_v, mask=dim < DH)
+                else:
+                    scale_slot = slot // DH
+                    new = tl.reshape(tl.join(new1, new2), both.shape) - new_center
+                    new = STORE(new, k_cache + slot + both, k_scale + scale_slot, in_d[:, None])
+                    new1, new2 = tl.split(new)
+                    v_slot = v_cache + slot - position % PAGE * (DH - 1) + dim * PAGE
+                    new_v = STORE(new_v, v_slot, v_scale + scale_slot, dim < DH)
                 products = q1_rows.to(tl.float32) * new1 + q2_rows.to(tl.float32) * new2
                 m_i = tl.sum(products, 1) * scale
                 l_i += (t == 0)[:, None]  # exp2(score − m_i) = 1, on one line of the tile (7)
                 acc += new_v.to(tl.float32)[:, None]
         # (4, 5)
         qk = tl.dot(k2, q2, tl.dot(k1, q1, input_precision="ieee"), input_precision="ieee")
-        qk = tl.where(seen, qk * scale, float("-inf"))  # (TILE, ROWS)
+        qk = tl.where(seen, qk * (scale * k_factor), float("-inf"))  # (TILE, ROWS)
         m_new = tl.maximum(m_i, tl.max(qk, 0))
         p = tl.exp2(qk - m_new)
         alpha = tl.exp2(m_i - m_new)
         l_i = l_i * alpha + p
-        acc = tl.dot(v, p.to(v.dtype), acc * alpha, input_precision="ieee")
+        acc = tl.dot(v, (p * v_factor).to(v.dtype), acc * alpha, input_precision="ieee")
         m_i = m_new
     l_i = tl.sum(l_i, 0)  # (7)
     in_out = (head < REP) & (dim < DH)[:, None]

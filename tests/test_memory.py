@@ -18,7 +18,7 @@ import fp4_gemm
 import lora
 import model
 from bench import step
-from rollout import Rollout
+from rollout import Limits, ModelRunner, Rollout, Sampler, SamplingParams, cached_bytes
 from tools import memory, weights
 
 # SmolLM2-135M and Qwen2.5 on the hub
@@ -202,6 +202,21 @@ def test_what_a_card_holds_is_what_the_plan_says(name, gb, answers):
     assert plan(8, line.longest).peak <= room
     assert line.longest == 32768 or room < plan(8, line.longest + 1).peak
     assert line.plan == plan(1, 1280) and line.needs * 2**30 == line.plan.peak + memory.BESIDE
+
+
+@pytest.mark.parametrize("kv, wider", [("int8", 1), ("bf16", 2)])  # a CPU keeps bf16 as fp32
+def test_keys_and_values_are_counted_as_they_are_stored(tiny, kv, wider):
+    """Of each page, in both formats, to the byte."""
+    m = model.load(weights.open(tiny), "bf16", rank=4)
+    sampler, prompt = Sampler(m, kv=kv), torch.ones(1, 40, dtype=torch.long)
+    sampler.limits = Limits(slots=1, pages=7, length=40, prefill=8)
+    runner = ModelRunner(sampler, Rollout(prompt, *[None] * 4), SamplingParams(9, [2]), 0, 0)
+    stored = sum(x.nbytes for x in runner.paged)
+    if kv == "int8":  # no CPU code minds how values lie in memory, but the kernel does
+        assert all(pages.integers.mT.is_contiguous() for pages in runner.cache.v)
+    assert stored == wider * 7 * runner.page_size * cached_bytes(m.config, kv)
+    few, many = (memory.plan(m.config, pages=n, kv=kv).rollout for n in (100, 107))
+    assert many - few == stored / wider * memory.PAGE / runner.page_size
 
 
 def test_the_table_has_a_line_for_each_model_and_card(capsys):

@@ -3,9 +3,9 @@ token.
 """
 
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from contextlib import nullcontext
-from itertools import count, product
+from itertools import count, pairwise, product
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +17,7 @@ import lora
 import model
 import rollout
 from ops import attention, sampling
+from ops.int8 import Pages
 from rollout import Rollout, Sampler, SamplingParams
 from tools import weights
 
@@ -27,6 +28,7 @@ PROMPTS = [
 STOPS = [2, 11, 23, 37, 41, 59, 73]  # 7 of 97 tokens: answers of about a dozen tokens
 PARAMS = SamplingParams(20, STOPS, seed=5)
 DRAW = PROMPTS, 4, PARAMS, 2  # 32 answers of at most 20 tokens, in step 2
+LONGEST = 17 + 20
 
 
 @pytest.fixture(scope="module")
@@ -199,19 +201,19 @@ def steps(monkeypatch):
         assert runner.cuda or all(older() is None for _, older in batches)
         batches.append((scheduler, weakref.ref(runner)))
         sample(scheduler, runner, bar)
-        assert sorted(scheduler.pool.free) == [*range(runner.cache.k.shape[1])]
+        assert sorted(scheduler.pool.free) == [*range(runner.cache.k[0].shape[0])]
         assert not any(scheduler.pool.users.values())
 
     def checked_step(runner, batch_size, splits):
         scheduler, _ = batches[-1]
         used, shared = [*scheduler.pool.free], {}
-        for x in runner.cache[:2]:
-            x[:, used] = 100.0
+        for x in runner.paged:
+            x[used] = 100
         for s in scheduler.running:
             full = (s.prompt_length - 1) // scheduler.page_size
             assert shared.setdefault(s.group, s.pages[:full]) == s.pages[:full]
             used += s.pages[full:]
-        assert sorted(sum(shared.values(), used)) == [*range(runner.cache.k.shape[1])]
+        assert sorted(sum(shared.values(), used)) == [*range(runner.cache.k[0].shape[0])]
         position, table = runner.slots.position, runner.slots.block_table
         columns = table.shape[1] * scheduler.page_size
         assert position.max() < splits * attention.SPLIT <= columns
@@ -222,9 +224,9 @@ def steps(monkeypatch):
     def checked_fill(runner, started):
         scheduler, _ = batches[-1]
         pages = sum((s.pages for s in scheduler.running if s not in started), [])
-        old = [x[:, pages] for x in runner.cache[:2]]
+        old = [x[pages] for x in runner.paged]
         fill(runner, started)
-        assert all(map(torch.equal, old, [x[:, pages] for x in runner.cache[:2]]))
+        assert all(map(torch.equal, old, [x[pages] for x in runner.paged]))
 
     monkeypatch.setattr(rollout, "continuous_batching", checked_sample)
     monkeypatch.setattr(runner_type, "decode_step", checked_step)
@@ -326,6 +328,79 @@ def test_pages_change_nothing(m, r, steps, prefills, page_size, pages, slots):
     prompts = [prompt[:-1] for prompt in PROMPTS]
     going_on = [text for text in sum(prefills, []) if text not in prompts]
     assert 0 < len(going_on) <= sampler.stats["preempted"] and sampler.stats["preempted"] > 5
+
+
+# --- keys and values of 8 bits
+
+
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory):
+    """→ a tiny Qwen2 with large key biases in the pairs that RoPE turns fastest and slowest."""
+    folder = tmp_path_factory.mktemp("biased")
+    tiny_checkpoint(folder, "qwen2", num_hidden_layers=2)
+    m = learned(model.load(weights.open(folder), quant="bf16", rank=4, alpha=8), 0.05)
+    for layer in m.layers:
+        layer.self_attn.qkv_proj.base.bias.view(8, 16)[4:6, [0, 7]] += 30
+    return m
+
+
+class Rounded(attention.Packed):
+    """A text whose tokens from `start` on read keys and values that are rounded to integers, as
+    ops/int8.py's docstring says. Those before were prefilled.
+    """
+
+    def __init__(self, m, tokens, start):
+        super().__init__([(tokens, [])], m.device)
+        self.m, self.start = m, start
+
+    def __call__(self, qkv, heads, cos, sin, layer):
+        q, k, v = attention.rotated_heads(qkv, heads, cos, sin)
+        exact = self.attend_to_group(q, k, v, *self.spans[0])
+        angles = model.rotary(torch.arange(LONGEST), self.m.inv_freq, 1)
+        bias = self.m.layers[layer].self_attn.qkv_proj.base.bias.view(8, 16)[4:6]
+        center = attention.rope(bias.expand(LONGEST, -1, -1), *angles).mean(0)
+        stretch = Pages(torch.zeros(1, 2, 1, 16), bias, *angles).stretch
+        assert stretch.unique().tolist() == [1, 8]  # 8: of the pair that RoPE turns fastest
+        k = self.integers((k - center) / stretch) * stretch
+        rounded = self.attend_to_group(q, k, self.integers(v), *self.spans[0])
+        return torch.cat((exact[: self.start], rounded[self.start :]))
+
+    def integers(self, x):
+        step = x.abs().amax(-1, keepdim=True) / 127
+        return (x / step).round() * step
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("limits", [None, (2, 32, 18), (5, 32, 8), (1, 7, 36)])
+def test_int8_pages_change_nothing_but_the_rounding(biased, steps, monkeypatch, limits):
+    """In pages of any size, preempted or not, answers are those of naive sampling with keys and
+    values that decode steps read rounded. A number between two integers may go either way.
+    """
+    starts, fill = defaultdict(list), rollout.ModelRunner.fill_pages
+
+    def noted_fill(runner, started):
+        for sequence in started:
+            starts[sequence.row].append(sequence.position)
+        fill(runner, started)
+
+    monkeypatch.setattr(rollout.ModelRunner, "fill_pages", noted_fill)
+    sampler = Sampler(biased, kv="int8")
+    if limits:
+        page_size, slots, pages = limits
+        sampler = limited(biased, page_size, slots=slots, pages=pages, kv="int8")
+    r = sampler.generate(*DRAW)
+    naive = []
+    for row, (ids, p, n) in enumerate(zip(r.tokens, r.prompt_lengths, r.lengths, strict=True)):
+        for start, end in pairwise([*starts[row], p + n - 1]):
+            text = Rounded(biased, end, start)
+            naive.append(biased(ids[:end], text.positions, text)[start:])
+    row, place = r.answer_mask().nonzero().T
+    place -= r.prompt_lengths[row]
+    token, logprob = sampling.sample(biased.logits(torch.cat(naive)), 1.0, 5, 2, row, place)
+    assert torch.equal(r.tokens[r.answer_mask()], token)
+    torch.testing.assert_close(r.logprobs[r.answer_mask()], logprob, atol=1e-2, rtol=0)
+    assert 0.01 < gap(biased, r) < 1  # from the trainer, which does not round
+    assert sampler.stats["preempted"] > 5 or limits is None
 
 
 def test_a_group_shares_its_prompt_after_its_first_rows_have_ended(m, steps, prefills):
@@ -563,11 +638,16 @@ def test_gpu_graph_equals_eager(real, monkeypatch, top_p):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("new, pages", [(16, None), (300, 290)])
-def test_gpu_recorded_logprobs_are_the_trainers_when_the_adapter_is_small(smollm2, new, pages):
+@pytest.mark.parametrize(
+    "new, pages, kv, most",
+    [(16, None, "bf16", 1e-3), (300, 290, "bf16", 1e-3), (300, 290, "int8", 1e-2)],
+)
+def test_gpu_recorded_logprobs_are_the_trainers_when_the_adapter_is_small(
+    smollm2, new, pages, kv, most
+):
     """256 rows, lora_B = ±5e-4 as after one step of AdamW: sampler and trainer differ by a KL that
-    bf16 rounding explains, below 1e-3 nats a token. Also if rows need 768 pages and 290 exist, so
-    that many are preempted.
+    bf16 rounding explains, below 1e-3 nats a token, or that of int8. Also if rows need 768 pages
+    and 290 exist, so that many are preempted.
     """
     source, tokenizer = smollm2
     m = learned(model.load(source, device="cuda"), 1.0)
@@ -575,13 +655,13 @@ def test_gpu_recorded_logprobs_are_the_trainers_when_the_adapter_is_small(smollm
         layer.lora_B.data.sign_().mul_(5e-4)
     lora.refresh(m)
     prompts = [weights.encode(tokenizer, f"What is {i} + {3 * i}?") for i in range(16)]
-    sampler = Sampler(m, pages=pages)
+    sampler = Sampler(m, pages=pages, kv=kv)
     stop_ids = [] if pages else source.stop_ids()
     r = sampler.generate(prompts, 16, SamplingParams(new, stop_ids), 1)
     assert (sampler.stats["preempted"] > 0) == (pages is not None)
     with torch.no_grad():
         d = difference(m, r)[r.answer_mask()]
-    assert len(r.tokens) == 256 and (d.expm1() - d).mean() < 1e-3
+    assert len(r.tokens) == 256 and (d.expm1() - d).mean() < most
 
 
 @pytest.mark.gpu

@@ -121,6 +121,13 @@ def step_of_load(run):
 # --- what a run writes
 
 
+def test_a_run_rounds_the_samplers_keys_and_values_if_asked(start, tmp_path, whole):
+    """By how much is measured, as any difference between sampler and trainer is."""
+    assert start("--kv", "int8", "--steps", 1) == 0
+    exact, rounded = (report.read(run)["step", 0]["mismatch"] for run in (whole, tmp_path / "run"))
+    assert exact < 1.0001 < 1.001 < rounded < 1.1
+
+
 def test_a_run_leaves_its_files(whole):
     """The run of the tests has gradients, evaluations and all the files."""
     records = report.read(whole)

@@ -99,6 +99,11 @@ class Config:
         low=1,
         scored=True,
     )
+    kv: str = flag(
+        "bf16",
+        "the sampler's keys and values: bf16, or int8 in half of the memory",
+        choices=("bf16", "int8"),
+    )
     temperature: float = flag(
         1.0, "divides the logits, in the sampler and in the trainer", low=LITTLE, scored=True
     )

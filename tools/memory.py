@@ -11,7 +11,8 @@
     adapter = 14 · trained              fp32 parameters (4 bytes), AdamW's two moments in fp32 (8),
                                         and a bf16 copy of the parameters (2)
             + block_diagonal            with bf16 weights only: lora_B once more, with its zeros
-    rollout = kv_cache                  the pages of keys and values, bf16
+    rollout = kv_cache                  the pages of keys and values: bf16; or int8, with an fp32
+                                        scale for each token and head
             + logits                    of every row, fp32
             + scratch                   partial sums of a decode step's attention, of every row
             + decoded                   with NVFP4 only: the largest weight in bf16, for cuBLAS
@@ -166,6 +167,7 @@ def plan(
     prefill: int = PREFILL_TOKENS,
     pages: int | None = None,
     shared_keys: int = 0,
+    kv: str = "bf16",
 ) -> Plan:
     """The formulas above. ValueError: this decoder does not support the model.
 
@@ -174,7 +176,7 @@ def plan(
     prompt once. recomputed: how many layers, the first ones, keep their input alone, so that
     backward computes the rest again; None: all. prefill: tokens in one forward pass. pages: of keys
     and values; None: as many as the answers need. shared_keys: how many keys answers read of
-    prompts in a micro-batch, G·P for each prompt of P tokens.
+    prompts in a micro-batch, G·P for each prompt of P tokens. kv: as for Sampler.
     """
     family(c)  # refuse another model before it lacks a size
     D, V, layers = c.hidden_size, c.vocab_size, c.num_hidden_layers
@@ -202,7 +204,7 @@ def plan(
 
     if pages is None:
         pages = slots * math.ceil((length - 1) / PAGE)  # the last token is not cached
-    kv_cache = pages * PAGE * cached_bytes(c)
+    kv_cache = pages * PAGE * cached_bytes(c, kv)
     logits = slots * 4 * V
     scratch = slots * scratch_bytes(c, length)
     rollout = kv_cache + logits + scratch + decoded + prefill_bytes(c, prefill) + WORKSPACE
@@ -384,10 +386,18 @@ class Line(NamedTuple):
     plan: Plan  # of one answer at a time
 
 
-def line_of(c: PretrainedConfig, quant: str, rank: int, prompt: int, new: int, gb: float) -> Line:
+def line_of(
+    c: PretrainedConfig,
+    quant: str,
+    rank: int,
+    prompt: int,
+    new: int,
+    gb: float,
+    kv: str = "bf16",
+) -> Line:
     """What fits on a card of `gb` · 2³⁰ bytes.
 
-    prompt, new: tokens of a prompt, and at most of an answer. ValueError:
+    prompt, new: tokens of a prompt, and at most of an answer. kv: as for Sampler. ValueError:
     this decoder does not support the model.
     """
     room, length = gb * 2**30 - BESIDE, prompt + new
@@ -408,6 +418,7 @@ def line_of(c: PretrainedConfig, quant: str, rank: int, prompt: int, new: int, g
             recomputed=layers[-1],
             prefill=prefill,
             shared_keys=min(prompt, length),
+            kv=kv,
         )
 
     def most(limit, plan_of_number):
@@ -433,6 +444,7 @@ def main(arguments: list[str]):
         "--model", nargs="+", default=MODELS, help="as for train.py; default: each of MODELS"
     )
     parser.add_argument("--quant", default="nvfp4", choices=weights.QUANT)
+    parser.add_argument("--kv", default="bf16", choices=("bf16", "int8"))
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--prompt-length", type=int, default=256)
     parser.add_argument("--max-new-tokens", type=int, default=1024)
@@ -455,7 +467,7 @@ def main(arguments: list[str]):
                 f"{min(cards)}: give 1 or more, within the context of {context} tokens"
             )
         for gb in cards:
-            line = line_of(c, args.quant, rank, prompt, new, gb)
+            line = line_of(c, args.quant, rank, prompt, new, gb, args.kv)
             tokens = recomputed = 0
             if line.answers:
                 tokens, recomputed = line.size.tokens, line.size.recomputed

@@ -1,0 +1,134 @@
+"""Keys and values as 8-bit integers, in half of the memory that bf16 takes.
+
+    x ≈ integer / 128 · scale       integer from −127 to 127; a scale for each token and head
+
+A token's largest number becomes ± 127, so a large one makes all others of its head coarse. And
+Qwen2.5's key bias is up to 354, a hundred times what tells keys apart. But a softmax ignores what
+all keys have in common: q · (k − center) = q · k − q · center, and the last term is the same for
+all keys. So the center is subtracted: the bias after RoPE, averaged over all positions.
+
+RoPE turns some pairs of numbers so fast that their average is about 0, which leaves their bias. If
+it is large, the pair is divided by its stretch, a power of two, and the query's pair is multiplied
+by it. Without a bias, center is 0 and stretch is 1.
+
+Only decode steps read integers. A prefill stores them, but its own attention, like training, reads
+keys and values that are not rounded. attention.py takes Pages in the place of a layer's tensor: it
+writes and reads them as one, and its fast kernel takes what for_kernel returns.
+
+results/LOG.md has what rounding costs, and why 8-bit floats fail. Needs: torch; on a GPU also
+triton.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+try:
+    import triton.language as tl
+    from triton import jit
+except ImportError:  # macOS has no Triton: this only lets Python define the kernels below
+
+    def jit(kernel):
+        return kernel
+
+
+class Pages:
+    """Keys, or values, of one layer."""
+
+    def __init__(self, integers: Tensor, bias: Tensor, cos: Tensor, sin: Tensor):
+        """integers (pages, Hkv, PAGE, Dh) uint8: larger by 128. The kernel wants each head's values
+        of a page as (Dh, PAGE) in memory.
+
+        bias (Hkv, Dh) f32: of keys, before RoPE; of values 0. cos, sin (positions, Dh/2) f32: of
+        all positions, from 0.
+        """
+        self.integers = integers
+        self.scale = torch.zeros(*integers.shape[:3], 1, device=integers.device)
+        self.shape = integers.shape
+        # RoPE multiplies a pair, a complex number, by cos + i · sin. So the average of its turns is
+        # one turn by their average.
+        pair = torch.complex(*bias.chunk(2, -1))  # (Hkv, Dh/2)
+        center = pair * torch.complex(cos.mean(0), sin.mean(0))
+        # What the average leaves of a pair, whose length RoPE scales by cos[0]: its mean square.
+        # Without a bias, numbers of a key are about 2. So up to 4², a pair is not stretched.
+        left = (pair * pair.conj()).real * cos[0].square() - (center * center.conj()).real
+        stretch = (1 + left / 4**2).sqrt().log2().round().exp2()
+        self.stretch = torch.cat((stretch, stretch), -1)  # (Hkv, Dh)
+        self.center = torch.cat((center.real, center.imag), -1) / self.stretch
+
+    def __setitem__(self, slots: tuple, x: Tensor):
+        """Round x (m, Hkv, Dh) into slots: (page (m,), :, offset (m,))."""
+        x = x / self.stretch - self.center
+        largest = x.abs().amax(-1, keepdim=True)  # if it is 0, so is the scale, of any integers
+        self.integers[slots] = (x * (127 / largest) + 128.5).to(torch.uint8)
+        self.scale[slots] = largest * (128 / 127)
+
+    def __getitem__(self, pages: Tensor) -> Tensor:
+        """→ what pages (…) hold, without center: (…, Hkv, PAGE, Dh) f32."""
+        x = (self.integers[pages] / 128 - 1) * self.scale[pages]
+        return x * self.stretch[:, None]
+
+    def for_kernel(self, values: "Pages") -> tuple[Tensor, Tensor, dict]:
+        """Of keys → k_cache and v_cache of attention's fast kernel, and its last arguments."""
+        last = dict(
+            k_scale=self.scale,
+            v_scale=values.scale,
+            center=self.center,
+            stretch=self.stretch,
+            UNPACK=unpacked,
+            STORE=stored,
+        )
+        return self.integers, values.integers, last
+
+
+def of_layers(
+    layers: Sequence, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[list[Pages], list[Pages]]:
+    """→ each layer's keys, and its values.
+
+    layers: of a Decoder. k, v (layers, pages, Hkv, PAGE, Dh) uint8. cos, sin: as for Pages.
+    """
+    *_, Hkv, page_size, Dh = k.shape
+    v = v.view(*v.shape[:3], Dh, page_size).mT  # as the kernel reads them
+    no_bias = torch.zeros(Hkv, Dh, device=k.device)
+    biases = [layer.self_attn.qkv_proj.base.bias for layer in layers]
+    of_keys = [
+        no_bias if bias is None else bias.float().view(-1, Dh)[-2 * Hkv : -Hkv] for bias in biases
+    ]
+    keys = [Pages(x, bias, cos, sin) for x, bias in zip(k, of_keys, strict=True)]
+    return keys, [Pages(x, no_bias, cos, sin) for x in v]
+
+
+# --- the same in a kernel
+
+
+@jit
+def unpacked(integers):
+    """→ float16: (integers − 128) / 128.
+
+    The float16 with the bytes 0x48 and n is 8 + n / 128, so one instruction, which puts bytes side
+    by side, makes floats of two integers. What is too much, 8 + 128 / 128, is subtracted.
+    """
+    x = tl.inline_asm_elementwise(
+        "prmt.b32 $0, $2, 0x48484848, 0x4140; prmt.b32 $1, $2, 0x48484848, 0x4342;",
+        "=r,=r,r",
+        [integers],
+        tl.float16,
+        is_pure=True,
+        pack=4,
+    )
+    return x - 9
+
+
+@jit
+def stored(x, place, scale_place, mask):
+    """Round x, all numbers of one token and head, as __setitem__ does, and store it → x as it is
+    read.
+    """
+    largest = tl.max(tl.abs(x))  # fp32, of bf16 too
+    integers = (x * tl.div_rn(127.0, largest) + 128.5).to(tl.uint8)
+    scale = largest * (128 / 127)
+    tl.store(place, integers, mask=mask)
+    tl.store(scale_place, scale)
+    return (integers / 128 - 1) * scale
