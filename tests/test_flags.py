@@ -33,6 +33,7 @@ SCORED = dict(
     data="/there/data.jsonl",
     test="a/b:test",
     max_new_tokens=99,
+    kv="int8",
     temperature=0.5,
     eval_problems=9,
     eval_samples=3,

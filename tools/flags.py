@@ -103,6 +103,7 @@ class Config:
         "bf16",
         "the sampler's keys and values: bf16, or int8 in half of the memory",
         choices=("bf16", "int8"),
+        scored=True,
     )
     temperature: float = flag(
         1.0, "divides the logits, in the sampler and in the trainer", low=LITTLE, scored=True
