@@ -1,6 +1,5 @@
 """bench/: each script measures a tiny shape on a CPU, and its table is made of its records."""
 
-import functools
 import importlib
 import shlex
 import subprocess
@@ -23,10 +22,8 @@ STEP = "--prompts 2 --samples 3 --prompt-length 5 --new 7 "
 
 @pytest.fixture(autouse=True)
 def tiny_shape(monkeypatch, tmp_path):
-    """There is a shape "tiny", whole rollouts are short, tables reads logs in tmp_path."""
+    """There is a shape "tiny", and tables reads logs in tmp_path."""
     monkeypatch.setitem(memory.MODELS, "tiny", (64, 2, 4, 2, 96, 97, False))
-    short = functools.partial(rollout.sample_whole, prompts=2, samples=3, mean=6, limit=12)
-    monkeypatch.setattr(rollout, "sample_whole", short)
     monkeypatch.setattr(tables, "LOGS", tmp_path)
     monkeypatch.setattr(common, "DEVICE", "cpu")
 
@@ -52,8 +49,10 @@ def test_rollout_times_decode_steps(tmp_path, capsys):
 
 
 def test_a_whole_rollout_is_timed_with_fewer_slots_than_rows(tmp_path):
-    (r,) = measured(rollout, tmp_path / "log", "--whole --batch 2 --quant bf16")
+    sizes = "--prompts 2 --samples 3 --mean 6 --limit 12"
+    (r,) = measured(rollout, tmp_path / "log", f"--whole --batch 2 --quant bf16 --kv int8 {sizes}")
     assert r["tok_s"] * r["seconds"] == pytest.approx(6 * r["mean_length"])
+    assert r["longest"] <= 12
 
 
 def test_the_bound_is_the_notes_table():
