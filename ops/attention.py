@@ -141,7 +141,8 @@ def _rotated(x, at, mask, weight, d, cos, sin, eps, DH: constexpr):
     weight is not None, the heads are normalized first, also in fp32.
 
     Results are rounded to x's dtype where torch rounds: after the norm and after the rotation.
-    at, mask: offsets of the first halves in x, and which to load. d (HALF,): columns of a half.
+    at, mask: offsets of the first halves in x, and which to load. d: columns of a half, (HALF,) or
+    (1, HALF).
     cos, sin: (1, HALF).
     """
     dtype = x.dtype.element_ty
@@ -235,8 +236,9 @@ class Gather(torch.autograd.Function):
     """x (n, …), index (m,) int64 → x[index] (m, …), in x's dtype. The gradient of x is summed in
     fp32 and then rounded once, to the dtype of the result's gradient. index gets none.
 
-    A prompt's keys, values and last state are read by each of its G answers. Their advantages sum
-    to about 0, so their gradients cancel: a sum in bf16 would be mostly rounding.
+    A prompt's keys, values and last state are read by each of its answers. In GRPO the advantages
+    of one prompt's answers sum to about 0, so their gradients cancel: a sum in bf16 would be mostly
+    rounding.
     """
 
     @staticmethod
@@ -299,11 +301,13 @@ class Packed:
             self.keys = torch.cat(keys).to(device)
         # What varlen_attn takes, for queries and for keys: where each text begins, (texts + 1,)
         # int32, and the length of the longest text.
-        of_both = [[len(text) for text in texts] for texts in (positions, keys)]
+        query_lengths = [len(text) for text in positions]
+        key_lengths = [len(text) for text in keys]
         self.cu_seqlens = [
-            F.pad(torch.tensor(x), (1, 0)).cumsum(0).int().to(device) for x in of_both
+            F.pad(torch.tensor(lengths), (1, 0)).cumsum(0).int().to(device)
+            for lengths in (query_lengths, key_lengths)
         ]
-        self.max_seqlens = [max(x) for x in of_both]
+        self.max_seqlens = [max(query_lengths), max(key_lengths)]
 
     def __call__(self, qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor, layer: int) -> Tensor:
         """qkv (n, (H + 2·Hkv)·Dh): all heads of q, then of k, then of v. cos, sin (n, Dh/2) f32: of
@@ -433,7 +437,7 @@ def plain_attention(
         PAGE=PAGE,
         SPLIT=SPLIT,
     )
-    alpha = (m_i - m_i.amax(2, keepdim=True)).exp()  # 0 for a split past the row's position
+    alpha = (m_i - m_i.amax(2, keepdim=True)).exp()  # 0 for an empty split of a running row
     return (alpha * acc).sum(2) / (alpha * l_i).sum(2)
 
 
@@ -469,7 +473,7 @@ def _plain_kernel(
     q = tl.load(q + head * DH + d)  # (DH,)
     begin = split * SPLIT
     end = tl.minimum(begin + SPLIT, tl.load(lengths + b))
-    m_i = -1e30  # finite, because −inf − −inf would be NaN
+    m_i = -1e30
     l_i = 0.0
     acc = tl.zeros((DH,), tl.float32)
     for start in range(begin, end, PAGE):
