@@ -165,12 +165,15 @@ def test_flags_override_the_choice(on_gpu):
 
 def test_a_plan_takes_its_share_of_what_is_free_and_of_what_is_reserved(on_gpu):
     """The line about it has its numbers, and says if even the smallest update does not fit."""
-    sampler = SimpleNamespace(slots=256, page_size=128, room=lambda *_: (750, 8192))
+    sampler = SimpleNamespace(slots=256, page_size=128, room=lambda *_: (750, 8192), kv="bf16")
     planner = on_gpu(71)
     line = planner.announcement(sampler, [128] * 4, answers=8, new=1024)
     for number in "96 k", "8,312 tokens", "0 of 28":
         assert number in line
-    assert line.endswith("planned")
+    assert line.endswith("planned") and "int8" not in line
+    assert "96 k tokens of 147 k (--kv int8" in planner.announcement(sampler, [128] * 16, 8, 1024)
+    sampler.kv = "int8"
+    assert "int8" not in planner.announcement(sampler, [128] * 16, 8, 1024)
     assert not planner.announcement(sampler, [128], answers=8, new=10**6).endswith("planned")
     planner.share = 0.5
     assert planner.room() == pytest.approx(39.5e9)

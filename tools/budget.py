@@ -161,6 +161,11 @@ class Budget:
         longest = max(prompts)
         slots = min(sampler.slots, len(prompts) * answers)
         pages, _ = sampler.room(prompts, slots, longest + new)
+        cached = pages * sampler.page_size
+        most = slots * (longest + new - 1)  # the last token is not cached
+        hint = ""
+        if cached < most and sampler.kv == "bf16":
+            hint = f" of {most / 1000:.0f} k (--kv int8: nearly twice as many)"
         groups = [PromptRows(length, dict.fromkeys(range(answers), new - 1)) for length in prompts]
         size = self.size(groups)
         free = free_memory()
@@ -168,7 +173,7 @@ class Budget:
         verdict = "planned" if size.peak <= self.room() else "needed, and so much is not free"
         return (
             f"memory: {total / 1e9:.0f} GB, {free / 1e9:.0f} free: pages for "
-            f"{pages * sampler.page_size / 1000:.0f} k tokens; updates of {size.tokens:,} tokens, "
+            f"{cached / 1000:.0f} k tokens{hint}; updates of {size.tokens:,} tokens, "
             f"{size.recomputed} of {len(self.model.layers)} layers recomputed, "
             f"{size.peak / 1e9:.0f} GB {verdict}"
         )
