@@ -590,19 +590,20 @@ def results():
         f"{theirs['step_s']:.1f}, Unsloth with vLLM in NF4, {theirs['peak_gb']:.0f} GB "
         "| [table](results/LOG.md#beside-unsloth)",
     )
-    _, rates = peers()
+    records, rates = peers()
+    (version,) = {r["vllm"] for r in records if "vllm" in r}
     ours, theirs = beside_vllm(rates, "nvfp4")[64]
     entry(
         "tokens per second while decoding, 7B *, 64 answers at a context of 1,000",
         f"**{ours:,.0f}**",
-        f"{theirs:,.0f}, vLLM in NVFP4 | [table](results/LOG.md#vllm-on-the-same-card)",
+        f"{theirs:,.0f}, vLLM {version}, NVFP4 | [table](results/LOG.md#vllm-on-the-same-card)",
     )
     r, *_ = longs()
     entry(
         "tokens per second for answers of {mean_length:,.0f} tokens on average, 7B *, both in "
         "{memory_gb:g} GB of memory".format(**r),
         f"**{statistics.mean(r['ours']):,.0f}**",
-        f"{r['theirs'][0]:,.0f}, vLLM in NVFP4 | [table](results/LOG.md#long-answers)",
+        f"{r['theirs'][0]:,.0f}, vLLM {version}, NVFP4 | [table](results/LOG.md#long-answers)",
     )
 
 
