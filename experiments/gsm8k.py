@@ -116,8 +116,8 @@ class TrainingSampler(Sampler):
     (arm 7). An evaluation, step −1, is as ever.
     """
 
-    def __init__(self, model, temperatures, steps):
-        super().__init__(model)
+    def __init__(self, model, kv, temperatures, steps):
+        super().__init__(model, kv=kv)
         self.temperatures, self.steps = temperatures, steps
 
     def generate(
@@ -146,9 +146,9 @@ class FollowingSampler(Sampler):
     LOWEST, HIGHEST, WIDTH = 0.7, 1.6, 2e-3  # of temperatures: where to search, how finely
     PART = 0.25  # of the way; when it was 1, entropy moved 1.65 times as far as searched
 
-    def __init__(self, model, entropies):
+    def __init__(self, model, kv, entropies):
         """entropies: {step: nats a token} of the other run."""
-        super().__init__(model)
+        super().__init__(model, kv=kv)
         self.entropies, self.next_temperature = entropies, None
 
     def generate(
@@ -315,7 +315,7 @@ def _make(job, out, flags, problems, at_once, write):
         sampler = sampler_of(job, model, config, out)
         run = Logged(config, write, start, len(rules.read(out, job).step), sampler)
         train.train(config, environment, sampler, train.Trainer(config, model), run)
-    sampler = Sampler(model, slots=TEST_SLOTS)
+    sampler = Sampler(model, slots=TEST_SLOTS, kv=config.kv)
     for name in () if job.phase == "rate" else job.experiment.tests:
         if name not in rules.read(out, job).tests:
             write(test(name, config, sampler, environment, problems))
@@ -326,11 +326,12 @@ def sampler_of(job, model, config, out):
     if job.arm == "12":
         name = f"main-11-{job.seed}"
         noisy = rules.read(out, name).step or rules.read(rules.LOGS, name).step
-        return FollowingSampler(model, {step: r["sampler_entropy"] for step, r in noisy.items()})
+        entropies = {step: r["sampler_entropy"] for step, r in noisy.items()}
+        return FollowingSampler(model, config.kv, entropies)
     temperatures = [1.0]
     if job.arm == "7":
         temperatures = [temperature for *_, temperature, _ in rules.temperatures()]
-    return TrainingSampler(model, temperatures, config.steps)
+    return TrainingSampler(model, config.kv, temperatures, config.steps)
 
 
 def start_record(job, config, at_once, load_s):

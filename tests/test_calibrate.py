@@ -39,6 +39,20 @@ def calibrated(tiny_chat, tmp_path_factory):
     return place, seen
 
 
+def test_answers_are_sampled_from_the_pages_that_a_flag_asks_for(tiny_chat, tmp_path, monkeypatch):
+    used = []
+
+    class Noted(calibrate.Sampler):
+        def generate(self, *arguments, **more):
+            used.append(self.kv)
+            raise ValueError("enough")
+
+    monkeypatch.setattr(calibrate, "Sampler", Noted)
+    with pytest.raises(ValueError, match="enough"):
+        command(tiny_chat, tmp_path / "new", "--kv", "int8")
+    assert used == ["int8"]
+
+
 def inputs_of(linear, oracle, texts):
     """→ (K, tokens): the inputs of a transformers' Linear in a forward pass of each text."""
     found = []

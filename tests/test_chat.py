@@ -48,6 +48,18 @@ def test_a_question_gets_the_answers_of_the_base_and_of_the_adapter(whole, monke
     assert again == alone and sys.stdout.pieces > 60
 
 
+def test_the_sampler_keeps_keys_and_values_as_the_runs_did(whole, tmp_path, monkeypatch):
+    """From there, unless a flag says otherwise."""
+    run = shutil.copytree(whole, tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | {"kv": "int8"}))
+    used = []
+    monkeypatch.setattr(chat, "ask", lambda question, environment, sampler: used.append(sampler.kv))
+    for flags in [], ["--kv", "bf16"]:
+        chat.main([str(run), "2 + 2?", *flags])
+    assert used == ["int8", "bf16"]
+
+
 def test_a_run_of_ones_own_task_is_asked_without_starting_it(whole, tmp_path, capsys):
     run = shutil.copytree(whole, tmp_path / "run")
     config = json.loads((run / "config.json").read_text())

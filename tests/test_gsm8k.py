@@ -111,8 +111,28 @@ def test_arm_12_samples_with_the_entropy_of_arm_11s_sampler(make):
     assert following.ended
 
 
+@pytest.mark.parametrize("arm", ["22", "16", "7", "12"])
+def test_each_sampler_of_a_run_keeps_keys_and_values_as_its_flags_say(make, monkeypatch, arm):
+    """Those of training and of the test. Arm 12 takes a flag that none of its runs had."""
+    used = []
+
+    def noted(real):
+        def generate(sampler, *arguments, **more):
+            used.append(sampler.kv)
+            return real(sampler, *arguments, **more)
+
+        return generate
+
+    if arm == "12":
+        make(Job("main", "11", 1e-3, 7), "logs")
+    monkeypatch.setattr(gsm8k.Sampler, "generate", noted(gsm8k.Sampler.generate))
+    asked = "int8" if arm in ("22", "12") else "bf16"
+    make(Job("main", arm, 1e-3, 7), "logs", **({"kv": asked} if arm == "12" else {}))
+    assert len(used) > 4 and set(used) == {asked}
+
+
 def test_the_search_finds_the_temperature_of_an_entropy(tiny_chat):
-    sampler = gsm8k.FollowingSampler(actor(tiny_chat), {})
+    sampler = gsm8k.FollowingSampler(actor(tiny_chat), "bf16", {})
     done = rollout(sampler.model, sigma=0)
     for temperature in (0.8, 1.3):
         _, entropy = done.scored_by(sampler.model, temperature)

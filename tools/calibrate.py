@@ -62,7 +62,8 @@ def calibrate(config: Config, place: Path) -> None:
         prompts = environment.encode_prompts(problems)
         device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
         decoder = load(source, config.quant, device=device)
-        rollout = Sampler(decoder).generate(prompts, 1, environment.params, 0, progress="answers")
+        sampler = Sampler(decoder, kv=config.kv)
+        rollout = sampler.generate(prompts, 1, environment.params, 0, progress="answers")
         texts = [prompt + ids for prompt, ids in zip(prompts, rollout.answers(), strict=True)]
         cut = len(texts) - int(rollout.finished.sum())
         if cut:

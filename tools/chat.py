@@ -75,7 +75,7 @@ def main(arguments: list[str]) -> None:
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = load(source, config.quant, config.rank, config.alpha, device)
     load_adapter(model, config.adapter)
-    sampler = Sampler(model)
+    sampler = Sampler(model, kv=config.kv)
     for question in questions or filter(str.strip, sys.stdin):
         ask(question.strip(), environment, sampler)
 
