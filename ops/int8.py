@@ -49,10 +49,12 @@ class Pages:
         # RoPE multiplies a pair, a complex number, by cos + i · sin. So the average of its turns is
         # one turn by their average.
         pair = torch.complex(*bias.chunk(2, -1))  # (Hkv, Dh/2)
-        center = pair * torch.complex(cos.mean(0), sin.mean(0))
+        turn = torch.complex(cos.mean(0), sin.mean(0))  # (Dh/2,)
+        center = pair * turn
         # What the average leaves of a pair, whose length RoPE scales by cos[0]: its mean square.
         # Without a bias, numbers of a key are about 2. So up to 4², a pair is not stretched.
-        left = (pair * pair.conj()).real * cos[0].square() - (center * center.conj()).real
+        lost = (cos[0].square() - (turn * turn.conj()).real).clamp(min=0)  # ≥ 0 but for rounding
+        left = (pair * pair.conj()).real * lost
         stretch = (1 + left / 4**2).sqrt().log2().round().exp2()
         self.stretch = torch.cat((stretch, stretch), -1)  # (Hkv, Dh)
         self.center = torch.cat((center.real, center.imag), -1) / self.stretch
@@ -91,13 +93,16 @@ def of_layers(
     """
     *_, Hkv, page_size, Dh = k.shape
     v = v.view(*v.shape[:3], Dh, page_size).mT  # as the kernel reads them
-    no_bias = torch.zeros(Hkv, Dh, device=k.device)
-    biases = [layer.self_attn.qkv_proj.base.bias for layer in layers]
-    of_keys = [
-        no_bias if bias is None else bias.float().view(-1, Dh)[-2 * Hkv : -Hkv] for bias in biases
-    ]
-    keys = [Pages(x, bias, cos, sin) for x, bias in zip(k, of_keys, strict=True)]
-    return keys, [Pages(x, no_bias, cos, sin) for x in v]
+    none = torch.zeros(Hkv, Dh, device=k.device)
+    keys = []
+    for layer, integers in zip(layers, k, strict=True):
+        bias = layer.self_attn.qkv_proj.base.bias
+        if bias is None or layer.self_attn.heads.norms:  # a norm comes after the bias
+            bias = none
+        else:
+            bias = bias.float().view(-1, Dh)[-2 * Hkv : -Hkv]
+        keys.append(Pages(integers, bias, cos, sin))
+    return keys, [Pages(integers, none, cos, sin) for integers in v]
 
 
 # --- the same in a kernel

@@ -1,6 +1,7 @@
 """A block's operations against transformers and a plain attention; kernels against plain torch."""
 
 from itertools import pairwise, product
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -398,6 +399,39 @@ def test_gpu_attention(H, Hkv, Dh, head_norms, positions, dtype):
         result, *stored = results_and_cache(made, paged, layer)
         assert error(*result) < 2 ** (-6 if integers else -7)  # the last key's levels: see below
         assert integers or max(error(*pair) for pair in stored) < 2**-7
+
+
+@pytest.mark.parametrize("size", [0, 354, 1e4, 1e15])
+@pytest.mark.parametrize("positions", [1, 2, 40, 2048])
+def test_a_key_bias_of_any_size_leaves_pages_that_can_be_read(size, positions):
+    """What is stored is read back, at most half a level off, in units of its stretch."""
+    inv_freq = 1e6 ** (-torch.arange(64) / 64)
+    angle = torch.arange(positions)[:, None] * inv_freq
+    bias = size * torch.randn(2, 128)
+    pages = int8.Pages(
+        torch.zeros(1, 2, 128, 128, dtype=torch.uint8), bias, angle.cos(), angle.sin()
+    )
+    assert pages.stretch.isfinite().all() and pages.stretch.min() >= 1
+    x = torch.randn(1, 2, 128) + attention.rope(bias[None], angle[-1:].cos(), angle[-1:].sin())
+    slots = torch.tensor([0]), slice(None), torch.tensor([5])
+    pages[slots] = x
+    off = pages[torch.tensor([0])][0, :, 5] / pages.stretch + pages.center - x[0] / pages.stretch
+    assert (off.abs() <= 0.51 * pages.scale[0, :, 5] / 128 + 1e-6 * size).all()
+
+
+def test_a_bias_before_a_norm_is_no_center():
+    """Qwen3 normalizes keys after the bias, so they do not have it in common."""
+    bias = 100 * torch.randn(3 * 2 * 16)
+    angle = torch.rand(9, 8)
+    for norms in None, (1, 1, 1e-6):
+        attends = SimpleNamespace(
+            qkv_proj=SimpleNamespace(base=SimpleNamespace(bias=bias)), heads=Heads(2, 2, norms)
+        )
+        k, v = torch.zeros(2, 1, 1, 2, 4, 16, dtype=torch.uint8)
+        layers = [SimpleNamespace(self_attn=attends)]
+        (keys,), (values,) = int8.of_layers(layers, k, v, angle.cos(), angle.sin())
+        assert bool(keys.center.any()) == (norms is None)
+        assert not values.center.any() and (values.stretch == 1).all()
 
 
 @pytest.mark.gpu
