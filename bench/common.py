@@ -38,9 +38,22 @@ def flags(doc, **defaults):
     for name, default in defaults.items():
         flag = f"--{name.replace('_', '-')}"
         choices = memory.MODELS if name == "model_shape" else None
+        kind = str if isinstance(default, str) else at_least(min(1, default), type(default))
         help = f"default {default}"
-        parser.add_argument(flag, type=type(default), choices=choices, default=default, help=help)
+        parser.add_argument(flag, type=kind, choices=choices, default=default, help=help)
     return parser
+
+
+def at_least(low, kind=int):
+    """→ the type of a flag whose values are numbers from `low` on."""
+
+    def number(text):
+        if not kind(text) >= low:
+            raise argparse.ArgumentTypeError(f"{text} must be {low} or more")
+        return kind(text)
+
+    number.__name__ = kind.__name__  # what argparse calls it if the text is no number
+    return number
 
 
 class Records:

@@ -32,12 +32,18 @@ def main(arguments=None):
     steady_sizes = dict(context=1000, new=128, samples=16)
     whole_sizes = dict(prompts=32, prompt_length=0, mean=600, limit=2048)
     parser = common.flags(__doc__, model_shape="7b", **steady_sizes, **whole_sizes, memory_gb=0.0)
-    parser.add_argument("--batch", type=int, nargs="+", default=[8, 32, 64, 128, 256])
+    parser.add_argument(
+        "--batch", type=common.at_least(1), nargs="+", default=[8, 32, 64, 128, 256]
+    )
     parser.add_argument("--whole", action="store_true")
     parser.add_argument("--quant", nargs="+", choices=common.QUANT, default=common.QUANT)
     parser.add_argument("--kv", choices=("bf16", "int8"), default="bf16")
     args = parser.parse_args(arguments)
+    if args.mean > args.limit:
+        parser.error(f"--mean {args.mean} is above --limit {args.limit}")
     if args.memory_gb:
+        if common.DEVICE == "cpu":
+            parser.error(f"--memory-gb {args.memory_gb:g} caps a GPU's memory, and here is no GPU")
         budget.limit_memory(args.memory_gb)
     records = common.Records(args.out, common.conditions())
     for quant in args.quant:

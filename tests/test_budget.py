@@ -171,7 +171,13 @@ def test_a_plan_takes_its_share_of_what_is_free_and_of_what_is_reserved(on_gpu):
     for number in "96 k", "8,312 tokens", "0 of 28":
         assert number in line
     assert line.endswith("planned") and "int8" not in line
-    assert "96 k tokens of 147 k (--kv int8" in planner.announcement(sampler, [128] * 16, 8, 1024)
+    # with int8 (2 · 128) / (128 + 4) times as many, but no more than are needed
+    assert "96 k tokens of 295 k (--kv int8: 186 k)" in planner.announcement(
+        sampler, [128] * 32, 8, 1024
+    )
+    assert "96 k tokens of 147 k (--kv int8: 147 k)" in planner.announcement(
+        sampler, [128] * 16, 8, 1024
+    )
     sampler.kv = "int8"
     assert "int8" not in planner.announcement(sampler, [128] * 16, 8, 1024)
     assert not planner.announcement(sampler, [128], answers=8, new=10**6).endswith("planned")

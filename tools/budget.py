@@ -25,7 +25,7 @@ import torch
 from tqdm import tqdm
 
 from model import Decoder
-from rollout import Sampler, free_memory
+from rollout import Sampler, cached_bytes, free_memory
 from tools import memory
 from tools.memory import MicroBatch, PromptRows, micro_batches
 
@@ -165,7 +165,9 @@ class Budget:
         most = slots * (longest + new - 1)  # the last token is not cached
         hint = ""
         if cached < most and sampler.kv == "bf16":
-            hint = f" of {most / 1000:.0f} k (--kv int8: nearly twice as many)"
+            c = self.model.config
+            in_int8 = min(most, cached * cached_bytes(c) / cached_bytes(c, "int8"))
+            hint = f" of {most / 1000:.0f} k (--kv int8: {in_int8 / 1000:.0f} k)"
         groups = [PromptRows(length, dict.fromkeys(range(answers), new - 1)) for length in prompts]
         size = self.size(groups)
         free = free_memory()
