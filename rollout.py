@@ -72,6 +72,7 @@ from model import Decoder, head_dim, rotary
 from ops import attention, int8, sampling
 
 SLOTS = 256  # most rows that run at once
+KV = "bf16", "int8"  # formats of keys and values in pages
 STEPS = 8  # most decode steps before the host reads which rows have ended
 PREFILL_TOKENS = 8192  # most in one forward pass, unless one row may need more
 MIN_SPLITS = 4  # splits that a graph has room for even if its rows are shorter: fewer captures
@@ -163,6 +164,8 @@ class Sampler:
         bar=tqdm,
         kv: str = "bf16",
     ):
+        if kv not in KV:
+            raise ValueError(f"kv {kv!r} must be one of {', '.join(KV)}")
         self.model, self.slots, self.pages, self.bar, self.kv = model, slots, pages, bar, kv
         self.held = math.inf  # after memory ran out: half of the pages that it did not hold
         self.page_size = CPU_PAGE if model.device.type == "cpu" else attention.PAGE
@@ -266,7 +269,8 @@ class Sampler:
         """
         c = self.model.config
         if self.model.device.type == "cpu":
-            page = self.page_size * 2 * cached_bytes(c, self.kv)  # fp32
+            wider = 1 if self.kv == "int8" else 2  # than bf16: a CPU computes in fp32
+            page = self.page_size * wider * cached_bytes(c, self.kv)
             return max(self._pages_of(length), CPU_CACHE // page)
         # A prefill decodes one packed weight at a time to bf16. The largest is that of gate and up.
         decoded = 4 * c.hidden_size * c.intermediate_size
@@ -528,17 +532,17 @@ class ModelRunner:
         blocks = math.ceil(splits * attention.SPLIT / self.page_size)
         with self.model.device:
             self.stops = torch.tensor(sorted(params.stop_ids), dtype=torch.long)
-            # zeros, not empty: on a CPU a masked position has weight 0, and 0 · NaN would be NaN
             counters = torch.zeros(slots * key_heads, dtype=torch.int32)
+            # zeros, not empty: on a CPU a masked position has weight 0, and 0 · NaN would be NaN
             dtype = torch.uint8 if sampler.kv == "int8" else self.model.dtype
             k = torch.zeros(shape, dtype=dtype)
-            v = torch.zeros_like(k)
-            self.paged = [*k, *v]  # what each layer has in pages
+            v = torch.zeros(shape, dtype=dtype)
+            self.page_tensors = [*k, *v]  # whose first dimension is pages
             if sampler.kv == "int8":
-                positions = torch.arange(rollout.tokens.shape[1])
+                positions = torch.arange(int8.POSITIONS)
                 angles = rotary(positions, self.model.inv_freq, self.model.rope_scale)
                 k, v = int8.of_layers(self.model.layers, k, v, *angles)
-                self.paged += [layer.scale for layer in k + v]
+                self.page_tensors += [pages.scale for pages in [*k, *v]]
             self.cache = attention.KVCache(k, v, counters)
             zeros = torch.zeros(slots, dtype=torch.long)
             self.slots = Slots(
@@ -562,7 +566,7 @@ class ModelRunner:
             self.prefill(prefills)
         if copies:
             source, copy = torch.tensor(copies, device=self.model.device).T
-            for x in self.paged:  # of each layer: (pages, …)
+            for x in self.page_tensors:
                 x[copy] = x[source]
         self.stats["prefill_s"] += _seconds() - began
 

@@ -217,8 +217,8 @@ class KVCache(NamedTuple):
     k[0].shape[2].
     """
 
-    k: Tensor  # (layers, pages, Hkv, PAGE, Dh), or each layer's int8.Pages
-    v: Tensor
+    k: Tensor | list  # (layers, pages, Hkv, PAGE, Dh), or each layer's int8.Pages
+    v: Tensor | list
     counters: Tensor  # (≥ B·Hkv,) int32, zeros: the fast kernel counts a row's finished splits
 
 
@@ -535,7 +535,8 @@ def _plain_kernel(
 #    instead of Dh. The stretch of a pair goes into the cos and sin that rotate it.
 # 12 Integers are loaded and unpacked in fours. v is transposed, so a page has a head's values as
 #    (Dh, PAGE). A mask of positions would split the four, so values past the row's position are
-#    loaded, too: they are finite, and their p is 0. Tiles always have 64 positions.
+#    loaded, too: they are finite, and their p is 0. Tiles always have 64 positions, the fastest of
+#    those tried. q and p are rounded to fp16, so |q| · stretch must stay below 65,504.
 #
 # The loop of a row's last split starts from the new token, that of another split from nothing:
 #
@@ -555,9 +556,9 @@ def _paged_attention(qkv, heads, cos, sin, layer, paged):
     cache, splits = paged.cache, paged.splits
     H, Hkv, norms = heads
     q_weight, k_weight, eps = norms or (None, None, 0.0)
-    k, v, int8 = cache.k[layer], cache.v[layer], {}
+    k, v, of_int8 = cache.k[layer], cache.v[layer], {}
     if not torch.is_tensor(k):
-        k, v, int8 = k.for_kernel(v)
+        k, v, of_int8 = k.for_kernel(v)
     Dh = k.shape[-1]
     B = len(qkv)
     out = qkv.new_empty(B, H * Dh)
@@ -567,10 +568,10 @@ def _paged_attention(qkv, heads, cos, sin, layer, paged):
     assert cache.counters.numel() >= B * Hkv and 2 * splits <= paged.block_table.shape[1]
     # (9) Few rows: at 4 splits a row, no more CTAs than an H100 has SMs. The kernel then holds
     # three tiles of 128 positions in shared memory: 192 KiB of keys and values for Dh = 128.
-    large_tiles = 4 * B * Hkv <= 132
+    few_rows = 4 * B * Hkv <= 132
     if qkv.is_cuda:  # Triton's interpreter has no such limit
         properties = torch.cuda.get_device_properties(qkv.device)
-        large_tiles &= properties.shared_memory_per_block_optin > 200 * 2**10
+        few_rows &= properties.shared_memory_per_block_optin > 200 * 2**10
     half = max(16, triton.next_power_of_2(Dh) // 2)
     _attention_kernel[Hkv, splits, B](
         # the new tokens
@@ -599,12 +600,12 @@ def _paged_attention(qkv, heads, cos, sin, layer, paged):
         REP=H // Hkv,
         PAGE=PAGE,
         SPLIT=SPLIT,
-        TILE=64 if int8 else min((8192 if large_tiles else 2048) // half, PAGE),
+        TILE=64 if of_int8 else min((8192 if few_rows else 2048) // half, PAGE),
         ROWS=max(8, triton.next_power_of_2(H // Hkv)),
         HALF=half,
-        num_warps=4 if large_tiles else 2,
+        num_warps=4 if few_rows else 2,
         num_stages=3,
-        **int8,
+        **of_int8,
         **launch_options(qkv),
     )
     return out
@@ -695,7 +696,7 @@ def _attention_kernel(
     ROWS: constexpr,
     HALF: constexpr,
     PDL: constexpr,
-    # pages of integers
+    # pages of integers; functions, so that this file does not need int8.py
     k_scale=None,
     v_scale=None,
     center=None,
@@ -709,7 +710,7 @@ def _attention_kernel(
     ROWS: REP rounded up to a power of two, at least 8, the columns of a tensor core's tile. HALF:
     Dh/2 rounded up to a power of two, at least 16. The masks exclude what lies past REP, past Dh
     and past the row's position (but see 12). v is loaded whole, (2·HALF, TILE). k_scale to STORE:
-    what int8.Pages.for_kernel returns.
+    what int8.Pages.for_kernel returns; None: bf16 pages.
     """
     h = tl.program_id(0)
     split = tl.program_id(1)
@@ -777,6 +778,8 @@ def _attention_kernel(
             v_at = kv_at - tl.multiple_of((start - begin) % PAGE * (DH - 1), TILE)
             v_ptr = v_cache + v_at + t + dim[:, None] * PAGE
             v = UNPACK(tl.load(v_ptr, mask=(dim < DH)[:, None], other=0))
+            # Past the row's position a score is dropped, whatever its scale. But v's scale
+            # multiplies p, and 0 · NaN would stay.
             scale_at = kv_at // DH + t[:, None]
             k_factor = tl.load(k_scale + scale_at)
             v_factor = tl.load(v_scale + scale_at, mask=seen, other=0.0)
@@ -803,7 +806,8 @@ def _attention_kernel(
                 else:
                     scale_slot = slot // DH
                     new = tl.reshape(tl.join(new1, new2), both.shape) - new_center
-                    new = STORE(new, k_cache + slot + both, k_scale + scale_slot, in_d[:, None])
+                    k_slot = k_cache + slot + both
+                    new = STORE(new, k_slot, k_scale + scale_slot, in_d[:, None])
                     new1, new2 = tl.split(new)
                     v_slot = v_cache + slot - position % PAGE * (DH - 1) + dim * PAGE
                     new_v = STORE(new_v, v_slot, v_scale + scale_slot, dim < DH)

@@ -1,6 +1,7 @@
 """Keys and values as 8-bit integers, in half of the memory that bf16 takes.
 
-    x ≈ integer / 128 · scale       integer from −127 to 127; a scale for each token and head
+    value ≈ integer / 128 · scale              from −127 to 127; a scale for each token and head
+    key   ≈ (integer / 128 · scale + center) · stretch
 
 A token's largest number becomes ± 127, so a large one makes all others of its head coarse. And
 Qwen2.5's key bias is up to 354, a hundred times what tells keys apart. But a softmax ignores what
@@ -13,7 +14,8 @@ by it. Without a bias, center is 0 and stretch is 1.
 
 Only decode steps read integers. A prefill stores them, but its own attention, like training, reads
 keys and values that are not rounded. attention.py takes Pages in the place of a layer's tensor: it
-writes and reads them as one, and its fast kernel takes what for_kernel returns.
+writes them as one, reads them as one (keys without their center), and its fast kernel takes what
+for_kernel returns.
 
 results/LOG.md has what rounding costs, and why 8-bit floats fail. Needs: torch; on a GPU also
 triton.
@@ -33,15 +35,18 @@ except ImportError:  # macOS has no Triton: this only lets Python define the ker
         return kernel
 
 
+POSITIONS = 8192  # over which a bias is averaged: the same for all rollouts, whatever their lengths
+
+
 class Pages:
     """Keys, or values, of one layer."""
 
     def __init__(self, integers: Tensor, bias: Tensor, cos: Tensor, sin: Tensor):
-        """integers (pages, Hkv, PAGE, Dh) uint8: larger by 128. The kernel wants each head's values
-        of a page as (Dh, PAGE) in memory.
+        """integers (pages, Hkv, PAGE, Dh) uint8: what is stored is the integer + 128. The kernel
+        wants each head's values of a page as (Dh, PAGE) in memory.
 
-        bias (Hkv, Dh) f32: of keys, before RoPE; of values 0. cos, sin (positions, Dh/2) f32: of
-        all positions, from 0.
+        bias (Hkv, Dh) f32: of keys, before RoPE; of values 0. cos, sin (POSITIONS, Dh/2) f32: of
+        the first positions.
         """
         self.integers = integers
         self.scale = torch.zeros(*integers.shape[:3], 1, device=integers.device)
@@ -62,9 +67,9 @@ class Pages:
     def __setitem__(self, slots: tuple, x: Tensor):
         """Round x (m, Hkv, Dh) into slots: (page (m,), :, offset (m,))."""
         x = x / self.stretch - self.center
-        largest = x.abs().amax(-1, keepdim=True)  # if it is 0, so is the scale, of any integers
+        largest = x.abs().amax(-1, keepdim=True)  # 0: the integers are arbitrary, their scale is 0
         self.integers[slots] = (x * (127 / largest) + 128.5).to(torch.uint8)
-        self.scale[slots] = largest * (128 / 127)
+        self.scale[slots] = largest * (128 / 127)  # 127 / 128 of it is the largest
 
     def __getitem__(self, pages: Tensor) -> Tensor:
         """→ what pages (…) hold, without center: (…, Hkv, PAGE, Dh) f32."""
@@ -128,8 +133,8 @@ def unpacked(integers):
 
 @jit
 def stored(x, place, scale_place, mask):
-    """Round x, all numbers of one token and head, as __setitem__ does, and store it → x as it is
-    read.
+    """Round x, all numbers of one token and head, as __setitem__ does, but for the last bit of
+    127 / largest, and store it → x as it is read.
     """
     largest = tl.max(tl.abs(x))  # fp32, of bf16 too
     integers = (x * tl.div_rn(127.0, largest) + 128.5).to(tl.uint8)

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 import aqn
 import grpo
+import rollout
 import train
 from tools import memory, weights
 from tools.ends import one_sentence
@@ -160,6 +161,7 @@ def test_the_choices_are_the_names_that_the_method_knows():
     """flags.py spells them out, so that it needs no torch."""
     for name, known in dict(
         quant=weights.QUANT,
+        kv=rollout.KV,
         loss=grpo.LOSSES,
         advantage=grpo.BASELINES,
         sigma_schedule=[*aqn.SCHEDULES, "adaptive"],

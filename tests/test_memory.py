@@ -211,7 +211,7 @@ def test_keys_and_values_are_counted_as_they_are_stored(tiny, kv, wider):
     sampler, prompt = Sampler(m, kv=kv), torch.ones(1, 40, dtype=torch.long)
     sampler.limits = Limits(slots=1, pages=7, length=40, prefill=8)
     runner = ModelRunner(sampler, Rollout(prompt, *[None] * 4), SamplingParams(9, [2]), 0, 0)
-    stored = sum(x.nbytes for x in runner.paged)
+    stored = sum(x.nbytes for x in runner.page_tensors)
     if kv == "int8":  # no CPU code minds how values lie in memory, but the kernel does
         assert all(pages.integers.mT.is_contiguous() for pages in runner.cache.v)
     assert stored == wider * 7 * runner.page_size * cached_bytes(m.config, kv)

@@ -16,8 +16,7 @@ import aqn
 import lora
 import model
 import rollout
-from ops import attention, sampling
-from ops.int8 import Pages
+from ops import attention, int8, sampling
 from rollout import Rollout, Sampler, SamplingParams
 from tools import weights
 
@@ -28,7 +27,6 @@ PROMPTS = [
 STOPS = [2, 11, 23, 37, 41, 59, 73]  # 7 of 97 tokens: answers of about a dozen tokens
 PARAMS = SamplingParams(20, STOPS, seed=5)
 DRAW = PROMPTS, 4, PARAMS, 2  # 32 answers of at most 20 tokens, in step 2
-LONGEST = 17 + 20
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +205,7 @@ def steps(monkeypatch):
     def checked_step(runner, batch_size, splits):
         scheduler, _ = batches[-1]
         used, shared = [*scheduler.pool.free], {}
-        for x in runner.paged:
+        for x in runner.page_tensors:
             x[used] = 100
         for s in scheduler.running:
             full = (s.prompt_length - 1) // scheduler.page_size
@@ -224,9 +222,9 @@ def steps(monkeypatch):
     def checked_fill(runner, started):
         scheduler, _ = batches[-1]
         pages = sum((s.pages for s in scheduler.running if s not in started), [])
-        old = [x[pages] for x in runner.paged]
+        old = [x[pages] for x in runner.page_tensors]
         fill(runner, started)
-        assert all(map(torch.equal, old, [x[pages] for x in runner.paged]))
+        assert all(map(torch.equal, old, [x[pages] for x in runner.page_tensors]))
 
     monkeypatch.setattr(rollout, "continuous_batching", checked_sample)
     monkeypatch.setattr(runner_type, "decode_step", checked_step)
@@ -337,7 +335,8 @@ def test_pages_change_nothing(m, r, steps, prefills, page_size, pages, slots):
 def biased(tmp_path_factory):
     """→ a tiny Qwen2 with large key biases in the pairs that RoPE turns fastest and slowest."""
     folder = tmp_path_factory.mktemp("biased")
-    tiny_checkpoint(folder, "qwen2", num_hidden_layers=2)
+    rope = dict(rope_type="default", rope_theta=1e6)
+    tiny_checkpoint(folder, "qwen2", num_hidden_layers=2, rope_parameters=rope)
     m = learned(model.load(weights.open(folder), quant="bf16", rank=4, alpha=8), 0.05)
     for layer in m.layers:
         layer.self_attn.qkv_proj.base.bias.view(8, 16)[4:6, [0, 7]] += 30
@@ -356,11 +355,11 @@ class Rounded(attention.Packed):
     def __call__(self, qkv, heads, cos, sin, layer):
         q, k, v = attention.rotated_heads(qkv, heads, cos, sin)
         exact = self.attend_to_group(q, k, v, *self.spans[0])
-        angles = model.rotary(torch.arange(LONGEST), self.m.inv_freq, 1)
+        angles = model.rotary(torch.arange(int8.POSITIONS), self.m.inv_freq, 1)
         bias = self.m.layers[layer].self_attn.qkv_proj.base.bias.view(8, 16)[4:6]
-        center = attention.rope(bias.expand(LONGEST, -1, -1), *angles).mean(0)
-        stretch = Pages(torch.zeros(1, 2, 1, 16), bias, *angles).stretch
-        assert stretch.unique().tolist() == [1, 8]  # 8: of the pair that RoPE turns fastest
+        center = attention.rope(bias.expand(int8.POSITIONS, -1, -1), *angles).mean(0)
+        stretch = torch.ones(2, 16)
+        stretch[:, [0, 8]] = 8.0  # of the pair that RoPE turns fastest: (1 + 30² / 4²) ** 0.5 = 7.6
         k = self.integers((k - center) / stretch) * stretch
         rounded = self.attend_to_group(q, k, self.integers(v), *self.spans[0])
         return torch.cat((exact[: self.start], rounded[self.start :]))
@@ -368,6 +367,32 @@ class Rounded(attention.Packed):
     def integers(self, x):
         step = x.abs().amax(-1, keepdim=True) / 127
         return (x / step).round() * step
+
+
+@torch.no_grad()
+def test_an_int8_answer_does_not_depend_on_what_else_is_sampled(biased):
+    """Neither on the longest answer that is allowed, nor on a longer prompt beside it."""
+    prompts, group_size, params, step = DRAW
+    alone = Sampler(biased, kv="int8").generate(*DRAW)
+    longer = params._replace(max_new_tokens=90)
+    for asked, limited in ((prompts, longer), ([*prompts, [3] * 100], params)):
+        r = Sampler(biased, kv="int8").generate(asked, group_size, limited, step)
+        for row, (p, n) in enumerate(zip(alone.prompt_lengths, alone.lengths, strict=True)):
+            assert torch.equal(r.tokens[row, : p + n], alone.tokens[row, : p + n])
+    assert r.tokens.shape[1] > alone.tokens.shape[1]
+
+
+def test_a_card_holds_nearly_twice_the_tokens_in_int8(m, monkeypatch):
+    monkeypatch.setattr(rollout, "free_memory", lambda: 8e9)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(m, "device", torch.device("cuda"))
+    bf16, int8_pages = (Sampler(m, kv=kv)._fitting(4, 64, 64, 1.0) for kv in ("bf16", "int8"))
+    assert int8_pages / bf16 == pytest.approx(2 * 16 / (16 + 4), rel=1e-3)
+
+
+def test_a_format_that_is_unknown_is_refused(m):
+    with pytest.raises(ValueError, match="'fp8' must be one of bf16, int8"):
+        Sampler(m, kv="fp8")
 
 
 @torch.no_grad()

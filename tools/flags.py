@@ -21,8 +21,9 @@ from shlex import quote
 from tasks import TASKS
 from tools.ends import nearest
 
-# The keys of weights.QUANT, grpo.LOSSES and aqn.SCHEDULES, whose files import torch.
+# weights.QUANT, rollout.KV, grpo.LOSSES and aqn.SCHEDULES, whose files import torch.
 QUANT = "nvfp4", "rtn", "bf16"
+KV = "bf16", "int8"
 LOSSES = "dapo", "grpo", "dr_grpo", "gspo", "cispo"
 SCHEDULES = "exponential", "linear", "cosine", "logarithmic"
 # Flags of earlier versions, and their defaults: a run whose config.json has another value of one
@@ -102,7 +103,7 @@ class Config:
     kv: str = flag(
         "bf16",
         "the sampler's keys and values: bf16, or int8 in half of the memory",
-        choices=("bf16", "int8"),
+        choices=KV,
         scored=True,
     )
     temperature: float = flag(

@@ -67,6 +67,7 @@ from model import family, head_dim, rows_by_prompt
 from ops.attention import PAGE
 from ops.logprobs import LOGITS_AT_ONCE
 from rollout import (
+    KV,
     PREFILL_TOKENS,
     SLOTS,
     Rollout,
@@ -444,7 +445,7 @@ def main(arguments: list[str]):
         "--model", nargs="+", default=MODELS, help="as for train.py; default: each of MODELS"
     )
     parser.add_argument("--quant", default="nvfp4", choices=weights.QUANT)
-    parser.add_argument("--kv", default="bf16", choices=("bf16", "int8"))
+    parser.add_argument("--kv", default="bf16", choices=KV)
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--prompt-length", type=int, default=256)
     parser.add_argument("--max-new-tokens", type=int, default=1024)
