@@ -23,7 +23,7 @@ import math
 import torch
 
 from bench import common
-from rollout import Rollout, Sampler, SamplingParams, cached_bytes
+from rollout import KV, Rollout, Sampler, SamplingParams, cached_bytes
 from tools import budget, memory
 from tools.run import peak_memory_gb
 
@@ -37,7 +37,7 @@ def main(arguments=None):
     )
     parser.add_argument("--whole", action="store_true")
     parser.add_argument("--quant", nargs="+", choices=common.QUANT, default=common.QUANT)
-    parser.add_argument("--kv", choices=("bf16", "int8"), default="bf16")
+    parser.add_argument("--kv", choices=KV, default="bf16")
     args = parser.parse_args(arguments)
     if args.mean > args.limit:
         parser.error(f"--mean {args.mean} is above --limit {args.limit}")
@@ -53,8 +53,9 @@ def main(arguments=None):
             common.forget_peak()
             record = {"shape": args.model_shape, "weights": quant, "batch": batch, "kv": args.kv}
             if args.whole:
-                sizes = {name: getattr(args, name) for name in whole_sizes}
-                record |= whole(Sampler(model, batch, kv=args.kv), samples=args.samples, **sizes)
+                sizes = {name: getattr(args, name) for name in ("samples", *whole_sizes)}
+                record |= sizes | {"cap_gb": args.memory_gb}
+                record |= whole(Sampler(model, batch, kv=args.kv), **sizes)
             else:
                 record |= steady(model, quant, batch, args)
             records.append(record | {"peak_gb": peak_memory_gb()})

@@ -113,17 +113,22 @@ def gemm():
 
 
 def rollouts():
-    """→ the last record of each decode step and of each whole rollout.
+    """→ the last record of each decode step and of each whole rollout, of bf16 pages, and of the
+    sizes that are named in the table.
 
     The keys are (whether each row has a prompt of its own, shape, weights, rows) and (shape,
     weights, rows). `over` in a record of NVFP4 is its speed over bf16's.
     """
     latest, whole = {}, {}
+    usual = dict(kv="bf16", prompts=32, prompt_length=0, mean=600, limit=2048, cap_gb=0)
     for r in read("rollout_bench.jsonl"):
+        if any(r.get(name, value) != value for name, value in usual.items()):
+            continue
         key = r["shape"], r["weights"], r["batch"]
         samples = r.get("samples", 1)
         if r.get("whole"):
-            whole[key] = r
+            if r.get("samples", 16) == 16:
+                whole[key] = r
         elif r["weights"] in ("nvfp4", "bf16") and samples in (1, min(16, r["batch"])):
             latest[(samples == 1, *key)] = r
     for (alone, shape, weights, batch), r in latest.items():

@@ -50,9 +50,19 @@ def test_rollout_times_decode_steps(tmp_path, capsys):
 
 def test_a_whole_rollout_is_timed_with_fewer_slots_than_rows(tmp_path):
     sizes = "--prompts 2 --samples 3 --mean 6 --limit 12"
-    (r,) = measured(rollout, tmp_path / "log", f"--whole --batch 2 --quant bf16 --kv int8 {sizes}")
+    log = tmp_path / "rollout_bench.jsonl"
+    (r,) = measured(rollout, log, f"--whole --batch 2 --quant bf16 --kv int8 {sizes}")
     assert r["tok_s"] * r["seconds"] == pytest.approx(6 * r["mean_length"])
     assert r["longest"] <= 12
+    assert tables.rollouts() == ({}, {})  # which are of the usual sizes
+
+
+@pytest.mark.parametrize("wrong", ["--prompts 0", "--mean -3", "--limit x", "--mean 9 --limit 8"])
+def test_sizes_that_cannot_be_are_refused(wrong, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        measured(rollout, tmp_path / "log", f"--whole {wrong}")
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert wrong.split()[0] in error and wrong.split()[1] in error
 
 
 def test_the_bound_is_the_notes_table():
