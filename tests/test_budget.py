@@ -170,19 +170,28 @@ def test_a_plan_takes_its_share_of_what_is_free_and_of_what_is_reserved(on_gpu):
     line = planner.announcement(sampler, [128] * 4, answers=8, new=1024)
     for number in "96 k", "8,312 tokens", "0 of 28":
         assert number in line
-    assert line.endswith("planned") and "int8" not in line
-    # with int8 (2 · 128) / (128 + 4) times as many, but no more than are needed
-    assert "96 k tokens of 295 k (--kv int8: 186 k)" in planner.announcement(
-        sampler, [128] * 32, 8, 1024
-    )
-    assert "96 k tokens of 147 k (--kv int8: 147 k)" in planner.announcement(
-        sampler, [128] * 16, 8, 1024
-    )
-    sampler.kv = "int8"
-    assert "int8" not in planner.announcement(sampler, [128] * 16, 8, 1024)
+    assert line.endswith("planned")
     assert not planner.announcement(sampler, [128], answers=8, new=10**6).endswith("planned")
     planner.share = 0.5
     assert planner.room() == pytest.approx(39.5e9)
+
+
+@pytest.mark.parametrize(
+    "prompts, answers, new, kv, told",
+    [
+        ([128] * 4, 8, 1024, "bf16", "96 k tokens;"),  # all fit
+        # 2 · 128 / (128 + 4) times as many tokens, but no more than are needed
+        ([128] * 32, 8, 1024, "bf16", "96 k tokens of 266 k (--kv int8: 186 k);"),
+        ([128] * 16, 8, 1024, "bf16", "96 k tokens of 133 k (--kv int8: 133 k);"),
+        ([128] * 32, 8, 1024, "int8", "96 k tokens;"),
+        ([10_000] * 4, 16, 800, "bf16", "96 k tokens;"),  # 4 prompts, shared by 64 answers
+    ],
+)
+def test_what_int8_would_hold_is_told_where_not_all_answers_fit(
+    on_gpu, prompts, answers, new, kv, told
+):
+    sampler = SimpleNamespace(slots=256, page_size=128, room=lambda *_: (750, 8192), kv=kv)
+    assert told in on_gpu(71).announcement(sampler, prompts, answers, new)
 
 
 def test_a_cap_above_the_gpu_is_refused(monkeypatch):

@@ -161,13 +161,14 @@ class Budget:
         longest = max(prompts)
         slots = min(sampler.slots, len(prompts) * answers)
         pages, _ = sampler.room(prompts, slots, longest + new)
-        cached = pages * sampler.page_size
-        most = slots * (longest + new - 1)  # the last token is not cached
+        cached = pages * sampler.page_size  # tokens
+        # The answers to a prompt share its pages.
+        needed = math.ceil(slots / answers) * longest + slots * new
         hint = ""
-        if cached < most and sampler.kv == "bf16":
+        if cached < needed and sampler.kv == "bf16":
             c = self.model.config
-            in_int8 = min(most, cached * cached_bytes(c) / cached_bytes(c, "int8"))
-            hint = f" of {most / 1000:.0f} k (--kv int8: {in_int8 / 1000:.0f} k)"
+            in_int8 = min(needed, cached * cached_bytes(c) / cached_bytes(c, "int8"))
+            hint = f" of {needed / 1000:.0f} k (--kv int8: {in_int8 / 1000:.0f} k)"
         groups = [PromptRows(length, dict.fromkeys(range(answers), new - 1)) for length in prompts]
         size = self.size(groups)
         free = free_memory()
