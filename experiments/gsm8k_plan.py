@@ -196,7 +196,7 @@ LARGE = Experiment(
     compared=(("21", "20"), ("21", "bf16"), ("21", "nvfp4")),
     tests_bases=False,
 )
-PAGES = Experiment(
+FIVE = Experiment(
     name="5",
     size="0.5b",
     seeds=NEW_SEEDS,
@@ -209,7 +209,7 @@ PAGES = Experiment(
     compared=(("22", "16"),),
     tests_bases=False,
 )
-EXPERIMENTS = (ONE, TWO, THREE, FOUR, LARGE, PAGES)
+EXPERIMENTS = (ONE, TWO, THREE, FOUR, LARGE, FIVE)
 ARMS = {arm: experiment for experiment in EXPERIMENTS for arm in experiment.arms}
 
 

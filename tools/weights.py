@@ -313,8 +313,8 @@ class Source:
         return [nvfp4.quantize(weight, QUANT[quant], shared) for weight in weights], bias
 
     def embeddings(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """→ embed_tokens (V, D) on `device`. Untied embeddings stay in pinned host memory instead,
-        because a GPU reads few of their rows.
+        """→ embed_tokens (V, D) on `device`. Untied embeddings end in pinned host memory instead,
+        because a GPU reads few of their rows. On the way the GPU holds them, of a GGUF in fp32.
         """
         shape = self.config.vocab_size, self.config.hidden_size
         on_host = device.type == "cuda" and not self.config.tie_word_embeddings
