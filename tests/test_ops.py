@@ -244,16 +244,31 @@ def results_and_cache(kernel, paged, layer):
     right, seen = on_cpu(paged), seen_by_rows(paged)
     rotated = on_cpu(attention.rotated_heads(*layer[:-1]))
     paged = tree_map(lambda x: x.clone() if torch.is_tensor(x) else x, paged)
-    cache, live = paged.cache, paged.positions >= 0
+    live = paged.positions >= 0
     if kernel is not plain_kernel:
-        for x in (*cache.k, *cache.v):
-            getattr(x, "scale", x).transpose(1, 2)[~seen.to(live.device)] = torch.nan
+        poison(paged.cache, ~seen)
     with patch.object(attention, "rotated_heads", lambda *_: rotated):
         plain = right(*on_cpu(layer))
     ours = kernel(*layer, paged)
-    assert not cache.counters.any()
-    read = [on_cpu(x[1])[slice(None)].transpose(1, 2)[seen] for x in (*cache[:2], *right.cache[:2])]
-    return [(ours[live], plain[live.cpu()]), *zip(read[:2], read[2:], strict=True)]
+    assert not paged.cache.counters.any()
+    keys, values = (
+        (contents(getattr(paged.cache, name), seen), contents(getattr(right.cache, name), seen))
+        for name in ("k", "v")
+    )
+    return [(ours[live], plain[live.cpu()]), keys, values]
+
+
+def poison(cache, unseen):
+    """Make numbers NaN; of integers, their scales. unseen (pages, PAGE) bool."""
+    for layer in (*cache.k, *cache.v):
+        numbers = layer.scale if isinstance(layer, int8.Pages) else layer
+        numbers.transpose(1, 2)[unseen.to(numbers.device)] = torch.nan
+
+
+def contents(layers, seen):
+    """→ (seen positions, Hkv, Dh): keys or values of layer 1, of integers without their center."""
+    every_page = slice(None)
+    return on_cpu(layers[1])[every_page].transpose(1, 2)[seen]
 
 
 def seen_by_rows(paged):
