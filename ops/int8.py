@@ -6,7 +6,7 @@
 A token's largest number becomes ± 127, so a large one makes all others of its head coarse. And
 Qwen2.5's key bias is up to 354, a hundred times what tells keys apart. But a softmax ignores what
 all keys have in common: q · (k − center) = q · k − q · center, and the last term is the same for
-all keys. So the center is subtracted: the bias after RoPE, averaged over all positions.
+all keys. So the center is subtracted: the bias after RoPE, averaged over many positions.
 
 RoPE turns some pairs of numbers so fast that their average is about 0, which leaves their bias. If
 it is large, the pair is divided by its stretch, a power of two, and the query's pair is multiplied
@@ -142,3 +142,19 @@ def stored(x, place, scale_place, mask):
     tl.store(place, integers, mask=mask)
     tl.store(scale_place, scale)
     return (integers / 128 - 1) * scale
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    bias = torch.tensor([[300.0, 50.0, 0.0, 0.0]])  # of pairs (0, 2) and (1, 3) of a head, Dh = 4
+    angle = torch.arange(POSITIONS)[:, None] * torch.tensor([1e-6, 1.0])  # one slow, one fast
+    cos, sin = angle.cos(), angle.sin()
+    pair = torch.complex(*bias.chunk(2, -1)) * torch.complex(cos[7], sin[7])
+    key = torch.randn(1, 4) + torch.cat((pair.real, pair.imag), -1)  # of position 7
+    print("key:", key[0].tolist())
+    first = torch.tensor([0])
+    for name, known in (("", 0 * bias), (" with center and stretch", bias)):
+        pages = Pages(torch.zeros(1, 1, 1, 4, dtype=torch.uint8), known, cos, sin)
+        pages[first, :, first] = key[None]
+        read = pages[first][0, 0, 0] + pages.center * pages.stretch
+        print(f"rounding error{name}: {(read - key).abs().max():.3f}")
