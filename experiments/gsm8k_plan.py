@@ -180,34 +180,28 @@ FOUR = Experiment(
     ),
     tests_bases=False,
 )
+# of experiments whose rate is another's, which test what they trained and draw nothing
+ONE_TEST = dict(rates=(), tests=("greedy",), figure="", shown=(), tests_bases=False)
 LARGE = Experiment(
     name="4-1.5b",
     size="1.5b",
     seeds=ONE.seeds,
-    rates=(),
     choosers=("20", "21"),
-    tests=("greedy",),
-    figure="",
-    shown=(),
     arms={
         "20": Arm("bf16", {}, "bf16 at x/2", part=0.5),
         "21": Arm("gptq", {}, "NVFP4 (gptq) at x"),
     },
     compared=(("21", "20"), ("21", "bf16"), ("21", "nvfp4")),
-    tests_bases=False,
+    **ONE_TEST,
 )
 FIVE = Experiment(
     name="5",
     size="0.5b",
     seeds=NEW_SEEDS,
-    rates=(),
     choosers=("16", "22"),
-    tests=("greedy",),
-    figure="",
-    shown=(),
     arms={"22": Arm("rtn", CURVE | dict(kv="int8"), "NVFP4 (rtn) at x, int8 pages")},
     compared=(("22", "16"),),
-    tests_bases=False,
+    **ONE_TEST,
 )
 EXPERIMENTS = (ONE, TWO, THREE, FOUR, LARGE, FIVE)
 ARMS = {arm: experiment for experiment in EXPERIMENTS for arm in experiment.arms}
