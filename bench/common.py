@@ -39,6 +39,8 @@ def flags(doc, **defaults):
         flag = f"--{name.replace('_', '-')}"
         choices = memory.MODELS if name == "model_shape" else None
         kind = str if isinstance(default, str) else at_least(min(1, default), type(default))
+        if name == "memory_gb":
+            kind = gpu_memory
         help = f"default {default}"
         parser.add_argument(flag, type=kind, choices=choices, default=default, help=help)
     return parser
@@ -48,12 +50,21 @@ def at_least(low, kind=int):
     """→ the type of a flag whose values are numbers from `low` on."""
 
     def number(text):
-        if not kind(text) >= low:
+        value = kind(text)
+        if not value >= low:
             raise argparse.ArgumentTypeError(f"{text} must be {low} or more")
-        return kind(text)
+        return value
 
     number.__name__ = kind.__name__  # what argparse calls it if the text is no number
     return number
+
+
+def gpu_memory(text):
+    """→ the value of --memory-gb, which needs a GPU."""
+    gb = at_least(0, float)(text)
+    if gb and DEVICE == "cpu":
+        raise argparse.ArgumentTypeError(f"{text} caps a GPU's memory, and here is no GPU")
+    return gb
 
 
 class Records:

@@ -42,8 +42,6 @@ def main(arguments=None):
     if args.mean > args.limit:
         parser.error(f"--mean {args.mean} is above --limit {args.limit}")
     if args.memory_gb:
-        if common.DEVICE == "cpu":
-            parser.error(f"--memory-gb {args.memory_gb:g} caps a GPU's memory, and here is no GPU")
         budget.limit_memory(args.memory_gb)
     records = common.Records(args.out, common.conditions())
     for quant in args.quant:

@@ -78,6 +78,7 @@ NVFP4 = {
 
 def main(arguments=None):
     from bench import common, tables
+    from rollout import KV
     from tools import memory
 
     python = shlex.quote(sys.executable)
@@ -88,7 +89,7 @@ def main(arguments=None):
         "--vllm", default=python, help="command that starts a Python which has vllm"
     )
     parser.add_argument("--once", action="store_true", help="ours before vLLM only")
-    parser.add_argument("--kv", choices=("bf16", "int8"), default="bf16", help="int8: vLLM in fp8")
+    parser.add_argument("--kv", choices=KV, default="bf16", help="int8: vLLM in fp8")
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES, help="rows of decode")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=[*MODES[:4], "bf16/none/1"])
     args = parser.parse_args(arguments)

@@ -57,7 +57,10 @@ def test_a_whole_rollout_is_timed_with_fewer_slots_than_rows(tmp_path):
     assert tables.rollouts() == ({}, {})  # which are of the usual sizes
 
 
-@pytest.mark.parametrize("wrong", ["--prompts 0", "--mean -3", "--limit x", "--mean 9 --limit 8"])
+@pytest.mark.parametrize(
+    "wrong",
+    ["--prompts 0", "--mean -3", "--limit x", "--mean 9 --limit 8", "--memory-gb 5"],
+)
 def test_sizes_that_cannot_be_are_refused(wrong, tmp_path, capsys):
     with pytest.raises(SystemExit):
         measured(rollout, tmp_path / "log", f"--whole {wrong}")
