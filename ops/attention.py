@@ -142,8 +142,7 @@ def _rotated(x, at, mask, weight, d, cos, sin, eps, DH: constexpr):
 
     Results are rounded to x's dtype where torch rounds: after the norm and after the rotation.
     at, mask: offsets of the first halves in x, and which to load. d: columns of a half, (HALF,) or
-    (1, HALF).
-    cos, sin: (1, HALF).
+    (1, HALF). cos, sin: (1, HALF).
     """
     dtype = x.dtype.element_ty
     x1 = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
