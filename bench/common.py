@@ -40,7 +40,7 @@ def flags(doc, **defaults):
         choices = memory.MODELS if name == "model_shape" else None
         kind = str if isinstance(default, str) else at_least(min(1, default), type(default))
         if name == "memory_gb":
-            kind = gpu_memory
+            kind = gigabytes
         help = f"default {default}"
         parser.add_argument(flag, type=kind, choices=choices, default=default, help=help)
     return parser
@@ -59,7 +59,7 @@ def at_least(low, kind=int):
     return number
 
 
-def gpu_memory(text):
+def gigabytes(text):
     """→ the value of --memory-gb, which needs a GPU."""
     gb = at_least(0, float)(text)
     if gb and DEVICE == "cpu":
