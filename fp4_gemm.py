@@ -553,8 +553,9 @@ def _partial_sums(x, grid, tile_size):
 #     main                              started … loop over W and x … gdc_wait, then + xa @ B.T ──┤
 #
 # So the main kernel's loop runs beside the shrink kernel. It may read x without a wait of its own,
-# because shrink lets it start only after x is complete. Without LoRA it waits before it reads x. A
-# kernel that reads y must call gdc_wait too, if it is launched with PDL.
+# because shrink lets it start only after x is complete. It may also store partial sums, if nothing
+# runs between the two kernels that still writes this memory. Without LoRA it waits before it reads
+# x. A kernel that reads y must call gdc_wait too, if it is launched with PDL.
 #
 # A rank may be at most 256: with more, a tile of lora_B and one of xa exceed a GPU's shared memory,
 # and Triton refuses to launch the main kernel.
@@ -611,10 +612,7 @@ def _shrink_kernel(
 
 
 def _launch_shrink(x, weight, low_rank, gpu):
-    """Launch the shrink kernel → xa = scale · x @ A.T (M, S·r), and the memory of its partial sums.
-
-    The next kernel may run beside this one: keep the sums until its memory is allocated.
-    """
+    """Launch the shrink kernel → xa = scale · x @ A.T (M, S·r)."""
     M, K = x.shape
     R = len(low_rank.A)
     dense = isinstance(weight, Dense)
@@ -653,7 +651,7 @@ def _launch_shrink(x, weight, low_rank, gpu):
         num_stages=5,  # steps of 64 columns in shared memory: one in use, four loading
         num_warps=2,  # 16 rows of A each, the least that a tensor core multiplies
     )
-    return xa, sums
+    return xa
 
 
 # --- change 7: few rows
@@ -933,17 +931,26 @@ def _large_tiles(M, N, K, gpu):
     return [launch for launch in launches if launch.tiles]
 
 
-def _launch_linear(x, weight, bias, low_rank, xa, gpu):
-    """Launch the main kernel as planned → y (M, N). low_rank and xa (M, S·r): None without LoRA."""
+def _launch_linear(x, weight, bias, low_rank, gpu):
+    """Launch the shrink kernel if there is LoRA, then the main kernel as planned → y (M, N), and xa
+    (M, S·r), or None without LoRA.
+    """
     M, (N, K) = len(x), weight.shape
-    lora_B, rank, splits = None, 0, ()
-    if low_rank is not None:
-        lora_B, rank, splits = low_rank.B, low_rank.B.shape[1], low_rank.splits
+    plan = _plan(M, N, K, gpu)
+    grids = [(triton.cdiv(M, launch.tile_m), launch.tiles, launch.split_k) for launch in plan]
+    # Allocate before the shrink kernel starts: PyTorch fills new memory by a kernel when it is told
+    # to be deterministic, and a fill that ends late would overwrite partial sums (change 6).
     y = x.new_empty(M, N)
-    for first_tile, tiles, tile_m, tile_n, split_k, stages in _plan(M, N, K, gpu):
-        grid = triton.cdiv(M, tile_m), tiles, split_k
-        # At most one launch of a plan is split, so launches share neither sums nor counters.
-        sums = _partial_sums(x, grid, tile_m * tile_n)
+    sums = [
+        _partial_sums(x, grid, launch.tile_m * launch.tile_n)
+        for grid, launch in zip(grids, plan, strict=True)
+    ]
+    xa, lora_B, rank, splits = None, None, 0, ()
+    if low_rank is not None:
+        xa = _launch_shrink(x, weight, low_rank, gpu)
+        lora_B, rank, splits = low_rank.B, low_rank.B.shape[1], low_rank.splits
+    for grid, partial_sums, launch in zip(grids, sums, plan, strict=True):
+        first_tile, _, tile_m, tile_n, split_k, stages = launch
         x_arg = x
         if tile_m >= TMA_ROWS:
             x_arg = TensorDescriptor.from_tensor(x, [tile_m, 64])
@@ -959,8 +966,8 @@ def _launch_linear(x, weight, bias, low_rank, xa, gpu):
             lora_B,
             # the result
             y,
-            # split-K
-            sums,
+            # split-K: at most one launch of a plan has partial sums, so launches may share counters
+            partial_sums,
             weight.counters,
             # sizes
             M,
@@ -980,7 +987,7 @@ def _launch_linear(x, weight, bias, low_rank, xa, gpu):
             num_stages=stages,
             num_warps=tile_n // 16,  # one warpgroup for 64 rows of W
         )
-    return y
+    return y, xa
 
 
 # ==================================================================================================
@@ -1052,22 +1059,19 @@ def product(
     _check_arguments(x, weight, bias, low_rank)
     if x.data_ptr() % 16:
         x = x.clone()  # TMA needs addresses that are multiples of 16 bytes
-    fused = x.is_cuda and compute_output and len(x) <= FUSED_MAX
-    gpu = torch.cuda.get_device_properties(x.device) if fused else None
+    few_rows = x.is_cuda and compute_output and len(x) <= FUSED_MAX
+    gpu = torch.cuda.get_device_properties(x.device) if few_rows else None
     dense = isinstance(weight, Dense)
-    xa = shrink_sums = None
-    if low_rank is not None and fused:
-        # shrink_sums must live until the main kernel's sums are allocated. Otherwise the allocator
-        # may give both the same memory, while both kernels run.
-        xa, shrink_sums = _launch_shrink(x, weight, low_rank, gpu)
-    elif low_rank is not None:
+    if few_rows and not dense:
+        return _launch_linear(x, weight, bias, low_rank, gpu)
+    if low_rank is None:
+        return F.linear(x, dequantize(weight, x.dtype), bias), None
+    if few_rows:
+        xa = _launch_shrink(x, weight, low_rank, gpu)
+    else:
         # The GEMM multiplies its fp32 sums by scale, so that xa is rounded once.
         xa = x.new_empty(len(x), len(low_rank.A))
         xa.addmm_(x, low_rank.A.T, beta=0, alpha=low_rank.scale)
-    if fused and not dense:
-        return _launch_linear(x, weight, bias, low_rank, xa, gpu), xa
-    if low_rank is None:
-        return F.linear(x, dequantize(weight, x.dtype), bias), None
     if not compute_output:
         return x.new_empty(len(x), weight.shape[0]), xa
     if x.is_cuda or dense:
