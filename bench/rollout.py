@@ -29,9 +29,10 @@ from tools.run import peak_memory_gb
 
 
 def main(arguments=None):
-    steady_sizes = dict(context=1000, new=128, samples=16)
+    steady_sizes = dict(context=1000, new=128)
     whole_sizes = dict(prompts=32, prompt_length=0, mean=600, limit=2048)
-    parser = common.flags(__doc__, model_shape="7b", **steady_sizes, **whole_sizes, memory_gb=0.0)
+    sizes = dict(samples=16, **steady_sizes, **whole_sizes)
+    parser = common.flags(__doc__, model_shape="7b", **sizes, memory_gb=0.0)
     parser.add_argument(
         "--batch", type=common.at_least(1), nargs="+", default=[8, 32, 64, 128, 256]
     )
@@ -39,8 +40,17 @@ def main(arguments=None):
     parser.add_argument("--quant", nargs="+", choices=common.QUANT, default=common.QUANT)
     parser.add_argument("--kv", choices=KV, default="bf16")
     args = parser.parse_args(arguments)
+    for name, default in (steady_sizes if args.whole else whole_sizes).items():
+        if getattr(args, name) != default:
+            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            parser.error(f"{flag} has no use {'with' if args.whole else 'without'} --whole")
     if args.mean > args.limit:
         parser.error(f"--mean {args.mean} is above --limit {args.limit}")
+    longest = args.prompt_length + args.limit if args.whole else args.context + args.new
+    most = memory.config(args.model_shape).max_position_embeddings
+    if longest > most:
+        lower = "--prompt-length or --limit" if args.whole else "--context or --new"
+        parser.error(f"answers of {longest} tokens exceed the context of {most}: lower {lower}")
     if args.memory_gb:
         budget.limit_memory(args.memory_gb)
     records = common.Records(args.out, common.conditions())

@@ -82,6 +82,12 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
         chat.main([str(tmp_path / "nowhere"), "What is 7 * 8?"])
 
 
+def test_a_folder_without_an_adapter_is_named_before_a_model_loads(tiny_chat, capsys):
+    with pytest.raises(ValueError, match=f"^{tiny_chat} holds no adapter_config.json"):
+        chat.main([str(tiny_chat), "What is 7 * 8?"])
+    assert "loading" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [[], ["--device", "cpu"]])
 def test_without_a_run_the_usage_is_told(words):
     with pytest.raises(ValueError, match="usage: "):

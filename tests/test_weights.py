@@ -92,7 +92,8 @@ def write_gguf(path, family, tensors, parts=1, kinds=(), **fields):
 def test_a_name_that_leads_nowhere_is_refused(tiny, tmp_path, monkeypatch):
     """No folder, no file, no hub id, no wheel, no quant: the message has the name."""
     refuses("no such model", "no such model", "owner/model")
-    refuses(tmp_path / "a.gguf", tmp_path / "a.gguf")
+    for file in (tmp_path / "a.gguf", tmp_path / "A.GGUF"):
+        refuses(file, f"{file} is not a file")
     refuses(tmp_path, tmp_path, "config.json")
     refuses(tiny, "quant='int3'", quant="int3")
     for typo in ("smolm2", "SmolLM2", "smollm-2"):
@@ -132,6 +133,11 @@ def test_a_folder_without_safetensors_is_told_what_is_there(tiny, tmp_path, file
     for file in files:
         (tmp_path / file).touch()
     refuses(tmp_path, tmp_path, ", ".join(files), "a .gguf file itself", "as safetensors")
+
+
+def test_a_run_or_an_adapter_is_no_model(whole):
+    refuses(whole, f"{whole} is a run", f"--adapter {whole}", "tools.export")
+    refuses(whole / "adapter", f"{whole / 'adapter'} is an adapter", "--adapter")
 
 
 @pytest.mark.parametrize("name", ["../nomodel", "./no/model", "/no/model", "no", "~/model"])

@@ -26,7 +26,7 @@ from model import load
 from rollout import Rollout, Sampler
 from tasks import Task
 from tools import weights
-from tools.adapter import load_adapter
+from tools.adapter import load_adapter, read_settings
 from tools.ends import one_sentence
 from tools.environment import Environment, load_environment
 from tools.flags import parse
@@ -69,6 +69,7 @@ def main(arguments: list[str]) -> None:
     # Another task than the run's, so that a file of the user's own is not started.
     flags = ["--adapter", run, "--task", "addition", "--steps", "0"]
     config = parse(flags + arguments[len(words) :])
+    read_settings(config.adapter)  # a folder without an adapter, before a model takes long to load
     print(f"loading {config.model}", file=sys.stderr)
     source = weights.open(config.model)
     environment = load_environment(config, Task([], [], itemgetter("prompt"), None), source)

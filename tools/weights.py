@@ -114,7 +114,7 @@ def open(name: str | Path) -> "Source":  # weights.open(...), like gzip.open
                 "or name another one with --model"
             )
         path = Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    if path.suffix == ".gguf":
+    if path.suffix.lower() == ".gguf":
         if len(path.parts) == 3 and not path.is_file():  # owner/model/FILE.gguf
             with readable(name, "is not a file here and could not be fetched from the hub"):
                 path = Path(huggingface_hub.hf_hub_download("/".join(path.parts[:2]), path.name))
@@ -132,12 +132,21 @@ def open(name: str | Path) -> "Source":  # weights.open(...), like gzip.open
         with readable(name, "is not a folder here and could not be fetched from the hub"):
             path = Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
     others = sorted(
-        file.name for file in path.iterdir() if file.suffix in (".gguf", ".bin", ".pth")
+        file.name for file in path.iterdir() if file.suffix.lower() in (".gguf", ".bin", ".pth")
     )
     if others and not any(path.glob("*.safetensors")):
         raise ValueError(
             f"{path} has no .safetensors, but {', '.join(others)}: name a .gguf file itself, and "
             "save a .bin or .pth, which may hold code, as safetensors"
+        )
+    if (path / "metrics.jsonl").is_file():
+        raise ValueError(
+            f"{path} is a run, not a model: name its model and give --adapter {path}, or name a "
+            f"FOLDER that python -m tools.export {path} FOLDER --format bf16 has written"
+        )
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        raise ValueError(
+            f"{path} is an adapter, not a model: name its base model and give --adapter {path}"
         )
     return Safetensors(path)
 
