@@ -151,6 +151,7 @@ class Limits(NamedTuple):
 class Sampler:
     """slots: most rows that run at once. pages: most pages of keys and values; None: as many as are
     needed, or as a GPU's free memory holds. kv: their format, "bf16" (on a CPU fp32) or "int8".
+    Without its adapters (lora.disabled) a model needs a Sampler of its own: it has other kernels.
 
     bar: tqdm, or a subclass that shows the progress in another way. watch: a function that is
     called with the Rollout whenever its answers have grown.

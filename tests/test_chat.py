@@ -48,13 +48,20 @@ def test_a_question_gets_the_answers_of_the_base_and_of_the_adapter(whole, monke
     assert again == alone and sys.stdout.pieces > 60
 
 
+@pytest.mark.gpu
+def test_gpu_answers_with_and_without_the_adapter(whole, capsys):
+    """Their decode steps have other kernels, which no graph may load while it is captured."""
+    chat.main([str(whole), "2 + 2?", "--device", "cuda", "--max-new-tokens", "20"])
+    assert answers(capsys.readouterr().out)
+
+
 def test_the_sampler_keeps_keys_and_values_as_the_runs_did(whole, tmp_path, monkeypatch):
     """From there, unless a flag says otherwise."""
     run = shutil.copytree(whole, tmp_path / "run")
     config = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(config | {"kv": "int8"}))
     used = []
-    monkeypatch.setattr(chat, "ask", lambda question, environment, sampler: used.append(sampler.kv))
+    monkeypatch.setattr(chat, "ask", lambda question, environment, model, kv: used.append(kv))
     for flags in [], ["--kv", "bf16"]:
         chat.main([str(run), "2 + 2?", *flags])
     assert used == ["int8", "bf16"]
