@@ -44,7 +44,7 @@ import lora
 from model import load
 from rollout import Rollout, Sampler
 from tools import weights
-from tools.adapter import fingerprint, load_adapter
+from tools.adapter import check_adapter, fingerprint, load_adapter
 from tools.budget import Budget, grow_segments, limit_memory, return_freed_memory
 from tools.diagnostics import (
     means_of,
@@ -518,6 +518,8 @@ def main(config: Config) -> int:
         limit_memory(config.memory_gb)
     with alike() as facts:  # all ranks must load the same, or all of them end
         task = load_task(config)
+        if config.adapter and not config.resume:
+            check_adapter(config.adapter, config.rank, config.alpha)
         began = time.perf_counter()
         source = weights.open(config.model)
         environment = load_environment(config, task, source)

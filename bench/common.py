@@ -9,6 +9,7 @@ import math
 import os
 import statistics
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -73,7 +74,10 @@ class Records:
     def __init__(self, path, info):
         """info: what each line of the log holds besides the measurement. path: None for no log."""
         self.info = info
-        self.file = open(path, "a", buffering=1) if path else None
+        try:
+            self.file = open(path, "a", buffering=1) if path else None
+        except OSError as error:
+            sys.exit(f"--out {path} cannot be written: {error.strerror}")
 
     def append(self, record):
         for key, value in record.items():

@@ -46,7 +46,11 @@ def main(arguments=None):
             parser.error(f"{flag} has no use {'with' if args.whole else 'without'} --whole")
     if args.mean > args.limit:
         parser.error(f"--mean {args.mean} is above --limit {args.limit}")
-    longest = args.prompt_length + args.limit if args.whole else args.context + args.new
+    if args.context <= args.new // 2:
+        parser.error(f"--context {args.context} must exceed half of --new {args.new}")
+    longest = args.context - args.new // 2 + args.new
+    if args.whole:
+        longest = max(prompt_lengths(args.prompts, args.prompt_length)) + args.limit
     most = memory.config(args.model_shape).max_position_embeddings
     if longest > most:
         lower = "--prompt-length or --limit" if args.whole else "--context or --new"
@@ -157,16 +161,20 @@ def stop_tokens(V, mean, limit):
     return torch.randperm(V)[: round(V / mu)].tolist()
 
 
+def prompt_lengths(prompts, prompt_length):
+    """→ tokens of each prompt: prompt_length, or 50 to 350 if that is 0 or None."""
+    return [prompt_length or 50 + 300 * i // prompts for i in range(prompts)]
+
+
 def sample_whole(sampler, prompts=32, samples=16, mean=600, limit=2048, prompt_length=None):
     """Sample a whole rollout → prompts, Rollout, seconds. One of short answers compiles before it.
 
-    Prompts have 50 to 340 tokens, or all prompt_length. mean, limit: as for stop_tokens.
+    Prompts are as prompt_lengths says. mean, limit: as for stop_tokens.
     """
     V = sampler.model.config.vocab_size
     stops = stop_tokens(V, mean, limit)
     asked = []
-    for i in range(prompts):
-        length = prompt_length or 50 + 300 * i // prompts
+    for length in prompt_lengths(prompts, prompt_length):
         asked += common.random_prompts(sampler.model, 1, length)
     # one token of 40 ends an answer, so slowly that kernels for all numbers of rows are loaded
     sample(sampler, asked, samples, min(limit, 512), range(0, V, 40))

@@ -69,13 +69,20 @@ def test_a_whole_rollout_is_timed_with_fewer_slots_than_rows(tmp_path):
         ("--mean 5", "--mean 5 has no use without --whole"),
         ("--whole --new 5", "--new 5 has no use with --whole"),
         ("--whole --prompt-length 99999", "102047 tokens exceed .* 32768: lower --prompt"),
-        ("--context 32768", "32896 tokens exceed .* 32768: lower --context"),
+        ("--whole --limit 32700", "33040 tokens exceed .* 32768: lower --prompt"),
+        ("--context 32768", "32832 tokens exceed .* 32768: lower --context"),
+        ("--context 5 --new 11", "--context 5 must exceed half of --new 11"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(wrong, named, tmp_path, capsys):
     with pytest.raises(SystemExit):
         measured(rollout, tmp_path / "log", wrong)
     assert re.search(named, capsys.readouterr().err.splitlines()[-1])
+
+
+def test_a_log_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(SystemExit, match="^--out .*/nowhere/log cannot be written: No such file"):
+        measured(rollout, tmp_path / "nowhere/log", "")
 
 
 def test_the_bound_is_the_notes_table():

@@ -131,6 +131,8 @@ def test_what_cannot_be_calibrated_is_one_sentence_and_leaves_nothing(
         (tiny_chat, place, ("--prompts", "0"), "--prompts 0"),
         (tiny_chat, place, ("--data", "x"), "--data"),
         (tiny_chat, place, ("--prmpts", "9"), "--prompts"),
+        (tiny_chat, place, ("--adapter", "x"), "--adapter has no use"),
+        (tiny_chat, place, ("--resume=x",), "--resume=x has no use"),
     ):
         with pytest.raises(ValueError, match=words):
             command(source, target, *flags)

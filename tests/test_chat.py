@@ -89,10 +89,17 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
         chat.main([str(tmp_path / "nowhere"), "What is 7 * 8?"])
 
 
-def test_a_folder_without_an_adapter_is_named_before_a_model_loads(tiny_chat, capsys):
+def test_a_wrong_adapter_is_named_before_a_model_loads(whole, tiny_chat, capsys):
     with pytest.raises(ValueError, match=f"^{tiny_chat} holds no adapter_config.json"):
         chat.main([str(tiny_chat), "What is 7 * 8?"])
+    with pytest.raises(ValueError, match="adapter_config.json has r=.*, this model takes 5"):
+        chat.main([str(whole), "What is 7 * 8?", "--rank", "5"])
     assert "loading" not in capsys.readouterr().err
+
+
+def test_a_question_behind_flags_is_sent_to_its_place(whole):
+    with pytest.raises(ValueError, match=f"'2 . 3\\?' stands behind flags: .* behind {whole}"):
+        chat.main([str(whole), "--kv", "int8", "2 * 3?"])
 
 
 @pytest.mark.parametrize("words", [[], ["--device", "cpu"]])

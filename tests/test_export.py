@@ -443,6 +443,7 @@ def test_an_export_that_is_interrupted_or_wrong_is_not_there(exported, tmp_path,
     def full(tensors):
         raise SafetensorError("No space left on device")
 
+    source = exported("qwen2", "nvfp4")  # before its export can be damaged
     for what, format, error, says in (
         (interrupted, "nvfp4", KeyboardInterrupt, None),
         (full, "nvfp4", ValueError, "out cannot be written: No space left on device$"),
@@ -451,7 +452,7 @@ def test_an_export_that_is_interrupted_or_wrong_is_not_there(exported, tmp_path,
     ):
         with monkeypatch.context() as patch, pytest.raises(error, match=says):
             damage(patch, what)
-            export.export(exported("qwen2", "nvfp4"), tmp_path / "out", format)
+            export.export(source, tmp_path / "out", format)
     assert not os.listdir(tmp_path)
 
 

@@ -94,6 +94,8 @@ def test_a_name_that_leads_nowhere_is_refused(tiny, tmp_path, monkeypatch):
     refuses("no such model", "no such model", "owner/model")
     for file in (tmp_path / "a.gguf", tmp_path / "A.GGUF"):
         refuses(file, f"{file} is not a file")
+        with pytest.raises(ValueError, match=f"^{file} is not a file"):
+            weights.config_of(file)
     refuses(tmp_path, tmp_path, "config.json")
     refuses(tiny, "quant='int3'", quant="int3")
     for typo in ("smolm2", "SmolLM2", "smollm-2"):
@@ -135,9 +137,26 @@ def test_a_folder_without_safetensors_is_told_what_is_there(tiny, tmp_path, file
     refuses(tmp_path, tmp_path, ", ".join(files), "a .gguf file itself", "as safetensors")
 
 
-def test_a_run_or_an_adapter_is_no_model(whole):
-    refuses(whole, f"{whole} is a run", f"--adapter {whole}", "tools.export")
-    refuses(whole / "adapter", f"{whole / 'adapter'} is an adapter", "--adapter")
+def test_a_run_an_adapter_or_the_hubs_cache_is_no_model(whole, tiny, tmp_path):
+    """Also where its config alone is read. A model beside a log or an adapter is one."""
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    shutil.copy(whole / "config.json", begun)
+    cache = tmp_path / "models--a--b"
+    (cache / "snapshots").mkdir(parents=True)
+    for folder, words in (
+        (whole, ["is a run", f"--adapter {whole}", "tools.export"]),
+        (begun, ["is a run", f"--resume {begun}"]),
+        (whole / "adapter", ["is an adapter", "--adapter"]),
+        (cache, ["is the hub's cache", str(cache / "snapshots")]),
+    ):
+        refuses(folder, f"{folder} {words[0]}", *words)
+        with pytest.raises(ValueError, match=f"^{folder} {words[0]}"):
+            weights.config_of(folder)
+    both = shutil.copytree(tiny, tmp_path / "both")
+    (both / "metrics.jsonl").write_text("{}")
+    shutil.copy(whole / "adapter" / "adapter_config.json", both)
+    load(both)
 
 
 @pytest.mark.parametrize("name", ["../nomodel", "./no/model", "/no/model", "no", "~/model"])

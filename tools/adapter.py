@@ -160,6 +160,13 @@ def fingerprint(folder: str) -> dict[str, str]:
     return {"adapter": hashlib.sha256(file.read_bytes()).hexdigest()}
 
 
+def check_adapter(folder: str | Path, rank: int, alpha: float) -> None:
+    """What can be refused before a model loads. ValueError: the folder holds no plain LoRA of this
+    rank and alpha.
+    """
+    check_settings(read_settings(folder), Path(folder) / CONFIG, r=rank, lora_alpha=alpha)
+
+
 def load_adapter(model: nn.Module, folder: str | Path):
     """Copy an adapter that save_adapter or PEFT wrote into the parameters, and refresh the copies.
 

@@ -154,6 +154,9 @@ def main(arguments: list[str]) -> None:
     if len(arguments) < 2:
         raise ValueError("usage: python -m tools.calibrate MODEL DST [flags of train.py]")
     name, place, *flags = arguments
+    for flag in flags:
+        if flag.split("=")[0] in ("--adapter", "--resume"):
+            raise ValueError(f"{flag} has no use here: a model is calibrated without an adapter")
     # --steps 1: load_task is to read the problems to train on
     config = parse(["--model", name, "--prompts", "128", *flags, "--steps", "1"])
     calibrate(config, Path(place))

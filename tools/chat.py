@@ -15,7 +15,7 @@ tools/{adapter,ends,environment,flags,weights}.py.
 
 import sys
 from contextlib import nullcontext
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from operator import itemgetter
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from model import Decoder, load
 from rollout import Rollout, Sampler
 from tasks import Task
 from tools import weights
-from tools.adapter import load_adapter, read_settings
+from tools.adapter import check_adapter, load_adapter
 from tools.ends import one_sentence
 from tools.environment import Environment, load_environment
 from tools.flags import parse
@@ -67,10 +67,13 @@ def main(arguments: list[str]) -> None:
     run, *questions = words
     if not Path(run).is_dir():
         raise ValueError(f"{run} is no folder: give that of a run, or of its adapter")
+    for before, word in pairwise(arguments[len(words) :]):
+        if not before.startswith("--") and not word.startswith("--"):
+            raise ValueError(f"{word!r} stands behind flags: put questions right behind {run}")
     # Another task than the run's, so that a file of the user's own is not started.
     flags = ["--adapter", run, "--task", "addition", "--steps", "0"]
     config = parse(flags + arguments[len(words) :])
-    read_settings(config.adapter)  # a folder without an adapter, before a model takes long to load
+    check_adapter(config.adapter, config.rank, config.alpha)
     print(f"loading {config.model}", file=sys.stderr)
     source = weights.open(config.model)
     environment = load_environment(config, Task([], [], itemgetter("prompt"), None), source)

@@ -354,7 +354,7 @@ def _of_adapters_run(given):
     """→ the scored flags of the run that --adapter names, without those that are given, empty or 0,
     and under another --task without data, test and operands. Of an adapter from elsewhere its rank
     and alpha."""
-    run = os.path.dirname(os.path.abspath(given["adapter"]))
+    run = os.path.dirname(os.path.realpath(given["adapter"]))
     if not os.path.isfile(f"{run}/metrics.jsonl"):
         from tools.adapter import read_settings
 

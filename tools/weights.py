@@ -131,6 +131,7 @@ def open(name: str | Path) -> "Source":  # weights.open(...), like gzip.open
         wanted = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
         with readable(name, "is not a folder here and could not be fetched from the hub"):
             path = Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
+    check_is_model(path)
     others = sorted(
         file.name for file in path.iterdir() if file.suffix.lower() in (".gguf", ".bin", ".pth")
     )
@@ -139,16 +140,30 @@ def open(name: str | Path) -> "Source":  # weights.open(...), like gzip.open
             f"{path} has no .safetensors, but {', '.join(others)}: name a .gguf file itself, and "
             "save a .bin or .pth, which may hold code, as safetensors"
         )
-    if (path / "metrics.jsonl").is_file():
-        raise ValueError(
-            f"{path} is a run, not a model: name its model and give --adapter {path}, or name a "
-            f"FOLDER that python -m tools.export {path} FOLDER --format bf16 has written"
-        )
-    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
-        raise ValueError(
-            f"{path} is an adapter, not a model: name its base model and give --adapter {path}"
-        )
     return Safetensors(path)
+
+
+def check_is_model(folder: Path) -> None:
+    """ValueError: it holds a run, an adapter or the hub's cache of a model, and no model."""
+    settings = {}
+    with suppress(OSError, TypeError, ValueError):
+        settings = {**json.loads((folder / "config.json").read_text())}
+    if "quant" in settings and "model_type" not in settings:  # flags of train.py
+        remedy = f"train on with python train.py --resume {folder}"  # it has no adapter yet
+        if (folder / "adapter").is_dir():
+            remedy = (
+                f"python -m tools.export {folder} NEW --format bf16 makes one, and "
+                f"train.py --adapter {folder} goes on from it"
+            )
+        raise ValueError(f"{folder} is a run, not a model: {remedy}")
+    shards = {file.name for file in folder.glob("*.safetensors")} - {"adapter_model.safetensors"}
+    if (folder / "adapter_config.json").is_file() and not shards:
+        raise ValueError(
+            f"{folder} is an adapter, not a model: name its base model, and "
+            f"train.py --adapter {folder}"
+        )
+    if (folder / "snapshots").is_dir():
+        raise ValueError(f"{folder} is the hub's cache: name a folder in {folder / 'snapshots'}")
 
 
 def config_of(name: str | Path) -> PreTrainedConfig:
@@ -160,8 +175,9 @@ def config_of(name: str | Path) -> PreTrainedConfig:
     config inside, so the whole file is. ValueError: there is no config, or it cannot be read, or it
     describes a quantisation other than NVFP4.
     """
-    if name == "smollm2" or Path(name).suffix == ".gguf":
+    if name == "smollm2" or Path(name).suffix.lower() == ".gguf":
         return open(name).config
+    check_is_model(Path(name))
     own = Path(name, "hf_quant_config.json")
     with readable(name, "has no config.json that can be loaded, fetch or save the model again"):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
