@@ -529,13 +529,12 @@ def _plain_kernel(
 #    qkv. So the wait is in the loop's first iteration, between a tile's loads and their product.
 #    Neither this layer's norm nor a kernel between it and this one may write what is loaded early.
 #
-# Only for pages of 8-bit integers (int8.py). With bf16 pages none of this is compiled:
+# Only for pages of 8-bit integers, whose tiles int8.py loads and stores. With bf16 pages none of
+# this is compiled:
 # 11 The scale of a key multiplies its score, that of a value its p: one number for each position
-#    instead of Dh. The stretch of a pair goes into the cos and sin that rotate it.
-# 12 Integers are loaded and unpacked in fours. v is transposed, so a page has a head's values as
-#    (Dh, PAGE). A mask of positions would split the four, so values past the row's position are
-#    loaded, too: they are finite, and their p is 0. Tiles always have 64 positions, the fastest of
-#    those tried. q and p are rounded to fp16, so |q| · stretch must stay below 65,504.
+#    instead of Dh. The stretch of a pair goes into the cos and sin that rotate it. q and p are
+#    rounded to fp16, so |q| · stretch must stay below 65,504. Tiles always have 64 positions, the
+#    fastest of those tried.
 #
 # The loop of a row's last split starts from the new token, that of another split from nothing:
 #
@@ -700,7 +699,7 @@ def _attention_kernel(
     v_scale=None,
     center=None,
     stretch=None,
-    UNPACK: constexpr = None,
+    LOAD: constexpr = None,
     STORE: constexpr = None,
 ):
     """Grid (Hkv, splits, B): a CTA computes one split of one row, for a key head and the REP query
@@ -708,8 +707,8 @@ def _attention_kernel(
 
     ROWS: REP rounded up to a power of two, at least 8, the columns of a tensor core's tile. HALF:
     Dh/2 rounded up to a power of two, at least 16. The masks exclude what lies past REP, past Dh
-    and past the row's position (but see 12). v is loaded whole, (2·HALF, TILE). k_scale to STORE:
-    what int8.Pages.for_kernel returns; None: bf16 pages.
+    and past the row's position. v is loaded whole, (2·HALF, TILE). k_scale to STORE: what
+    int8.Pages.for_kernel returns; None: bf16 pages.
     """
     h = tl.program_id(0)
     split = tl.program_id(1)
@@ -740,7 +739,7 @@ def _attention_kernel(
             wait_for_predecessor(PDL)
         return
     qkv += b.to(tl.int64) * (H + 2 * Hkv) * DH
-    if UNPACK is None:
+    if LOAD is None:
         dtype: constexpr = qkv.dtype.element_ty
         factor = 1.0
     else:
@@ -759,29 +758,22 @@ def _attention_kernel(
         t = tl.arange(0, TILE)
         seen = (start + t < position)[:, None]
         kv_at = tl.where(start - begin < PAGE, in_page1, in_page2) + (start - begin) * DH
-        k_ptr = k_cache + kv_at + t[:, None] * DH + d
-        k1 = tl.load(k_ptr, mask=seen & in_d, other=0.0)  # (TILE, HALF)
-        k2 = tl.load(k_ptr + DH // 2, mask=seen & in_d, other=0.0)
-        if UNPACK is None:
-            k_factor = 1.0
-            v_factor = 1.0
+        if LOAD is None:
+            k_ptr = k_cache + kv_at + t[:, None] * DH + d
+            k1 = tl.load(k_ptr, mask=seen & in_d, other=0.0)  # (TILE, HALF)
+            k2 = tl.load(k_ptr + DH // 2, mask=seen & in_d, other=0.0)
             v = tl.load(
                 v_cache + kv_at + t * DH + dim[:, None],
                 other=0.0,
                 mask=(start + t < position) & (dim < DH)[:, None],
             )  # (2·HALF, TILE)
-        else:  # (11, 12)
-            k1 = UNPACK(k1)
-            k2 = UNPACK(k2)
-            # Position i of a page is at i · DH from its start in keys, and at i in values.
-            v_at = kv_at - tl.multiple_of((start - begin) % PAGE * (DH - 1), TILE)
-            v_ptr = v_cache + v_at + t + dim[:, None] * PAGE
-            v = UNPACK(tl.load(v_ptr, mask=(dim < DH)[:, None], other=0))
-            # Past the row's position a score is dropped, whatever its scale. But v's scale
-            # multiplies p, and 0 · NaN would stay.
-            scale_at = kv_at // DH + t[:, None]
-            k_factor = tl.load(k_scale + scale_at)
-            v_factor = tl.load(v_scale + scale_at, mask=seen, other=0.0)
+            k_factor = 1.0
+            v_factor = 1.0
+        else:  # (11)
+            in_page = (start - begin) % PAGE
+            k1, k2, v, k_factor, v_factor = LOAD(
+                k_cache, v_cache, k_scale, v_scale, kv_at, in_page, t, d, seen, DH, PAGE
+            )
         if start == begin:
             qkv = _after_wait(qkv, PDL)  # (10)
             q_at = (h * REP + head)[:, None] * DH + d
@@ -798,18 +790,15 @@ def _attention_kernel(
                 new_v = tl.load(qkv + (H + Hkv + h) * DH + dim, mask=dim < DH, other=0.0)
                 slot = tl.where(position - begin < PAGE, in_page1, in_page2)
                 slot += (position - begin) * DH
-                if UNPACK is None:
+                if LOAD is None:
                     tl.store(k_cache + slot + d[None, :], new1, mask=in_d[None, :])
                     tl.store(k_cache + slot + DH // 2 + d[None, :], new2, mask=in_d[None, :])
                     tl.store(v_cache + slot + dim, new_v, mask=dim < DH)
                 else:
-                    scale_slot = slot // DH
-                    new = tl.reshape(tl.join(new1, new2), both.shape) - new_center
-                    k_slot = k_cache + slot + both
-                    new = STORE(new, k_slot, k_scale + scale_slot, in_d[:, None])
-                    new1, new2 = tl.split(new)
-                    v_slot = v_cache + slot - position % PAGE * (DH - 1) + dim * PAGE
-                    new_v = STORE(new_v, v_slot, v_scale + scale_slot, dim < DH)
+                    new1, new2, new_v = STORE(
+                        k_cache, v_cache, k_scale, v_scale, slot, position, d, new1, new2, new_v,
+                        new_center, DH, PAGE,
+                    )  # fmt: skip
                 products = q1_rows.to(tl.float32) * new1 + q2_rows.to(tl.float32) * new2
                 m_i = tl.sum(products, 1) * scale
                 l_i += (t == 0)[:, None]  # exp2(score − m_i) = 1, on one line of the tile (7)

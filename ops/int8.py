@@ -29,7 +29,9 @@ from torch import Tensor
 try:
     import triton.language as tl
     from triton import jit
-except ImportError:  # macOS has no Triton: this only lets Python define the kernels below
+    from triton.language import constexpr
+except ImportError:  # macOS has no Triton: these only let Python define the kernels below
+    constexpr = int
 
     def jit(kernel):
         return kernel
@@ -83,8 +85,8 @@ class Pages:
             v_scale=values.scale,
             center=self.center,
             stretch=self.stretch,
-            UNPACK=unpacked,
-            STORE=stored,
+            LOAD=load_tile,
+            STORE=store_token,
         )
         return self.integers, values.integers, last
 
@@ -110,7 +112,36 @@ def of_layers(
     return keys, [Pages(integers, none, cos, sin) for integers in v]
 
 
-# --- the same in a kernel
+# --- the same in attention's fast kernel, which has Dh as two halves of HALF ≥ Dh/2 columns
+
+
+@jit
+def load_tile(
+    k_cache, v_cache, k_scale, v_scale, at, in_page, t, d, seen, DH: constexpr, PAGE: constexpr
+):
+    """Load positions in_page + t of a page, t (TILE,) → k1 and k2 (TILE, HALF), v (2·HALF, TILE),
+    all fp16, and the scales (TILE, 1) f32: of a key, for its score, and of a value, for its p.
+
+    at: where position in_page is in k_cache. d (HALF,): columns of a half. seen (TILE, 1): which
+    positions are before the new token.
+    """
+    k_ptr = k_cache + at + t[:, None] * DH + d
+    k1 = tl.load(k_ptr, mask=seen & (d < DH // 2), other=0)
+    k2 = tl.load(k_ptr + DH // 2, mask=seen & (d < DH // 2), other=0)
+    k1 = unpacked(k1)
+    k2 = unpacked(k2)
+    # A page has a head's values as (Dh, PAGE), so position i is at i · DH from the page's start in
+    # keys, and at i in values. Integers are loaded and unpacked in fours, which a mask of positions
+    # would split: values past the row's position are loaded, too. They are finite, and p is 0.
+    v_at = at - tl.multiple_of(in_page * (DH - 1), t.shape[0])
+    dim = tl.arange(0, 2 * d.shape[0])[:, None]
+    v = unpacked(tl.load(v_cache + v_at + t + dim * PAGE, mask=dim < DH, other=0))
+    # A score past the row's position is dropped, whatever its scale. But v's scale multiplies p,
+    # and 0 · NaN would stay.
+    scale_at = at // DH + t[:, None]
+    k_factor = tl.load(k_scale + scale_at)
+    v_factor = tl.load(v_scale + scale_at, mask=seen, other=0.0)
+    return k1, k2, v, k_factor, v_factor
 
 
 @jit
@@ -132,7 +163,27 @@ def unpacked(integers):
 
 
 @jit
-def stored(x, place, scale_place, mask):
+def store_token(
+    k_cache, v_cache, k_scale, v_scale, at, position, d, k1, k2, v, center, DH: constexpr,
+    PAGE: constexpr,
+):  # fmt: skip
+    """Store the new token's key and value → k1, k2, v as they are read.
+
+    at: where its position is in k_cache. k1, k2 (1, HALF): the key's halves, divided by stretch.
+    v (2·HALF,). center (HALF, 2). d: as above.
+    """
+    both = tl.join(d, d + DH // 2)  # (HALF, 2)
+    k = tl.reshape(tl.join(k1, k2), both.shape) - center
+    k = _stored(k, k_cache + at + both, k_scale + at // DH, (d < DH // 2)[:, None])
+    k1, k2 = tl.split(k)
+    dim = tl.arange(0, 2 * d.shape[0])
+    v_slot = v_cache + at - position % PAGE * (DH - 1) + dim * PAGE
+    v = _stored(v, v_slot, v_scale + at // DH, dim < DH)
+    return k1, k2, v
+
+
+@jit
+def _stored(x, place, scale_place, mask):
     """Round x, all numbers of one token and head, as __setitem__ does, but for the last bit of
     127 / largest, and store it → x as it is read.
     """

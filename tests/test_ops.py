@@ -346,7 +346,7 @@ def test_kernels_compile(cc, everything):
         "fp32": "eps scale sign",
         "*fp32": "acc_splits ml_splits cos sin x weight q_weight k_weight total d_total dx",
     }
-    bf16 = dict.fromkeys(("k_scale", "v_scale", "center", "stretch", "UNPACK", "STORE"))
+    bf16 = dict.fromkeys(("k_scale", "v_scale", "center", "stretch", "LOAD", "STORE"))
     options = dict(PAGE=PAGE, SPLIT=SPLIT, ROWS=8, PDL=cc >= 90) | bf16
     wide = options | dict(DH=128, REP=7, HALF=64)
     narrow = options | dict(DH=64, REP=3, HALF=32, q_weight=None, k_weight=None)
@@ -360,7 +360,7 @@ def test_kernels_compile(cc, everything):
             # a kernel that does not wait lets the next overtake
             assert ptx.count("griddepcontrol.wait") == 2 * (cc >= 90)
     of_int8 = {"*u8": "k_cache v_cache", "*fp32": f"{types['*fp32']} {' '.join(bf16)}"}
-    functions = dict(TILE=64, UNPACK=int8.unpacked, STORE=int8.stored)
+    functions = dict(TILE=64, LOAD=int8.load_tile, STORE=int8.store_token)
     for shape, warps in product([wide, narrow], [2, 4]) if everything else [(wide, 2)]:
         constants = {n: x for n, x in shape.items() if n not in bf16} | functions
         # Triton 3.6 spills two registers on sm_120
