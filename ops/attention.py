@@ -2,7 +2,7 @@
 """Rotary positions and attention: among packed tokens, and of one new token with its row's pages.
 
     RoPE       rotate the pair (i, i + Dh/2) of each head by the angle position · θ_i
-    attention  softmax(q @ k.T / √Dh) @ v, where a token sees itself and earlier tokens of its text
+    attention  softmax(q @ k.T / √Dh) @ v, where a token sees itself and tokens before it
     GQA        the H query heads share Hkv key heads: query head h reads key head h // (H / Hkv)
 
 RoPE (rotary position embedding) is arXiv 2104.09864, GQA (grouped-query attention) 2305.13245. On a
@@ -517,12 +517,12 @@ def _plain_kernel(
 #  5 q and k are loaded as two halves, because RoPE pairs the halves. qk is the sum of the halves'
 #    products.
 #  6 exp2 replaces exp, which a GPU computes by exp2. The factor log2(e) is part of `scale`.
-#  7 l_i holds one sum for each line of the tile, and the lines are added up after the loop. So the
-#    loop adds no numbers across threads.
+#  7 l_i holds a sum for each position of a tile, over the tiles, and these are added up after the
+#    loop. So the loop's sums of p add no numbers across threads.
 #
 # Earlier loads:
 #  8 A split is two pages, and both are looked up before the loop.
-#  9 The size of a tile is not a page's. Few rows: large tiles, so that a CTA loads its split in few
+#  9 A tile may be smaller than a page. Few rows: large tiles, so that a CTA loads its split in few
 #    steps. Many rows: small tiles and few warps, so that several CTAs share an SM.
 # 10 PDL: the CTA starts while the qkv product still runs. It loads what no recent kernel writes
 #    (position, pages, cos, sin, the first tile of older keys and values) and only then waits for
@@ -532,9 +532,9 @@ def _plain_kernel(
 # Only for pages of 8-bit integers, whose tiles int8.py loads and stores. With bf16 pages none of
 # this is compiled:
 # 11 The scale of a key multiplies its score, that of a value its p: one number for each position
-#    instead of Dh. The stretch of a pair goes into the cos and sin that rotate it. q and p are
-#    rounded to fp16, so |q| · stretch must stay below 65,504. Tiles always have 64 positions, the
-#    fastest of those tried.
+#    instead of Dh. The stretch of a pair goes into the cos and sin that rotate it. q and p, with
+#    these factors, are rounded to fp16, so |q| · stretch must stay below 65,504. Tiles always have
+#    64 positions, the fastest of those tried.
 #
 # The loop of a row's last split starts from the new token, that of another split from nothing:
 #
@@ -544,9 +544,9 @@ def _plain_kernel(
 #     the last        none               the same; the only tile is masked, so the result is this v
 #
 # A row's length is data in both kernels, so one CUDA graph serves all lengths up to the splits that
-# it was captured for. A split's size is fixed, so only the number of rows, which chooses the tile,
-# can change a row's bits. Pages that several rows share are loaded from memory once, because L2
-# serves the other rows.
+# it was captured for. A split's size is fixed. So on one GPU only the number of rows, which chooses
+# tile and warps, can change a row's bits. Pages that several rows share are mostly loaded from
+# memory once, because L2 serves the other rows.
 
 
 def _paged_attention(qkv, heads, cos, sin, layer, paged):
@@ -565,7 +565,7 @@ def _paged_attention(qkv, heads, cos, sin, layer, paged):
     ml_splits = qkv.new_empty(B, Hkv, splits, 2, H // Hkv, dtype=torch.float32)
     assert cache.counters.numel() >= B * Hkv and 2 * splits <= paged.block_table.shape[1]
     # (9) Few rows: at 4 splits a row, no more CTAs than an H100 has SMs. The kernel then holds
-    # three tiles of 128 positions in shared memory: 192 KiB of keys and values for Dh = 128.
+    # three tiles in shared memory: for Dh = 128 in bf16 192 KiB of keys and values.
     few_rows = 4 * B * Hkv <= 132
     if qkv.is_cuda:  # Triton's interpreter has no such limit
         properties = torch.cuda.get_device_properties(qkv.device)

@@ -8,9 +8,10 @@ Qwen2.5's key bias is up to 354, a hundred times what tells keys apart. But a so
 all keys have in common: q · (k − center) = q · k − q · center, and the last term is the same for
 all keys. So the center is subtracted: the bias after RoPE, averaged over many positions.
 
-RoPE turns some pairs of numbers so fast that their average is about 0, which leaves their bias. If
-it is large, the pair is divided by its stretch, a power of two, and the query's pair is multiplied
-by it. Without a bias, center is 0 and stretch is 1.
+RoPE turns some pairs of numbers so fast that the average of their bias is about 0. So subtracting
+it leaves the bias in the keys. Where that is large, a pair is divided by its stretch, a power of
+two, and the query's pair is multiplied by it. Without a bias, or with a norm behind it, center is 0
+and stretch is 1.
 
 Only decode steps read integers. A prefill stores them, but its own attention, like training, reads
 keys and values that are not rounded. attention.py takes Pages in the place of a layer's tensor: it
@@ -58,8 +59,9 @@ class Pages:
         pair = torch.complex(*bias.chunk(2, -1))  # (Hkv, Dh/2)
         turn = torch.complex(cos.mean(0), sin.mean(0))  # (Dh/2,)
         center = pair * turn
-        # What the average leaves of a pair, whose length RoPE scales by cos[0]: its mean square.
-        # Without a bias, numbers of a key are about 2. So up to 4², a pair is not stretched.
+        # lost: the variance of the turns, whose length is cos[0] (1, or YaRN's factor). left: the
+        # mean square of what subtracting the center leaves in a pair. Without a bias, numbers of a
+        # key are about 2, so a pair is stretched only where left is above about 4².
         lost = (cos[0].square() - (turn * turn.conj()).real).clamp(min=0)  # ≥ 0 but for rounding
         left = (pair * pair.conj()).real * lost
         stretch = (1 + left / 4**2).sqrt().log2().round().exp2()
