@@ -662,6 +662,7 @@ def _merge_splits(ml_ptr, acc_ptr, last_split, head, in_out, REP: constexpr, DH:
     return l_i, acc
 
 
+# do_not_specialize: else Triton compiles this kernel anew when blocks is first a multiple of 16.
 @jit(do_not_specialize=["blocks"])
 def _attention_kernel(
     # the new tokens
@@ -747,6 +748,7 @@ def _attention_kernel(
         both = tl.join(d, d + DH // 2)  # (HALF, 2)
         factor = tl.load(stretch + h * DH + d, mask=in_d, other=1.0)
         new_center = tl.load(center + h * DH + both, mask=in_d[:, None], other=0.0)
+    # The first iteration sets q1 and q2; Triton must know their types before the loop.
     q1 = tl.zeros((HALF, ROWS), dtype)
     q2 = tl.zeros((HALF, ROWS), dtype)
     m_i = tl.full((ROWS,), -1e30, tl.float32)
