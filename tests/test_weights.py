@@ -138,7 +138,7 @@ def test_a_folder_without_safetensors_is_told_what_is_there(tiny, tmp_path, file
 
 
 def test_a_run_an_adapter_or_the_hubs_cache_is_no_model(whole, tiny, tmp_path):
-    """Also where its config alone is read. A model beside a log or an adapter is one."""
+    """Also where its config alone is read. A model beside what these hold is one."""
     begun = tmp_path / "begun"
     begun.mkdir()
     shutil.copy(whole / "config.json", begun)
@@ -155,6 +155,7 @@ def test_a_run_an_adapter_or_the_hubs_cache_is_no_model(whole, tiny, tmp_path):
             weights.config_of(folder)
     both = shutil.copytree(tiny, tmp_path / "both")
     (both / "metrics.jsonl").write_text("{}")
+    (both / "snapshots").mkdir()
     shutil.copy(whole / "adapter" / "adapter_config.json", both)
     load(both)
 

@@ -162,7 +162,7 @@ def check_is_model(folder: Path) -> None:
             f"{folder} is an adapter, not a model: name its base model, and "
             f"train.py --adapter {folder}"
         )
-    if (folder / "snapshots").is_dir():
+    if (folder / "snapshots").is_dir() and not settings:
         raise ValueError(f"{folder} is the hub's cache: name a folder in {folder / 'snapshots'}")
 
 
