@@ -153,14 +153,14 @@ def check_is_model(folder: Path) -> None:
         if (folder / "adapter").is_dir():
             remedy = (
                 f"python -m tools.export {folder} NEW --format bf16 makes one, and "
-                f"train.py --adapter {folder} goes on from it"
+                f"python train.py --adapter {folder} goes on from it"
             )
         raise ValueError(f"{folder} is a run, not a model: {remedy}")
     shards = {file.name for file in folder.glob("*.safetensors")} - {"adapter_model.safetensors"}
     if (folder / "adapter_config.json").is_file() and not shards:
         raise ValueError(
             f"{folder} is an adapter, not a model: name its base model, and "
-            f"train.py --adapter {folder}"
+            f"python train.py --adapter {folder}"
         )
     if (folder / "snapshots").is_dir() and not settings:
         raise ValueError(f"{folder} is the hub's cache: name a folder in {folder / 'snapshots'}")
