@@ -151,7 +151,6 @@ class Limits(NamedTuple):
 class Sampler:
     """slots: most rows that run at once. pages: most pages of keys and values; None: as many as are
     needed, or as a GPU's free memory holds. kv: their format, "bf16" (on a CPU fp32) or "int8".
-    Without its adapters (lora.disabled) a model needs a Sampler of its own: it has other kernels.
 
     bar: tqdm, or a subclass that shows the progress in another way. watch: a function that is
     called with the Rollout whenever its answers have grown.
@@ -525,7 +524,9 @@ class ModelRunner:
         self.cuda = self.model.device.type == "cuda"
         slots, pages, *_ = sampler.limits
         splits = math.ceil(rollout.tokens.shape[1] / attention.SPLIT)  # of the longest row
-        kind = params.temperature == 0, params.top_p < 1, len(params.stop_ids)  # of decode step
+        adapted = self.model.layers[0].self_attn.qkv_proj.enabled  # the same in all layers
+        # The kind of decode step: which kernels it needs, but for the batch size.
+        kind = adapted, params.temperature == 0, params.top_p < 1, len(params.stop_ids)
         self.graphs = DecodeGraphs(slots, splits, sampler.loaded.setdefault(kind, set()))
         c = self.model.config
         key_heads = c.num_key_value_heads

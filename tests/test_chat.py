@@ -61,7 +61,7 @@ def test_the_sampler_keeps_keys_and_values_as_the_runs_did(whole, tmp_path, monk
     config = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(config | {"kv": "int8"}))
     used = []
-    monkeypatch.setattr(chat, "ask", lambda question, environment, model, kv: used.append(kv))
+    monkeypatch.setattr(chat, "ask", lambda question, environment, sampler: used.append(sampler.kv))
     for flags in [], ["--kv", "bf16"]:
         chat.main([str(run), "2 + 2?", *flags])
     assert used == ["int8", "bf16"]

@@ -548,6 +548,30 @@ def test_a_graph_is_rounded_up_and_replayed_until_a_smaller_one_is_wanted_twice(
         made.clear()
 
 
+def test_a_model_without_its_adapters_loads_kernels_of_its_own(m, r, monkeypatch):
+    """Before a graph of it is captured, and so does the same model with them, in one Sampler."""
+    call_graphs(monkeypatch)
+    events = []
+
+    def noted(owner, name):
+        real = getattr(owner, name)
+
+        def call(*arguments, **more):
+            events.append((name, m.layers[0].self_attn.qkv_proj.enabled))
+            return real(*arguments, **more)
+
+        monkeypatch.setattr(owner, name, call)
+
+    noted(torch.cuda, "graph")
+    noted(rollout.sampling, "append")  # the end of each decode step
+    sampler = Sampler(m)
+    with lora.disabled(m):
+        sampler.generate(*DRAW)
+    check_same(sampler.generate(*DRAW), r)
+    for adapted in (False, True):
+        assert [name for name, state in events if state == adapted][:2] == ["append", "graph"]
+
+
 def run_out(monkeypatch, owner, name, fails):
     """From now on memory runs out in those calls of owner.name."""
     calls, real = count(1), getattr(owner, name)

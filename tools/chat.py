@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 import lora
-from model import Decoder, load
+from model import load
 from rollout import Rollout, Sampler
 from tasks import Task
 from tools import weights
@@ -32,9 +32,9 @@ from tools.environment import Environment, load_environment
 from tools.flags import parse
 
 
-def ask(question: str, environment: Environment, model: Decoder, kv: str) -> None:
+def ask(question: str, environment: Environment, sampler: Sampler) -> None:
     """Print the greedy answers of the base and of the base with its adapter, on a terminal as they
-    grow. kv: as Sampler's. ValueError: the question is empty, or too long for the model.
+    grow. ValueError: the question is empty, or too long for the model.
     """
     prompts = environment.encode_prompts([{"prompt": question}])
     params = environment.params._replace(temperature=0.0)
@@ -47,11 +47,10 @@ def ask(question: str, environment: Environment, model: Decoder, kv: str) -> Non
         print(text[written:], end="", flush=True)
         written = len(text)
 
-    for name, adapted in (("base", lora.disabled(model)), ("adapter", nullcontext())):
+    sampler.watch = write if sys.stdout.isatty() else None
+    for name, adapted in (("base", lora.disabled(sampler.model)), ("adapter", nullcontext())):
         print(f"{name:>8}: ", end="", flush=True)
         written = 0
-        sampler = Sampler(model, kv=kv)  # one for each, because a base has other kernels
-        sampler.watch = write if sys.stdout.isatty() else None
         with adapted:
             rollout = sampler.generate(prompts, 1, params, -1)
         write(rollout)
@@ -80,8 +79,9 @@ def main(arguments: list[str]) -> None:
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = load(source, config.quant, config.rank, config.alpha, device)
     load_adapter(model, config.adapter)
+    sampler = Sampler(model, kv=config.kv)
     for question in questions or filter(str.strip, sys.stdin):
-        ask(question.strip(), environment, model, config.kv)
+        ask(question.strip(), environment, sampler)
 
 
 if __name__ == "__main__":
