@@ -168,7 +168,7 @@ def resolve(
     config_file = run / "config.json"
     if config_file.is_file():
         config = read_json(config_file)
-        if "quant" in config:  # flags of train.py; a model's config has no such key
+        if weights.are_flags(config):
             if not adapter and not (run / "adapter").is_dir():
                 raise ValueError(
                     f"{run} has no adapter: train on with python train.py --resume {run}"

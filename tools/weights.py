@@ -143,12 +143,17 @@ def open(name: str | Path) -> "Source":  # weights.open(...), like gzip.open
     return Safetensors(path)
 
 
+def are_flags(settings: dict) -> bool:
+    """Whether a config.json has the flags of a run of train.py, and is no model's."""
+    return "quant" in settings and "model_type" not in settings
+
+
 def check_is_model(folder: Path) -> None:
     """ValueError: it holds a run, an adapter or the hub's cache of a model, and no model."""
     settings = {}
     with suppress(OSError, TypeError, ValueError):
         settings = {**json.loads((folder / "config.json").read_text())}
-    if "quant" in settings and "model_type" not in settings:  # flags of train.py
+    if are_flags(settings):
         remedy = f"train on with python train.py --resume {folder}"  # it has no adapter yet
         if (folder / "adapter").is_dir():
             remedy = (
