@@ -44,17 +44,13 @@ def main(arguments=None):
         if getattr(args, name) != default:
             flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
             parser.error(f"{flag} has no use {'with' if args.whole else 'without'} --whole")
-    if args.mean > args.limit:
-        parser.error(f"--mean {args.mean} is above --limit {args.limit}")
-    if args.context <= args.new // 2:
-        parser.error(f"--context {args.context} must exceed half of --new {args.new}")
-    longest = args.context - args.new // 2 + args.new
     if args.whole:
-        longest = max(prompt_lengths(args.prompts, args.prompt_length)) + args.limit
-    most = memory.config(args.model_shape).max_position_embeddings
-    if longest > most:
-        lower = "--prompt-length or --limit" if args.whole else "--context or --new"
-        parser.error(f"answers of {longest} tokens exceed the context of {most}: lower {lower}")
+        check_whole(parser, args)
+    elif args.context <= args.new // 2:
+        parser.error(f"--context {args.context} must exceed half of --new {args.new}")
+    else:
+        longest = args.context - args.new // 2 + args.new
+        check_context(parser, args, longest, "--context or --new")
     if args.memory_gb:
         budget.limit_memory(args.memory_gb)
     records = common.Records(args.out, common.conditions())
@@ -71,6 +67,21 @@ def main(arguments=None):
             else:
                 record |= steady(model, quant, batch, args)
             records.append(record | {"peak_gb": peak_memory_gb()})
+
+
+def check_whole(parser, args):
+    """Refuse sizes of a whole rollout that cannot be."""
+    if args.mean > args.limit:
+        parser.error(f"--mean {args.mean} is above --limit {args.limit}")
+    longest = max(prompt_lengths(args.prompts, args.prompt_length)) + args.limit
+    check_context(parser, args, longest, "--prompt-length or --limit")
+
+
+def check_context(parser, args, longest, flags):
+    """Refuse rows of `longest` tokens, which come from these flags, if the model takes fewer."""
+    most = memory.config(args.model_shape).max_position_embeddings
+    if longest > most:
+        parser.error(f"answers of {longest} tokens exceed the context of {most}: lower {flags}")
 
 
 def steady(model, quant, batch, args):

@@ -77,7 +77,7 @@ NVFP4 = {
 
 
 def main(arguments=None):
-    from bench import common, tables
+    from bench import common, rollout, tables
     from rollout import KV
     from tools import memory
 
@@ -93,6 +93,7 @@ def main(arguments=None):
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES, help="rows of decode")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=[*MODES[:4], "bf16/none/1"])
     args = parser.parse_args(arguments)
+    rollout.check_whole(parser, args)
     probe = "import importlib.util as u, sys; sys.exit(not u.find_spec('vllm'))"
     if subprocess.run(f"{args.vllm} -c {shlex.quote(probe)}", shell=True, cwd=ROOT).returncode:
         parser.error(

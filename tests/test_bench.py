@@ -137,6 +137,7 @@ def test_wrong_results_are_not_timed():
     (step, "--mean 8 --new 8", "--mean 8"),
     (loading, "", "--model"),
     (turns, "--trees nowhere", "--trees nowhere"),
+    (vllm, "--mean 9 --limit 8", "--mean 9 is above --limit 8"),
     (vllm, "--vllm false", "--vllm false")])  # fmt: skip
 def test_wrong_flags_are_named_before_anything_is_measured(capsys, script, flags, why):
     with pytest.raises(SystemExit) as stop:
