@@ -122,9 +122,17 @@ def test_the_records_of_the_speedrun_are_those_of_their_logs():
 def test_the_rates_of_a_newer_vllm_are_those_of_the_log():
     _, rates = tables.peers("peers25_bench.jsonl")
     runs = {run for run, _ in rates}
-    assert len(runs) == 2
+    assert len(runs) == 4
     for run in runs:
         theirs = rates[run, "vllm/nvfp4/none/1"]
         for batch, [ours] in rates[run, "ours/nvfp4"].items():
             [rate] = theirs[batch]
             assert f"| {ours:,.0f} | {rate:,.0f} | ×{ours / rate:.2f} |" in TEXT
+
+
+def test_the_accuracy_of_vllms_8_bit_cache_is_that_of_the_log():
+    runs = {run["kv"]: run for run in tables.read("kv8_vllm.jsonl")}
+    for kv, name in (("auto", "bf16"), ("fp8", "e4m3")):
+        row = f"| {name} | {runs[kv]['accuracy']:.3f} | {runs[kv]['finished']:.3f} |"
+        assert row.replace("0.", ".") in TEXT
+        assert runs[kv]["problems"] == 1319
