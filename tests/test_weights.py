@@ -138,7 +138,10 @@ def test_a_folder_without_safetensors_is_told_what_is_there(tiny, tmp_path, file
 
 
 def test_a_run_an_adapter_or_the_hubs_cache_is_no_model(whole, tiny, tmp_path):
-    """Also where its config alone is read. A model beside what these hold is one."""
+    """Also where its config alone is read. A model beside logs or snapshots is one."""
+    unborn = tmp_path / "unborn"  # killed before its config was written
+    unborn.mkdir()
+    (unborn / "metrics.jsonl").touch()
     begun = tmp_path / "begun"
     begun.mkdir()
     shutil.copy(whole / "config.json", begun)
@@ -147,6 +150,7 @@ def test_a_run_an_adapter_or_the_hubs_cache_is_no_model(whole, tiny, tmp_path):
     for folder, words in (
         (whole, ["is a run", f"--adapter {whole}", "tools.export"]),
         (begun, ["is a run", f"--resume {begun}"]),
+        (unborn, ["is of a run that ended", f"--out {unborn}"]),
         (whole / "adapter", ["is an adapter", "--adapter"]),
         (cache, ["is the hub's cache", str(cache / "snapshots")]),
     ):
@@ -156,8 +160,9 @@ def test_a_run_an_adapter_or_the_hubs_cache_is_no_model(whole, tiny, tmp_path):
     both = shutil.copytree(tiny, tmp_path / "both")
     (both / "metrics.jsonl").write_text("{}")
     (both / "snapshots").mkdir()
-    shutil.copy(whole / "adapter" / "adapter_config.json", both)
     load(both)
+    shutil.copy(whole / "adapter" / "adapter_config.json", both)
+    refuses(both, f"{both} has a model and an adapter", "--adapter")
 
 
 @pytest.mark.parametrize("name", ["../nomodel", "./no/model", "/no/model", "no", "~/model"])

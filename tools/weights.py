@@ -149,7 +149,8 @@ def are_flags(settings: dict) -> bool:
 
 
 def check_is_model(folder: Path) -> None:
-    """ValueError: it holds a run, an adapter or the hub's cache of a model, and no model."""
+    """ValueError: it holds a run, an adapter or the hub's cache of a model, and no model; or a
+    model and an adapter, of which transformers would load both."""
     settings = {}
     with suppress(OSError, TypeError, ValueError):
         settings = {**json.loads((folder / "config.json").read_text())}
@@ -161,8 +162,17 @@ def check_is_model(folder: Path) -> None:
                 f"python train.py --adapter {folder} goes on from it"
             )
         raise ValueError(f"{folder} is a run, not a model: {remedy}")
-    shards = {file.name for file in folder.glob("*.safetensors")} - {"adapter_model.safetensors"}
-    if (folder / "adapter_config.json").is_file() and not shards:
+    if (folder / "metrics.jsonl").is_file() and not settings:
+        raise ValueError(
+            f"{folder} is of a run that ended before its first step: begin it again, by "
+            f"python train.py --out {folder} and its flags"
+        )
+    if (folder / "adapter_config.json").is_file():
+        if list(folder.glob("model.safetensors*")):
+            raise ValueError(
+                f"{folder} has a model and an adapter: move the adapter's files to a folder of "
+                "its own, and name that by --adapter"
+            )
         raise ValueError(
             f"{folder} is an adapter, not a model: name its base model, and "
             f"python train.py --adapter {folder}"
