@@ -20,7 +20,7 @@ import aqn
 import grpo
 import rollout
 import train
-from tools import memory, weights
+from tools import calibrate, chat, memory, report, weights
 from tools.ends import one_sentence
 from tools.flags import FIELDS, Config, check, command_of, parse, spelled
 
@@ -482,3 +482,10 @@ def test_what_a_user_can_get_wrong_is_one_line_and_exit_code_2(
     with pytest.raises(SystemExit, match="2"), one_sentence("train.py"):
         train.main(parse(["--model", str(tiny_chat), *FLAGS, *flags.split()]))
     assert re.fullmatch(f"train.py: .*{re.escape(words)}.*\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("tool", [calibrate, chat, report])
+@pytest.mark.parametrize("words", ["--help", "-h", "runs/x --prompts 3 --help"])
+def test_a_tool_tells_how_it_is_used(tool, words, capsys):
+    tool.main(words.split())
+    assert f"python -m {tool.__name__} " in capsys.readouterr().out

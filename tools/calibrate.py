@@ -151,6 +151,8 @@ def quantise_layer(
 
 def main(arguments: list[str]) -> None:
     """python -m tools.calibrate with these arguments. ValueError: a sentence for the user."""
+    if {"--help", "-h"} & set(arguments):
+        return print(__doc__)
     if len(arguments) < 2:
         raise ValueError("usage: python -m tools.calibrate MODEL DST [flags of train.py]")
     name, place, *flags = arguments

@@ -60,6 +60,8 @@ def ask(question: str, environment: Environment, sampler: Sampler) -> None:
 
 def main(arguments: list[str]) -> None:
     """python -m tools.chat with these arguments. ValueError: a sentence for the user."""
+    if {"--help", "-h"} & set(arguments):
+        return print(__doc__)
     words = list(takewhile(lambda word: not word.startswith("--"), arguments))
     if not words:
         raise ValueError('usage: python -m tools.chat RUN ["question"] [flags of train.py]')

@@ -19,6 +19,7 @@ metrics.jsonl.
 
 A resumed run repeats the steps after its last checkpoint and appends their records again, so the
 last record of a step is the valid one.
+
 Needs: matplotlib to plot.
 """
 
@@ -334,6 +335,8 @@ def summary(folder):
 
 def main(arguments):
     """Run a command. arguments: its words. ValueError, OSError: a sentence for the user."""
+    if {"--help", "-h"} & set(arguments):
+        return print(__doc__)
     command, *folders = arguments or [""]
     if command == "list":
         print(table(folders or ["runs"]))
