@@ -16,14 +16,14 @@ This is the format of QeRL (arXiv 2510.11696, §3.3, eq. 6), of compressed-tenso
 The quantizer chooses each block's scale, then rounds each weight to the nearest code. There are
 three methods:
 
-    "rtn"    round to nearest, as in the paper: the scale is amax / 6, rounded to e4m3, with amax
+    "rtn"    round to nearest, as in QeRL: the scale is amax / 6, rounded to e4m3, with amax
              the block's largest magnitude. So with a scale of 2⁻⁶ or more, amax is stored as 6.
     "sweep"  the default: try ten neighboring e4m3 scales, amax / 6 among them, and keep the one
              with the least squared error. E2M1 has nothing between 4 and 6, so a block often loses
              less when its largest weight is stored as 4 or 3, or is clipped. Sweep costs time only
              while quantizing: the format and the speed of the kernels are the same.
-    "gptq"   also reads inputs of the layer, and lets later weights correct the errors of earlier
-             ones (arXiv 2210.17323). Its scales are sweep's, of the weights as corrected.
+    "gptq"   also needs inputs of the layer (calibration), and lets later weights correct the errors
+             of earlier ones (arXiv 2210.17323). Its scales are sweep's, of the corrected weights.
 
 Sweep minimizes the error of the weights. GPTQ minimizes what the error does to the layer's output.
 X (K, tokens) holds inputs of the layer. A row of weights w becomes q, and the squared error of its
@@ -34,12 +34,12 @@ output is
 Inputs are correlated. Where input 7 is nearly twice input 3, an error of +2 in weight 3 is nearly
 undone by -1 in weight 7. So GPTQ rounds one column after the other, and moves the columns that are
 not rounded yet to where the output's error is least. With H⁻¹ = UᵀU and U upper triangular, this
-least-squares solution is (eq. 2 of the paper, in the form of its §3.3)
+least-squares solution is (eq. 2 of GPTQ, in the form of its §3.3)
 
     w[j] −= (w[k] − q[k]) · U[k, j] / U[k, k]        for each j > k, once column k is rounded
 
-A block's scale is chosen when its first column is next: its 16 weights are then corrected for all
-columns before them. With H = I nothing is corrected, and GPTQ is sweep.
+A block's scale is chosen just before its first column is rounded: its 16 weights are then corrected
+for all columns before them. With H = I nothing is corrected, and GPTQ is sweep.
 
 global_scale is the tensor's amax / (6 · 448), rounded up to a power of two. So no block scale
 exceeds 448, the largest e4m3 number, and a multiplication by global_scale never rounds. E2M1 × E4M3
@@ -61,12 +61,11 @@ BLOCK = 16  # neighbors in k that share a block scale
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitude of code & 7; bit 3 is the sign
 FP4_MAX = 6.0  # the largest E2M1 number
 FP8_MAX = 448.0  # the largest e4m3 number
-# The scales that a method tries, as offsets in e4m3 codes from amax / 6. Larger scales gain
-# nothing: with a scale above amax / 3.5 no magnitude exceeds 3, and half that scale represents the
-# same weights.
+# The scales that a method tries, as offsets in e4m3 codes from amax / 6. +8 codes would double the
+# scale, and gain nothing: no magnitude would exceed 3, and half the scale stores the same values.
 OFFSETS = {"rtn": range(1), "sweep": range(-2, 8), "gptq": range(-2, 8)}
 CHUNK = 1 << 18  # numbers that rtn and sweep work on at once on a CPU: its cache holds them
-LAZY = 128  # columns that GPTQ rounds before it corrects all later columns at once
+GROUP = 128  # columns that GPTQ rounds before it corrects all later columns at once
 
 
 class NVFP4Tensor(NamedTuple):
@@ -93,7 +92,7 @@ def quantize(
 
     For gptq alone: hessian (K, K), the sum of x xᵀ over inputs x of the layer, times any factor.
     Blocks whose inputs are all always 0 are rounded as by sweep. damping: the share of the
-    Hessian's mean diagonal that is added to its diagonal (the paper's is 0.01); up to a hundred
+    Hessian's mean diagonal that is added to its diagonal (GPTQ's percdamp: 0.01); up to a hundred
     times as much where the sum is not positive definite, as sums of few or of huge inputs may be.
 
     ValueError: w is not a matrix, K is not a multiple of 16, a weight is NaN or infinite, unknown
@@ -173,13 +172,8 @@ def _pack(scaled, block_scale):
     # Divide by the scale as rounded to e4m3, because dequantize() multiplies by that one.
     divisor = _divisor(block_scale.float()).repeat_interleave(BLOCK, 1)
     rounded = _nearest_e2m1(scaled / divisor).abs()
-    # The index of a magnitude v in E2M1, without a search. v grows by ½ a code up to 2, by 1 up
-    # to 4, by 2 up to 6. So the index is 2v, then v + 2, then v/2 + 4. Each is the least of the
-    # three on its own range, so take the minimum:
-    #     v = 1½    min(3, 3½, 4¾)  = 3        0 ½ 1 [1½] …
-    #     v = 3     min(6, 5, 5½)   = 5        0 ½ 1 1½ 2 [3] …
-    #     v = 6     min(12, 8, 7)   = 7        0 ½ 1 1½ 2 3 4 [6]
-    code = torch.minimum(2 * rounded, rounded + 2).minimum(rounded / 2 + 4).to(torch.uint8)
+    # the index of each magnitude in E2M1
+    code = torch.bucketize(rounded, rounded.new_tensor(E2M1), out_int32=True).to(torch.uint8)
     code |= (scaled < 0).to(torch.uint8) << 3
     return code[:, 0::2] | code[:, 1::2] << 4
 
@@ -229,7 +223,7 @@ def _correction_factors(hessian, K, damping):
     """
     if hessian is None or hessian.shape != (K, K):
         raise ValueError(f"method='gptq' needs hessian=H of the layer's inputs, ({K}, {K})")
-    # The paper inverts H, and then takes the Cholesky factor of the inverse. One Cholesky does, if
+    # GPTQ inverts H, and then takes the Cholesky factor of the inverse. One Cholesky does, if
     # it begins at the last column: H = R Rᵀ with R upper triangular, so U = R⁻¹. In fp64, because
     # some tokens have inputs thousands of times as large as all others.
     flipped = hessian.double().flip(0, 1)
@@ -253,52 +247,54 @@ def _correct(scaled, factor):
     """scaled (N, K) f32, weights / global_scale → the same, each weight as it is corrected when
     GPTQ rounds it; and the scales of its blocks, (N, K/16) e4m3.
 
-    Rounding a column corrects those of its LAZY columns that follow. The columns behind these wait
-    for one matrix product (the paper's lazy batch updates). The last LAZY columns may be fewer:
-    then old numbers behind them are rounded too, and not used.
+    GPTQ rounds a group of GROUP columns at a time. In a group each column's error corrects the
+    following ones at once. One matrix product then corrects all columns after the group (GPTQ's
+    lazy batch updates). The last group may be smaller: then stale values after it are rounded, too,
+    and not used.
     """
     N, K = scaled.shape
     columns = scaled.T.contiguous()  # (K, N): a row of it is a column of the weights
-    # the memory that _round_lazy works on, always the same: a CUDA graph knows no other
-    lazy, errors = columns.new_zeros(2, LAZY, N)
-    among = factor.new_zeros(LAZY, LAZY)
-    scales = torch.empty(N, LAZY // BLOCK, dtype=torch.float8_e4m3fn, device=scaled.device)
-    round_lazy = partial(_round_lazy, lazy, among, errors, scales)
+    # memory of _round_group, always the same: a CUDA graph replays on fixed addresses
+    group, errors = columns.new_zeros(2, GROUP, N)
+    factors = factor.new_zeros(GROUP, GROUP)
+    scales = torch.empty(N, GROUP // BLOCK, dtype=torch.float8_e4m3fn, device=scaled.device)
+    round_group = partial(_round_group, group, factors, errors, scales)
     block_scale = []
-    for start in range(0, K, LAZY):
-        now, later = slice(start, start + LAZY), slice(start + LAZY, K)
-        count = len(columns[now])
-        lazy[:count] = columns[now]
-        among[:count, :count] = factor[now, now]
-        round_lazy()
+    for start in range(0, K, GROUP):
+        these, rest = slice(start, start + GROUP), slice(start + GROUP, K)
+        count = len(columns[these])
+        group[:count] = columns[these]
+        factors[:count, :count] = factor[these, these]
+        round_group()
         if start == 0 and scaled.is_cuda:
-            round_lazy = _as_graph(round_lazy)
-        columns[now] = lazy[:count]
+            round_group = _as_graph(round_group)
+        columns[these] = group[:count]
         block_scale.append(scales[:, : count // BLOCK].clone())
-        columns[later].addmm_(factor[now, later].T, errors[:count], alpha=-1)
+        columns[rest].addmm_(factor[these, rest].T, errors[:count], alpha=-1)
     return columns.T, torch.cat(block_scale, 1)
 
 
-def _round_lazy(lazy, among, errors, scales):
-    """For LAZY columns of the weights, one after the other and for all rows at once: find what
+def _round_group(group, factors, errors, scales):
+    """For GROUP columns of the weights, one after the other and for all rows at once: find what
     rounding does to a column, and correct those of them that follow. _pack rounds them later.
 
-    lazy (LAZY, N): a row of it is a column of the weights; it is corrected in place. among (LAZY,
-    LAZY): their factors. Written: errors (LAZY, N), of each column; scales (N, LAZY/16).
+    group (GROUP, N): a row of it is a column of the weights; it is corrected in place. factors
+    (GROUP, GROUP): its part of factor. Written: errors (GROUP, N), of each column; scales
+    (N, GROUP/16).
     """
-    for k, column in enumerate(lazy):
+    for k, column in enumerate(group):
         if k % BLOCK == 0:
-            block = lazy[k : k + BLOCK].T.contiguous()  # (N, 16)
+            block = group[k : k + BLOCK].T.contiguous()  # (N, 16)
             scales[:, k // BLOCK] = _choose_scale(block, OFFSETS["gptq"])[:, 0]
             scale = scales[:, k // BLOCK].float()
             divisor = _divisor(scale)
         errors[k] = column - _nearest_e2m1(column / divisor) * scale
-        lazy[k + 1 :].addr_(among[k, k + 1 :], errors[k], alpha=-1)
+        group[k + 1 :].addr_(factors[k, k + 1 :], errors[k], alpha=-1)
 
 
 def _as_graph(function):
     """→ a function that repeats on a GPU what `function` does there. Python launches a thousand
-    small kernels for LAZY columns; replaying a CUDA graph of them takes a fifth of the time.
+    small kernels for GROUP columns; replaying a CUDA graph of them takes a fifth of the time.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -191,7 +191,7 @@ def test_gptq_is_the_naive_algorithm():
     """The same weights in every row, up to the first that fp32 may round otherwise: the naive
     number is there a tie, but for 1e-4. What follows in such a row is another row.
     """
-    N, K = 64, nvfp4.LAZY + 3 * nvfp4.BLOCK  # more than the columns that are corrected at once
+    N, K = 64, nvfp4.GROUP + 3 * nvfp4.BLOCK  # more than the columns that are corrected at once
     w, X = torch.randn(N, K), inputs_of(K)
     q = nvfp4.quantize(w, "gptq", hessian=X @ X.T, damping=0.02)
     targets, expected = naive_gptq(w / q.global_scale, X @ X.T, damping=0.02)
