@@ -109,7 +109,7 @@ def _draw_pairs(values: range, count: int) -> list[tuple[int, int]]:
     """
     rng = random.Random(0)  # not --seed: every run holds out the same pairs
     # Hold out the same share of squares (a, a) as all pairs have: of the 121 pairs of 2-12, 11 are
-    # squares, so of 32 pairs 2 or 3. It is 2, because the other pairs are drawn in twos.
+    # squares, so of 32 pairs 2 or 3. It is 2, because the other pairs are drawn in pairs.
     squares = 2 * round(count / len(values) / 2) + count % 2
     pairs = [(a, a) for a in rng.sample(values, squares)]
     unordered = list(combinations(values, 2))
@@ -172,7 +172,7 @@ DECORATION = r"\\(?:text|boxed|[][(),;:!%$ ])|\*\*|[{}$€£¥₹'\"’“”`~�
 WORDS = r"(?:[a-zA-Z\s.,:;?!—()%°]|[/-](?=[a-zA-Z]))*"
 # 18, -7, 1,000, 18.50 or 3/4
 VALUE = r"-?(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+|/[1-9][0-9]*)?)"
-# A VALUE begins behind a blank, which refuses x18. 18! is a factorial.
+# A VALUE begins the text or follows whitespace, which refuses x18. 18! is a factorial.
 NUMBER = re.compile(rf"{WORDS}(?<!\S)({VALUE})(?!\W*!){WORDS}")
 # words that change the number beside them: 5k, 5 squared, 3 dozen, 2 fifths, minus 5
 NUMERAL = re.compile(
@@ -183,9 +183,9 @@ NUMERAL = re.compile(
 )
 # what may be between the two: half of 18, 2 and a half
 LINKS = frozenset("and or of to by point a an one".split())
-# where a text is cut into pieces: behind a clause (not at the blank "\, " of LaTeX), at = and "is"
+# where a text is cut into pieces: after a clause (not at LaTeX's space "\, "), at = and "is"
 CUT = re.compile(r"(?<!\\)[.,:;?]\s|[=<>\n]|\b(?:is|are|equals|gives)\b")
-# a product or a sum, and behind it a verb that announces its value: 7 * 8 makes 56
+# a product or a sum, followed by a verb that announces its value: 7 * 8 makes 56
 OPERATION = re.compile(r"[0-9] ?[*×x+] ?[0-9]+(?= (?!times|plus|minus)(?:[a-z]+s|equal) )")
 # \boxed{…} with braces up to two deep, as in \boxed{18\text{ kg}}
 BOX = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
@@ -213,9 +213,9 @@ def read_number(text: str) -> Fraction | None:
     if not match or len(match[1]) > 40:
         return None
     before = re.findall("[a-zA-Z]+", text[: match.start(1)])
-    behind = re.findall("[a-zA-Z]+", text[match.end(1) :])
-    # Behind a number its unit may come first, as in 2 feet and a half.
-    if any(map(_begins_with_numeral, (before[::-1], behind, behind[1:]))):
+    after = re.findall("[a-zA-Z]+", text[match.end(1) :])
+    # After the number its unit may come before the numeral: 2 feet and a half.
+    if any(map(_begins_with_numeral, (before[::-1], after, after[1:]))):
         return None
     return Fraction(match[1].replace(",", ""))
 
@@ -229,7 +229,7 @@ def _begins_with_numeral(words: list[str]) -> bool:
 def last_number(text: str) -> Fraction | None:
     """→ the number in the last piece of a text that has a digit; None if it cannot be read.
 
-    A text is cut into pieces behind a clause or a line, at "=" and at "is", and between an
+    A text is cut into pieces after a clause or a line, at "=" and at "is", and between an
     operation and its verb:
 
         7 * 8 = 56.      → 56        7 times 8 is 56   → 56        56, not 54    → 54
@@ -244,7 +244,7 @@ def last_number(text: str) -> Fraction | None:
 
 
 def final_answer(text: str) -> Fraction | None:
-    r"""→ the number in the line behind the last "####"; without that mark, in the last \boxed{…};
+    r"""→ the number in the line after the last "####"; without that mark, in the last \boxed{…};
     without either, the last number. Of a line or a box, only what follows the last "=" is read.
 
         #### 18            → 18      #### 6 * 3 = 18    → 18      #### 17, or 18         → None
@@ -286,7 +286,8 @@ def read(source: str | None, check: Callable[[dict], dict]) -> list[dict]:
             number += 1
             if line.strip():
                 record = None
-                record = {**json.loads(line, object_pairs_hook=_once)}  # TypeError for an array
+                # TypeError for an array
+                record = {**json.loads(line, object_pairs_hook=_unique_keys)}
                 problems.append(check(record))
     except Exception as error:  # the library datasets raises a dozen types of errors
         if number:
@@ -301,7 +302,7 @@ def read(source: str | None, check: Callable[[dict], dict]) -> list[dict]:
     return problems
 
 
-def _once(pairs: list[tuple]) -> dict:
+def _unique_keys(pairs: list[tuple]) -> dict:
     """→ a JSON object. ValueError: a key occurs twice, so that one of two values would be lost."""
     record = dict(pairs)
     if len(record) < len(pairs):
@@ -351,7 +352,7 @@ def hold_out(
 
     Those are held out whose prompts have the smallest hashes. So the split needs no seed, and a
     line that the user edits or deletes moves at most one other problem between train and held_out.
-    Problems with the same prompt, as _asked compares prompts, are one: the last of them is kept.
+    Problems with the same prompt, as _prompt_key compares prompts, are one: the last is kept.
 
     task: all its problems are in train. source: the file or dataset that messages name. gold:
     problem → its right answer. ValueError: operands are given; under 4 problems, or with count 0
@@ -362,7 +363,7 @@ def hold_out(
     problems, digests = {}, {}  # both by the key of a prompt
     for problem in task.train:
         prompt = task.prompt(problem)
-        key = _asked(prompt)
+        key = _prompt_key(prompt)
         other = problems.get(key, problem)
         if gold and gold(other) != gold(problem):
             raise ValueError(
@@ -382,7 +383,7 @@ def hold_out(
     )
 
 
-def _asked(prompt: str | list) -> str:
+def _prompt_key(prompt: str | list) -> str:
     """→ a prompt's key. Prompts that differ only in the amount of blanks share it, and without
     LaTeX, where x is not X, those that differ only in case.
     """
@@ -406,11 +407,11 @@ def with_test_set(
     task = make(test, operands, held_out=0)
     train = []
     if given:
-        asked = {_asked(task.prompt(problem)) for problem in task.train}
+        asked = {_prompt_key(task.prompt(problem)) for problem in task.train}
         if len(given.train) >= 4:  # the order of earlier runs, which a resume needs
             given = hold_out(given, 256, data)
         problems = given.train + given.held_out
-        train = [problem for problem in problems if _asked(task.prompt(problem)) not in asked]
+        train = [problem for problem in problems if _prompt_key(task.prompt(problem)) not in asked]
         if not train:
             raise ValueError(
                 f"every problem of --data {data} is in --test {test}: none is left to train on"
