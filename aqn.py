@@ -6,11 +6,11 @@
 QeRL (arXiv 2510.11696, §3.3, App. G): noise z on the weight w of a norm equals relative noise z/w
 on the columns of the projection W behind it, so the packed 4-bit weights stay untouched. Each block
 of the decoder has two such norms: the input norm (before q, k, v) and the post-attention norm
-(before gate, up). The final norm stays clean. σ falls in stages of equal length, to within a step.
-Stage 0 adds no noise: the paper takes it that the quantizer's own error explores enough then.
+(before gate, up). All other norms stay clean. σ falls in stages of equal length, to within a step.
+Stage 0 adds no noise: the paper assumes that the quantizer's own error explores enough at first.
 
     stage   0      1 … stages−1, u = (stage − 1)/(stages − 2) from 0 to 1
-    σ       0      exponential  start · (end/start)^u                    eq. 8, but reaching `end`
+    σ       0      exponential  start · (end/start)^u                    eq. 8, ending at `end`
                    linear       start + (end − start) · u
                    cosine       end + (start − end) · (1 + cos πu) / 2   our reading of the paper's
                    logarithmic  start + (end − start) · ln(1 + (e−1)u)   curves; it gives no formula
@@ -18,7 +18,7 @@ Stage 0 adds no noise: the paper takes it that the quantizer's own error explore
 The paper's noise is adaptive in that it falls. Others let σ follow what the noise does (Plappert et
 al., arXiv 1706.01905, §3; by another measure PSN-RLVR, arXiv 2602.02555). With train.py's
 --sigma-schedule adaptive there are no stages: after a step whose noisy policy was nearer to the
-clean one than a target, σ grows by a factor, else it falls by it (adapted).
+clean one than a target, σ grows by a factor, else it falls by it (next_sigma).
 
 The noise is added to the clean fp32 weights: bf16 rounds away noise below 1.9e-3 on a weight of 1.
 A draw depends on (seed, step, norm) alone, so that every rank and every resumed run gets the same
@@ -38,7 +38,7 @@ from contextlib import contextmanager
 import torch
 
 NORMS = ("input_layernorm", "post_attention_layernorm")  # names of modules, as in transformers
-FACTOR = 1.1  # by which adapted() changes σ
+FACTOR = 1.1  # by which next_sigma() changes σ
 # name → σ(start, end, u), with u from 0 in stage 1 to 1 in the last stage
 SCHEDULES = {
     "exponential": lambda start, end, u: start * (end / start) ** u,
@@ -55,19 +55,19 @@ def sigma(
     end: float = 1e-4,
     stages: int = 10,
     schedule: str = "exponential",
-    adapted: float = 0.0,
+    current: float = 0.0,
 ) -> float:
     """→ the standard deviation σ of the noise at a step, counted from 0.
 
     schedule: a key of SCHEDULES. start, end: σ in stage 1 and in the last stage, which is stage
-    stages − 1. Stage 0 has σ = 0. Or "adaptive": σ is `adapted`, what adapted() returned after the
-    step before, and `start` as long as that is 0.
+    stages − 1. Stage 0 has σ = 0. Or "adaptive": σ is `current`, what next_sigma() returned after
+    the step before, or `start` if that is 0.
 
     ValueError, unless the schedule is adaptive: it is unknown, fewer than 3 stages, start or end
     not positive, a step that is negative or not below total_steps.
     """
     if schedule == "adaptive":
-        return adapted or start
+        return current or start
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r} must be one of {', '.join(SCHEDULES)}")
     if stages < 3 or start <= 0 or end <= 0:
@@ -83,7 +83,7 @@ def sigma(
     return SCHEDULES[schedule](start, end, (stage - 1) / (stages - 2))
 
 
-def adapted(sigma: float, kl: float, target: float) -> float:
+def next_sigma(sigma: float, kl: float, target: float) -> float:
     """→ σ of the next step: FACTOR times larger if the policy with noise of this sigma was
     less than `target` nats a token away from the clean one, else FACTOR times smaller. kl: that
     distance as measured, in nats a token; NaN makes σ smaller, too. It never settles: near the

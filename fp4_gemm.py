@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 (QeRL from scratch)
-"""y = x @ W.T for a weight W that stays in NVFP4: 4.5 bits in memory, bf16 in the product.
+"""y = x @ W.T for a weight W that a GPU keeps in NVFP4: 4.5 bits in memory, bf16 in the product.
 
     W[n, k] = E2M1[code[n, k]] · block_scale[n, k // 16] · global_scale
 
@@ -15,7 +15,7 @@ docs/kernel.md walks through the first two.
     W = pack(q)                       the same weights, as the fast kernels read them
     y = linear(x, W, bias)            a frozen layer, differentiable in x
     y, xa = product(x, W, …)          without autograd; adds the low-rank term of a LoRA
-    dx = transposed(dy, W)            dy @ W
+    dx = input_gradient(dy, W)        dy @ W
 
 Left out: 4-bit activations (Hopper's tensor cores have no FP4), experts. Needs: torch; on a GPU
 triton ≥ 3.6.
@@ -73,7 +73,7 @@ def plain_kernel(
     TILE: constexpr,
 ):
     """Compute a tile (TILE, TILE) of y = x @ W.T. Grid: (tiles along M, tiles along N)."""
-    # The tile's rows m of x and n of W. Numbers past the end wrap around to the first rows: the
+    # The tile's rows m of x and n of W. Indices past the end wrap around to the first rows: the
     # tile computes and stores these once more, with the same result, and needs no mask.
     i = tl.arange(0, TILE)
     m = (tl.program_id(0) * TILE + i[:, None]) % M  # (TILE, 1)
@@ -215,10 +215,11 @@ def _bf16_pair(word):
 
 # --- change 2: scales
 #
-# A block scale is stored as ue5m3: (1 + m/8) · 2^e becomes the byte (e + 9) << 3 | m. Its five
-# exponent bits make e4m3's subnormal numbers normal. Put the byte into bits 11 to 4 of a bf16, and
-# 111 into the bits above it: that bf16 is scale · 2^106. Multiply a decoded code by it to get
-# value · scale · 2^-20, exactly. The kernels multiply their sums by 2^20 · global_scale.
+# A block scale is stored as ue5m3, here with a bias of 9 (elsewhere 15): (1 + m/8) · 2^e becomes
+# the byte (e + 9) << 3 | m. Its five exponent bits make e4m3's subnormal numbers normal. Put the
+# byte into bits 11 to 4 of a bf16, and 111 into the bits above it: that bf16 is scale · 2^106.
+# Multiply a decoded code by it to get value · scale · 2^-20, exactly. The kernels multiply their
+# sums by 2^20 · global_scale.
 
 # The bits of an fp32, >> 20, are (e + 127) << 3 | m. Subtract this offset to get ue5m3.
 UE5M3_OFFSET = (127 - 9) << 3
@@ -386,8 +387,8 @@ def _pointers(matrix, row, WIDTH: constexpr):
 # --- change 4: many rows
 #
 # Each tile of y decodes its rows of W. With many rows of x it is faster to decode all of W once, to
-# bf16, and to let cuBLAS multiply. So does backward, dx = dy @ W: what stays in memory for it are
-# the packed bytes, never a bf16 weight. A weight that is not quantized enters here.
+# bf16, and to let cuBLAS multiply. So does backward, dx = dy @ W: for it only the packed bytes
+# are kept, never a bf16 weight. A weight that is not quantized enters here.
 
 
 class Dense:
@@ -403,7 +404,7 @@ class Dense:
         self.shape = tuple(W.shape)
         self.shrink_counters = W.new_zeros(SHRINK_COUNTERS, dtype=torch.int32)
 
-    def adapt(self, B: torch.Tensor, splits: tuple[int, ...]):
+    def store_B(self, B: torch.Tensor, splits: tuple[int, ...]):
         """Copy an adapter's B (N, r) beside the weight: call this after each change of B.
 
         The first call allocates `weight_and_B`, later calls write into it. splits: how many rows of
@@ -542,7 +543,7 @@ def _partial_sums(x, grid, tile_size):
 # LoRA adds xa @ B.T to y, with xa = scale · x @ A.T. A kernel of its own, "shrink", computes xa. It
 # is an ordinary product with split-K, on A in bf16. It computes xa.T = A @ x.T for a reason that
 # change 7 gives. The main kernel (change 7) adds xa @ B.T to its fp32 sums before it rounds them to
-# bf16. If x @ W.T were rounded first, it would lose more than an adapter adds early in training.
+# bf16. If x @ W.T were rounded first, the error would exceed what a young adapter adds.
 #
 # The two kernels overlap. Their means is PDL (programmatic dependent launch, from Hopper on): the
 # GPU starts a kernel as soon as all CTAs of its predecessor have called gdc_launch_dependents, or
@@ -817,7 +818,7 @@ def _linear_kernel(
             x_second = _load_x(x, first_m, first_k + STEP // 2, M, K, TILE_M)
             acc = _multiply(acc, _decode(w, s, scale_exponent, 0), x_first)
             # With two warpgroups this wgmma may stay in flight: the next decode writes other
-            # registers (a test looks).
+            # registers (a test checks that).
             acc = _multiply(acc, _decode(w, s, scale_exponent, 1), x_second, WAIT=TILE_N == 64)
 
     # The epilogue. One CTA of a tile runs it.
@@ -834,7 +835,7 @@ def _linear_kernel(
 
 # --- change 8: the plan
 #
-# A plan sets the speed and the order of sums, not the result, if it leaves no range of k empty,
+# A plan changes only speed and, by the order of sums, rounding, if it leaves no range of k empty,
 # splits one launch at most and takes tiles of 8 rows only for up to 8 rows. A constant that has no
 # reason beside it, or is called fitted, was chosen by the measured times of the layers of Qwen2.5
 # and SmolLM2 on an H100 and an H200. Some plans for an H100, which has 132 SMs:
@@ -855,7 +856,7 @@ SPLIT_FROM = 8 * COLS  # a K with fewer columns is not split (fitted)
 MIN_RANGE = 2 * COLS  # a CTA that shares a tile has at least so many columns (fitted)
 MAX_SPLIT_K = 14  # at most so many CTAs share a tile: the last one adds the sums of all (fitted)
 MAX_SHRINK_SPLIT_K = 28  # more for the shrink kernel: its small sums are added fast (fitted)
-LONG_K = 14 * COLS  # K // LONG_K is a guess at split_k, which is chosen after the tile (fitted)
+LONG_K = 14 * COLS  # K // LONG_K estimates split_k, which is chosen after the tile (fitted)
 LARGE_M, LARGE_N = 256, 128  # a large tile: rows of x, rows of W
 LARGE_TIME = 1.8  # a wave of large tiles takes 1.8 times as long as one of half the work (measured)
 
@@ -1027,7 +1028,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return transposed(dy.contiguous(), ctx.weight), None, None
+        return input_gradient(dy.contiguous(), ctx.weight), None, None
 
 
 def product(
@@ -1044,7 +1045,7 @@ def product(
 
     low_rank: an object with these fields, such as lora.LowRank:
         A (S·r, K), B (N, r)    r: the rank. S: the number of parts of a fused projection, such as
-                                q, k and v, or 1. For a Dense weight, call its `adapt` with B first.
+                                q, k and v, or 1. A Dense weight needs B by `store_B` first.
         splits                  S integers, N in all: how many columns of y each part has. Part s
                                 uses rows s·r to (s + 1)·r − 1 of A.
         scale                   a float
@@ -1083,7 +1084,7 @@ def product(
     return y.addmm_(x, dequantize(weight, x.dtype).T), xa
 
 
-def transposed(
+def input_gradient(
     dy: torch.Tensor, weight: PackedNVFP4 | Dense, add_to: torch.Tensor | None = None
 ) -> torch.Tensor:
     """dy (M, N) → dy @ W (M, K). add_to (M, K): the product is added to it, in place."""

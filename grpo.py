@@ -19,15 +19,16 @@ micro-batches and ranks. So the gradient does not depend on how the batch is cut
 
 "old" is the policy before the first update on these answers. By default train.py makes no second
 update. In the first one the policy has not moved: every ρ is 1, no clip acts, and the gradient is
-that of REINFORCE, A ∇ ln π. The value of a centered grpo or gspo loss is then about 0, but its
-gradient is not. The clip acts from the second update on. With --correction bypass, train.py takes
-the sampler's log-probabilities for "old", so that the clip can act in the first update, too.
+that of REINFORCE, A ∇ ln π. If the advantages sum to 0, the grpo or gspo loss is then about 0, but
+its gradient is not. The clip acts from the second update on. With --correction bypass, train.py
+takes the sampler's log-probabilities for "old", so that the clip can act in the first update, too.
 
-Tensors are (B, T): B answers, any part of the batch, by T tokens. Build the mask from lengths,
+Tensors are (B, T): B answers (the batch or a part of it) by T tokens. Build the mask from lengths,
 never from token ids: padding may have the end token's id. The sampled end token is an action too
 and is not masked.
 
-To add a loss, write its function, add its entry to LOSSES, and its name to tools/flags.py's.
+To add a loss, write its function, add its entry to LOSSES, and its name to the choices in
+tools/flags.py.
 
 Left out: value networks, entropy bonuses, whole-batch reward scaling.
 Needs: torch.
@@ -93,13 +94,13 @@ def advantages(rewards: Tensor, scale: str = "group", baseline: str = "group") -
     return centered.masked_fill(constant, 0).float()
 
 
-def overlong_penalty(lengths: Tensor, max_new_tokens: int, cache: int) -> Tensor:
+def overlong_penalty(lengths: Tensor, max_new_tokens: int, soft_tokens: int) -> Tensor:
     """DAPO's soft overlong punishment (eq. 13): lengths (B,) → (B,) f64, to add to rewards.
 
-    0 for an answer that leaves `cache` or more of its max_new_tokens tokens unused, falling
-    linearly to −1 for one that uses them all.
+    0 for an answer that leaves soft_tokens (DAPO's L_cache) or more of its max_new_tokens tokens
+    unused, falling linearly to −1 for one that uses them all.
     """
-    return ((max_new_tokens - cache - lengths.double()) / cache).clamp(-1, 0)
+    return ((max_new_tokens - soft_tokens - lengths.double()) / soft_tokens).clamp(-1, 0)
 
 
 # --- the losses
@@ -178,7 +179,7 @@ class Loss(NamedTuple):
     low: float  # ε_low
     high: float  # ε_high: DAPO's clip-higher, PPO's 0.2, GSPO §5.1
     # What the normalizer counts. "max_tokens" counts each answer as if it had all max_new_tokens.
-    # "answers" says that the function itself divides by an answer's tokens; so is its KL divided.
+    # With "answers" the function itself averages over an answer's tokens, and so does its KL.
     counts: str
 
 

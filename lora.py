@@ -4,12 +4,12 @@
     xa  = scale · x @ A.T              x (M, K), A (r, K), xa (M, r); scale = alpha / r
     y   = x @ W.T + xa @ B.T           W (N, K), B (N, r), y (M, N)
 
-Backward gets dy, the gradient of the loss by y, and computes
+Backward gets dy, the gradient of the loss with respect to y, and computes
 
-    dxa = scale · dy @ B               (M, r): by x @ A.T
-    dA  = dxa.T @ x                    (r, K)
+    du  = scale · dy @ B               (M, r): the gradient with respect to u = x @ A.T
+    dA  = du.T @ x                     (r, K)
     dB  = dy.T @ xa                    (N, r)
-    dx  = dy @ W + dxa @ A             (M, K): for the layer before this one
+    dx  = dy @ W + du @ A              (M, K): for the layer before this one
 
 LoRA (arXiv 2106.09685, §4.1) as in QeRL (arXiv 2510.11696, §2): on all seven projections of a
 block. B starts at 0: the first policy is the base's. Training never merges B·A into W, because
@@ -27,8 +27,8 @@ The zeros are no parameters: lora_B holds only the diagonal blocks, and dB keeps
 dy.T @ xa.
 
 The parameters lora_A and lora_B are fp32, because a step of the optimizer is often smaller than a
-bf16's last bit. refresh() rounds them into the copies by which both directions multiply: bf16 on a
-GPU, fp32 on a CPU. Backward treats rounding as a function with the derivative 1.
+bf16's last bit. refresh() rounds them into the copies that forward and backward use: bf16 on a
+GPU, fp32 on a CPU. Backward ignores this rounding (a straight-through estimator).
 
 A layer's base holds W. It computes y and xa, and dy @ W; this file computes the rest of backward.
 FrozenMatrix is the simplest base: it defines what a base does. Training uses model.py's
@@ -76,7 +76,7 @@ class FrozenMatrix(nn.Module):
         self.out_features, self.in_features = weight.shape
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The layer without its adapter, x (…, K) → y (…, N). autograd differentiates it by x."""
+        """The layer without its adapter, x (…, K) → y (…, N), differentiable in x."""
         return x @ self.weight.T
 
     def product(
@@ -90,11 +90,11 @@ class FrozenMatrix(nn.Module):
         B = block_diagonal(low_rank.B, low_rank.splits)
         return x @ self.weight.T + xa @ B.T, xa
 
-    def transposed(self, dy: torch.Tensor, add_to: torch.Tensor) -> torch.Tensor:
+    def input_gradient(self, dy: torch.Tensor, add_to: torch.Tensor) -> torch.Tensor:
         """dy (M, N) → dy @ W + add_to (M, K). A base may write this sum into add_to."""
         return dy @ self.weight + add_to
 
-    def adapt(self, B: torch.Tensor, splits: tuple[int, ...]):
+    def store_B(self, B: torch.Tensor, splits: tuple[int, ...]):
         """refresh() calls this when it has rewritten B (N, r): a base that keeps its own copy of B
         replaces it here.
         """
@@ -116,15 +116,15 @@ class _LowRankProduct(torch.autograd.Function):
     def backward(ctx, dy):
         x, xa, A, B = ctx.saved_tensors
         dy = dy.contiguous()
-        # The GEMM multiplies its fp32 sums by scale, so that dxa is rounded once.
-        dxa = x.new_empty(xa.shape)
-        dxa.addmm_(dy, block_diagonal(B, ctx.splits), beta=0, alpha=ctx.scale)
-        dA = dxa.T @ x
+        # The GEMM multiplies its fp32 sums by scale, so that du is rounded once.
+        du = x.new_empty(xa.shape)
+        du.addmm_(dy, block_diagonal(B, ctx.splits), beta=0, alpha=ctx.scale)
+        dA = du.T @ x
         dB = diagonal_blocks(dy.T @ xa, ctx.splits)
         dx = None
         needs_x, *_ = ctx.needs_input_grad
         if needs_x:
-            dx = ctx.base.transposed(dy, add_to=dxa @ A)
+            dx = ctx.base.input_gradient(dy, add_to=du @ A)
         return dx, dA, dB, None, None, None
 
 
@@ -179,10 +179,10 @@ class LoRALinear(nn.Module):
 
     @torch.no_grad()
     def refresh(self):
-        """Round the parameters into the copies, in place: what holds a copy sees the new values."""
+        """Round the parameters into the copies, in place: CUDA graphs read the new values."""
         self.copy_A.copy_(self.lora_A)
         self.copy_B.copy_(self.lora_B)
-        self.base.adapt(self.copy_B, self.splits)
+        self.base.store_B(self.copy_B, self.splits)
 
     def forward(self, x: torch.Tensor, compute_output: bool = True) -> torch.Tensor:
         """x (…, K) → y (…, N).

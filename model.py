@@ -79,13 +79,13 @@ class FrozenLinear(nn.Module):
     def product(self, x: Tensor, low_rank: LowRank, compute_output: bool) -> tuple[Tensor, Tensor]:
         return fp4_gemm.product(x, self.weight, self.bias, low_rank, compute_output)
 
-    def transposed(self, dy: Tensor, add_to: Tensor) -> Tensor:
-        return fp4_gemm.transposed(dy, self.weight, add_to)
+    def input_gradient(self, dy: Tensor, add_to: Tensor) -> Tensor:
+        return fp4_gemm.input_gradient(dy, self.weight, add_to)
 
-    def adapt(self, copy_B: Tensor, splits: tuple[int, ...]) -> None:
+    def store_B(self, copy_B: Tensor, splits: tuple[int, ...]) -> None:
         """A Dense keeps a copy of B beside its weight."""
         if isinstance(self.weight, fp4_gemm.Dense):
-            self.weight.adapt(copy_B, splits)
+            self.weight.store_B(copy_B, splits)
 
 
 class Builder:

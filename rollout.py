@@ -81,8 +81,8 @@ CPU_PAGE = 16  # positions of a page on a CPU, where attention gathers copies of
 
 
 class Rollout(NamedTuple):
-    """B = P·G rows: sample g of prompt p is row p·G + g. T: the tokens of the longest prompt plus
-    answer, or more while the answers grow.
+    """B = P·G rows: sample g of prompt p is row p·G + g. T: the tokens of the longest row, or
+    more while the rows grow.
     """
 
     tokens: torch.Tensor  # (B, T) int64: prompt, answer, then zeros
@@ -167,7 +167,7 @@ class Sampler:
         if kv not in KV:
             raise ValueError(f"kv {kv!r} must be one of {', '.join(KV)}")
         self.model, self.slots, self.pages, self.bar, self.kv = model, slots, pages, bar, kv
-        self.held = math.inf  # after memory ran out: half of the pages that it did not hold
+        self.page_limit = math.inf  # after memory ran out: half of the pages that it did not hold
         self.page_size = CPU_PAGE if model.device.type == "cpu" else attention.PAGE
         self.watch = None
         self.limits = None  # Limits of the last call of generate
@@ -184,7 +184,7 @@ class Sampler:
         first_sequence: int = 0,
         progress: str = "",
     ) -> Rollout:
-        """Sample group_size answers to each prompt, a list of token ids.
+        """Sample group_size answers to each prompt (a list of token ids).
 
         step: of training, or −1; with params.seed it selects the random bits. first_sequence: the
         number of the first answer; give each rank its own, or ranks draw the same bits. progress: a
@@ -199,6 +199,7 @@ class Sampler:
         with self.bar(
             total=rows, desc=progress, unit="seq", leave=False, disable=None if progress else True
         ) as bar:
+            # One pass, unless memory runs out: then the unfinished rows go on in half of the pages.
             while waiting := _unfinished(rollout, group_size, params.max_new_tokens):
                 bar.n = rows - len(waiting)
                 try:
@@ -235,9 +236,9 @@ class Sampler:
 
     def _halve_pages(self):
         _, pages, length, prefill = self.limits
-        self.held = pages // 2  # for later calls, too
+        self.page_limit = pages // 2  # for later calls, too
         # Rows that ran are prefilled with their answers so far.
-        self.limits = self.limits._replace(pages=self.held, prefill=max(prefill, length))
+        self.limits = self.limits._replace(pages=self.page_limit, prefill=max(prefill, length))
         self.stats |= self.limits._asdict()
         tqdm.write(
             "out of memory while sampling: going on with half of the memory for keys and "
@@ -256,7 +257,7 @@ class Sampler:
         """
         needed = slots * self._pages_of(length)
         prefill = max(max(prompt_lengths), min(PREFILL_TOKENS, sum(prompt_lengths)))
-        most = min(self.pages or needed, max(self.held, self._pages_of(length)))
+        most = min(self.pages or needed, max(self.page_limit, self._pages_of(length)))
         pages = min(needed, most, self._fitting(slots, length, prefill, top_p))
         if pages < needed:  # so a row may be preempted, and prefilled again with its answer
             prefill = max(prefill, length)
@@ -265,14 +266,14 @@ class Sampler:
 
     def _fitting(self, slots, length, prefill, top_p):
         """→ how many pages fit into a GPU's free memory beside all else that generate needs. A CPU
-        has those of one row, or of CPU_CACHE bytes.
+        has CPU_CACHE bytes of them, and at least those of one row.
         """
         c = self.model.config
         if self.model.device.type == "cpu":
             wider = 1 if self.kv == "int8" else 2  # than bf16: a CPU computes in fp32
             page = self.page_size * wider * cached_bytes(c, self.kv)
             return max(self._pages_of(length), CPU_CACHE // page)
-        # A prefill decodes one packed weight at a time to bf16. The largest is that of gate and up.
+        # A prefill decodes one packed weight at a time to bf16; the largest is gate and up's.
         decoded = 4 * c.hidden_size * c.intermediate_size
         # A decoding row has its logits in fp32, and as much again as a reserve. With top-p a logit
         # takes up to 20 bytes.
@@ -339,7 +340,7 @@ class Sequence:
     # The rest is set when the row starts.
     pages: list[int] = field(default_factory=list)  # its block table: the pages of its positions
     shared: int = 0  # so many of its first pages belong to another row of the group too
-    partial: int | None = None  # copy this page, where the prompt ends; None: prefill
+    copy_from: int | None = None  # a sibling's page in which the prompt ends; None: prefill
 
 
 def _unfinished(rollout, group_size, max_new_tokens):
@@ -372,7 +373,7 @@ class Scheduler:
         """stats: its count "preempted" is kept up to date."""
         self.waiting = waiting
         self.running = []
-        self.admitted = 0  # how many rows ran when admit was last called
+        self.admitted = 0  # how many rows ran after the last call of admit
         self.page_size, self.limits, self.stats = page_size, limits, stats
         self.pool = PagePool(limits.pages)
 
@@ -391,15 +392,15 @@ class Scheduler:
         started, tokens = [], 0
         while self.waiting and len(self.running) < self.limits.slots:
             sequence = self.waiting[0]
-            shared, partial = self.prompt_pages(sequence)
+            shared, copy_from = self.prompt_pages(sequence)
             missing = self.pages_ahead(sequence) - len(shared)
-            if partial is None:
+            if copy_from is None:
                 tokens += sequence.position
             if tokens > self.limits.prefill or missing + self.watermark() > len(self.pool.free):
                 break
             self.pool.share(shared)
             sequence.pages = shared + self.pool.take(missing)
-            sequence.shared, sequence.partial = len(shared), partial
+            sequence.shared, sequence.copy_from = len(shared), copy_from
             started.append(sequence)
             self.running.append(self.waiting.popleft())
         self.admitted = len(self.running)
@@ -407,7 +408,7 @@ class Scheduler:
 
     def prompt_pages(self, sequence: Sequence) -> tuple[list[int], int | None]:
         """→ pages with the row's prompt that a sibling has, a running row of its group: full ones,
-        to share, and the partial one behind them, to copy.
+        to share, and the partial one after them, to copy.
 
         The sibling may have started in this very admission, because fill_pages prefills before it
         copies. Its partial page may hold some of its own answer already: those positions of the
@@ -418,10 +419,10 @@ class Scheduler:
         if sibling is None:
             return [], None
         full = (sequence.prompt_length - 1) // self.page_size
-        shared, partial = sibling.pages[:full], sibling.pages[full]
+        shared, copy_from = sibling.pages[:full], sibling.pages[full]
         if sequence.position >= sequence.prompt_length:
-            partial = None
-        return shared, partial
+            copy_from = None
+        return shared, copy_from
 
     def watermark(self) -> int:
         """→ pages to keep free when a row starts: one for each running row that may need more.
@@ -436,7 +437,7 @@ class Scheduler:
 
     def reserve(self):
         """Give each running row the pages of its next decode steps, the oldest row first. If too
-        few are free, preempt the youngest row. The oldest always runs: all pages hold any one row.
+        few are free, preempt the youngest row. The oldest always runs: the pool can hold any row.
         """
         i = 0
         while i < len(self.running):
@@ -499,7 +500,7 @@ class Slots(NamedTuple):
     rollout_row: torch.Tensor  # (slots,) int64, as are all
     last_token: torch.Tensor  # (slots,): the newest token, which the model reads next
     position: torch.Tensor  # (slots,): of that token; −1: the row has ended, or the slot is free
-    sequence_number: torch.Tensor  # (slots,): over all ranks, which selects the random bits
+    sequence_number: torch.Tensor  # (slots,): unique over all ranks; selects the random bits
     block_table: torch.Tensor  # (slots, blocks): the row's pages
 
     def first(self, count: int) -> "Slots":
@@ -543,7 +544,7 @@ class ModelRunner:
             if sampler.kv == "int8":
                 positions = torch.arange(int8.POSITIONS)
                 angles = rotary(positions, self.model.inv_freq, self.model.rope_scale)
-                k, v = int8.of_layers(self.model.layers, k, v, *angles)
+                k, v = int8.pages_of_layers(self.model.layers, k, v, *angles)
                 self.page_tensors += [pages.scale for pages in [*k, *v]]
             self.cache = attention.KVCache(k, v, counters)
             zeros = torch.zeros(slots, dtype=torch.long)
@@ -560,8 +561,8 @@ class ModelRunner:
         began = _seconds()
         prefills, copies = [], []
         for sequence in started:
-            if sequence.partial is not None:
-                copies.append((sequence.partial, sequence.pages[sequence.shared]))
+            if sequence.copy_from is not None:
+                copies.append((sequence.copy_from, sequence.pages[sequence.shared]))
             elif sequence.position > 0:  # else the prompt's only token is the newest
                 prefills.append(sequence)
         if prefills:
@@ -573,8 +574,8 @@ class ModelRunner:
         self.stats["prefill_s"] += _seconds() - began
 
     def prefill(self, sequences: list[Sequence]):
-        """Compute keys and values of all tokens of some rows but the newest, in one forward pass
-        over one flat row, and store those that are not in shared pages.
+        """Compute keys and values of every token of some rows, except the newest, in one forward
+        pass over one flat row, and store those that are not in shared pages.
         """
         texts, mapping = [], []
         end = 0  # tokens in the flat row so far
@@ -633,7 +634,7 @@ class ModelRunner:
             params.seed,
             self.step,
             sequence=slots.sequence_number,
-            position=self.rollout.lengths[slots.rollout_row],  # of the new token in its answer
+            index=self.rollout.lengths[slots.rollout_row],
         )
         sampling.append(token, logprob, slots, self.stops, params.max_new_tokens, self.rollout)
 

@@ -4,7 +4,7 @@
 
     for each step:
         σ        ← how much noise this step samples with        aqn.sigma: by default it falls
-        answers  ← sample G for each of P prompts, with N(0, σ²) added to the norms of each block
+        answers  ← sample G for each of P prompts, with N(0, σ²) added to two norms of each block
         rewards  ← task.reward(answer)                          a program judges: 1 is right
         A        ← (reward − mean of its group) / std           grpo.advantages
         LoRA     ← AdamW step on policy_loss(…, A)              the base, in NVFP4, never changes
@@ -13,12 +13,12 @@ Two engines work on one model. The Sampler (rollout.py) makes a Rollout of answe
 judged, they are an Experience, from which the Trainer, below, learns. Both read the same tensors,
 so no weights travel between them. main(), at the end of this file, puts the parts together.
 
-At the defaults a step makes one update, so the policy that is trained is still the one that the
-ratio ρ = π_now / π_old starts from: ρ is 1, and the clip does nothing. The clip acts from the
+At the defaults a step makes one update, so π_now is still π_old: the ratio ρ = π_now / π_old is 1,
+and the clip does nothing. The clip acts from the
 second update of a step on (--updates-per-step), and with --correction bypass.
 
-Needs: aqn.py, grpo.py, lora.py, model.py, rollout.py. Of tools/: environment.py asks and judges,
-run.py logs, saves and resumes, and the other files that are imported below.
+Needs: aqn.py, grpo.py, lora.py, model.py, rollout.py. From tools/: environment.py
+(prompts and judging), run.py (log, save, resume), and the others that are imported below.
 """
 
 import dataclasses
@@ -155,7 +155,7 @@ def train(
                     config.sigma_end,
                     config.sigma_stages,
                     config.sigma_schedule,
-                    adapted=state.sigma,
+                    current=state.sigma,
                 )
             with aqn.noisy_norms(trainer.model, sigma, config.seed, step):
                 batch = collect(config, environment, sampler, step, state.drawn)
@@ -171,10 +171,10 @@ def train(
                     # why there is no signal, so measure it on the sampled answers instead.
                     if stats["kl_noise"] is None:
                         stats["kl_noise"] = sampler_gap(trainer, batch.rollout, grpo.kl_k3)
-                    state.sigma = aqn.adapted(sigma, stats["kl_noise"], config.sigma_target)
+                    state.sigma = aqn.next_sigma(sigma, stats["kl_noise"], config.sigma_target)
                 state.drawn = batch.drawn
-                # log the step, and count it in state.step
-                run.made(step, batch.stats | stats | dict(sigma=sigma, lr=lr))
+                # log it, and count it in state.step
+                run.finish_step(step, batch.stats | stats | dict(sigma=sigma, lr=lr))
                 if evaluating:
                     run.sample(step, batch.answers, experience.advantages.tolist())
                 if state.step % config.save_every == 0 or state.step == config.steps:
@@ -192,9 +192,9 @@ def collect(
     """Sample and judge this rank's answers to P of the next problems.
 
     --resample is DAPO's dynamic sampling (arXiv 2503.14476, §3.2): groups without signal are
-    replaced by groups of further problems, as long as there are such groups and draws are left. A
-    rank that has P groups with signal draws no more, and the loop ends when no rank draws. Without
-    --resample there is one round, and every rank draws.
+    replaced by groups of further problems, P in each round, as long as there are such groups and
+    rounds are left; those beyond P are dropped. A rank that has P groups with signal draws no more,
+    and the loop ends when no rank draws. Without --resample there is one round.
 
     Signal is judged by the task's rewards, before the length penalty is added: a group of wrong
     answers has none, whatever their lengths.
@@ -204,7 +204,7 @@ def collect(
     began = time.perf_counter()
     rank, ranks = rank_and_count()
     P, G = config.prompts // ranks, config.group_size
-    useful, flat = [], []  # groups with signal, and those without
+    useful, useless = [], []  # groups with signal, and those without
     for attempt in range(1 + config.resample):
         wanted = P if len(useful) < P else 0
         before, total = share_out(wanted)  # problems of lower ranks; of all ranks
@@ -215,11 +215,11 @@ def collect(
             first_sequence = (attempt * ranks + rank) * P * G  # unlike those of other ranks, rounds
             groups = sample_groups(environment, sampler, problems, G, step, first_sequence)
             for group in groups:
-                kind = useful if group.has_signal(config.overlong) else flat
+                kind = useful if group.has_signal(config.overlong) else useless
                 kind.append(group)
         drawn += total
 
-    groups = useful + flat
+    groups = useful + useless
     rollout = Rollout.join([group.rollout for group in groups[:P]])
     answers = [answer for group in groups[:P] for answer in group.answers]
     if config.overlong == "penalty":
@@ -283,25 +283,25 @@ def evaluate(config: Config, environment: Environment, sampler: Sampler, run: Ru
     problems = held_out[start : count * (rank + 1) // ranks]  # this rank's share
     prompts = environment.encode_prompts(problems)
     step = -1  # of the random bits: each evaluation draws the same, and training draws others
-    right = dict(greedy=0.0, loose=0.0, sampled=0.0)
+    totals = dict(greedy=0.0, loose=0.0, sampled=0.0)
     answers = []
     if problems:
         params = environment.params._replace(temperature=0.0)
         greedy = sampler.generate(prompts, 1, params, step, start, "greedy")
         answers = environment.judge(problems, greedy)
         for problem, answer in zip(problems, answers, strict=True):
-            right["greedy"] += answer.reward
-            right["loose"] += environment.task.reward(problem, answer.text, True)
+            totals["greedy"] += answer.reward
+            totals["loose"] += environment.task.reward(problem, answer.text, True)
         params = environment.params._replace(top_p=config.eval_top_p)
         sampled = sampler.generate(prompts, samples, params, step, start * samples, "sampled")
         judged = environment.judge(problems, sampled)
-        right["sampled"] = sum(answer.reward for answer in judged) / samples
+        totals["sampled"] = sum(answer.reward for answer in judged) / samples
     run.answered(sum(gather(answers), []))  # the greedy ones of all ranks
-    right = sum_over_ranks(right)
+    totals = sum_over_ranks(totals)
     return dict(
-        eval_greedy=right["greedy"] / count,
-        eval_greedy_loose=right["loose"] / count,
-        eval_sampled=right["sampled"] / count,
+        eval_greedy=totals["greedy"] / count,
+        eval_greedy_loose=totals["loose"] / count,
+        eval_sampled=totals["sampled"] / count,
         problems=count,
         rollout_s=time.perf_counter() - began,
     )
@@ -387,15 +387,15 @@ class Trainer:
         runs = (trained > 0) & ((experience.advantages != 0) | (config.beta > 0))
         rows = torch.nonzero(runs)[:, 0]
         groups = prompt_groups(rollout, rows)
-        # One attempt, unless memory runs out. An attempt catches that error, and the next one needs
-        # less memory: smaller micro-batches, or more layers computed twice.
+        # The loop ends after the first attempt that succeeds. If memory runs out, the attempt
+        # catches the error, and the next one has smaller micro-batches or recomputes more layers.
         for attempt in self.budget.attempts(groups):
             with attempt as micro_batches:
-                sums, logprobs = self.gradient(experience, micro_batches, normalizer)
+                sums, logprobs = self.run_micro_batches(experience, micro_batches, normalizer)
         sum_gradients(self.model.parameters())
         return sum_over_ranks(sums | dict(rows=len(rows))), logprobs
 
-    def gradient(
+    def run_micro_batches(
         self, experience: Experience, micro_batches: list[MicroBatch], normalizer: float
     ) -> tuple[dict, torch.Tensor]:
         """Write this rank's gradient into the parameters → sums, {name: number or tensor ()}, and
@@ -436,7 +436,7 @@ class Trainer:
         token_weights = None
         if config.correction == "tis":
             token_weights = grpo.importance_weights(old, rollout.logprobs)
-        if reference is None:  # then the KL term is 0
+        if reference is None:  # only for the metric kl_reference, which is then 0
             reference = logprobs.detach()
         loss, clipped = grpo.policy_loss(
             logprobs,
@@ -454,7 +454,7 @@ class Trainer:
         with torch.no_grad():
             # ln(π of the trainer, without noise / π of the sampler, with noise)
             drift = (logprobs - rollout.logprobs)[mask]
-            measured = dict(
+            measured = dict(  # sums over the rows; clip_fraction is a count of tokens here
                 tokens=mask.sum(),
                 entropy=entropy.sum(),
                 kl_noise=grpo.kl_k3(drift).sum(),

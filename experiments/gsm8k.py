@@ -208,7 +208,7 @@ class Logged(Run):
             )
         self.write(self.start | dict(step=first))
 
-    def made(self, step: int, stats: dict) -> None:
+    def finish_step(self, step: int, stats: dict) -> None:
         """Five skipped steps in a row do not stop the run: they are a result. mismatch compares
         equal temperatures, which the arms AT_A_TEMPERATURE do not have."""
         if self.start["arm"] in rules.AT_A_TEMPERATURE:
@@ -218,7 +218,7 @@ class Logged(Run):
         sampled = self.sampler.rollout
         stats["sampler_entropy"] = -(sampled.logprobs.sum() / sampled.lengths.sum()).item()
         try:
-            super().made(step, stats)
+            super().finish_step(step, stats)
         except ValueError as skipped:
             self.say(skipped)
 

@@ -71,7 +71,7 @@ def launch_options(x: Tensor) -> dict[str, bool]:
 
 @jit
 def wait_for_predecessor(PDL: constexpr):
-    """Wait until the kernel before has ended and its writes are visible. Then allow the GPU to
+    """Wait until the previous kernel has ended and its writes are visible. Then allow the GPU to
     start the next kernel, which waits for this one in the same way.
 
     Call this before the first load of what a running kernel may still write, and before the first
@@ -727,12 +727,12 @@ def _attention_kernel(
     in_q = (head < REP)[:, None] & in_d
     c = tl.load(cos + b * (DH // 2) + d, mask=in_d, other=0.0)[None, :]
     s = tl.load(sin + b * (DH // 2) + d, mask=in_d, other=0.0)[None, :]
-    # (8) The split's position i is at in_page1 + i · DH in the cache if it is in the first page,
-    # and at in_page2 + i · DH if it is in the second, whose first position is i = PAGE.
+    # (8) The split's position i is at page1_at + i · DH in the cache if it is in the first page,
+    # and at page2_at + i · DH if it is in the second, whose first position is i = PAGE.
     page1 = tl.load(block_table + b * blocks + split * 2)
     page2 = tl.load(block_table + b * blocks + split * 2 + 1)
-    in_page1 = (page1 * Hkv + h) * PAGE * DH
-    in_page2 = (page2 * Hkv + h) * PAGE * DH - PAGE * DH
+    page1_at = (page1 * Hkv + h) * PAGE * DH
+    page2_at = (page2 * Hkv + h) * PAGE * DH - PAGE * DH
     if begin > position:
         # This split is empty. Split 0 of a finished row waits all the same (10): if no CTA waited,
         # this kernel could end before its predecessor, and the next one would read too early.
@@ -759,7 +759,7 @@ def _attention_kernel(
     for start in range(begin, tl.maximum(begin + 1, tl.minimum(begin + SPLIT, position)), TILE):
         t = tl.arange(0, TILE)
         seen = (start + t < position)[:, None]
-        kv_at = tl.where(start - begin < PAGE, in_page1, in_page2) + (start - begin) * DH
+        kv_at = tl.where(start - begin < PAGE, page1_at, page2_at) + (start - begin) * DH
         if LOAD is None:
             k_ptr = k_cache + kv_at + t[:, None] * DH + d
             k1 = tl.load(k_ptr, mask=seen & in_d, other=0.0)  # (TILE, HALF)
@@ -790,7 +790,7 @@ def _attention_kernel(
                     qkv, new_at, in_d[None, :], k_weight, d, c / factor, s / factor, eps, DH
                 )
                 new_v = tl.load(qkv + (H + Hkv + h) * DH + dim, mask=dim < DH, other=0.0)
-                slot = tl.where(position - begin < PAGE, in_page1, in_page2)
+                slot = tl.where(position - begin < PAGE, page1_at, page2_at)
                 slot += (position - begin) * DH
                 if LOAD is None:
                     tl.store(k_cache + slot + d[None, :], new1, mask=in_d[None, :])

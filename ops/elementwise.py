@@ -58,7 +58,7 @@ def launch_options(x: Tensor) -> dict[str, bool]:
 
 @jit
 def wait_for_predecessor(PDL: constexpr):
-    """Wait until the kernel before has ended and its writes are visible. Then allow the GPU to
+    """Wait until the previous kernel has ended and its writes are visible. Then allow the GPU to
     start the next kernel, which waits for this one in the same way.
 
     Call this before the first load of what a running kernel may still write, and before the first

@@ -7,10 +7,11 @@ A token's largest number becomes ± 127, so a large one makes all others of its 
 Qwen2.5's key bias is up to 354, a hundred times what tells keys apart. But a softmax ignores what
 all keys have in common: q · (k − center) = q · k − q · center, and the last term is the same for
 all keys. So the center is subtracted: the bias after RoPE, averaged over many positions.
+(SageAttention subtracts the mean of the keys for the same reason.)
 
 RoPE turns some pairs of numbers so fast that the average of their bias is about 0. So subtracting
 it leaves the bias in the keys. Where that is large, a pair is divided by its stretch, a power of
-two, and the query's pair is multiplied by it. Without a bias, or with a norm behind it, center is 0
+two, and the query's pair is multiplied by it. Without a bias, or if a norm follows it, center is 0
 and stretch is 1.
 
 Only decode steps read integers. A prefill stores them, but its own attention, like training, reads
@@ -93,7 +94,7 @@ class Pages:
         return self.integers, values.integers, last
 
 
-def of_layers(
+def pages_of_layers(
     layers: Sequence, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[list[Pages], list[Pages]]:
     """→ each layer's keys, and its values.
@@ -130,14 +131,15 @@ def load_tile(
     k_ptr = k_cache + at + t[:, None] * DH + d
     k1 = tl.load(k_ptr, mask=seen & (d < DH // 2), other=0)
     k2 = tl.load(k_ptr + DH // 2, mask=seen & (d < DH // 2), other=0)
-    k1 = unpacked(k1)
-    k2 = unpacked(k2)
+    k1 = dequantized(k1)
+    k2 = dequantized(k2)
     # A page has a head's values as (Dh, PAGE), so position i is at i · DH from the page's start in
-    # keys, and at i in values. Integers are loaded and unpacked in fours, which a mask of positions
-    # would split: values past the row's position are loaded, too. They are finite, and p is 0.
+    # keys, and at i in values. Integers are loaded and dequantized in fours, which a mask of
+    # positions would split: values past the row's position are loaded, too. They are finite, and p
+    # is 0.
     v_at = at - tl.multiple_of(in_page * (DH - 1), t.shape[0])
     dim = tl.arange(0, 2 * d.shape[0])[:, None]
-    v = unpacked(tl.load(v_cache + v_at + t + dim * PAGE, mask=dim < DH, other=0))
+    v = dequantized(tl.load(v_cache + v_at + t + dim * PAGE, mask=dim < DH, other=0))
     # A score past the row's position is dropped, whatever its scale. But v's scale multiplies p,
     # and 0 · NaN would stay.
     scale_at = at // DH + t[:, None]
@@ -147,11 +149,11 @@ def load_tile(
 
 
 @jit
-def unpacked(integers):
+def dequantized(integers):
     """→ float16: (integers − 128) / 128.
 
     The float16 with the bytes 0x48 and n is 8 + n / 128, so one instruction, which puts bytes side
-    by side, makes floats of two integers. What is too much, 8 + 128 / 128, is subtracted.
+    by side, makes floats of two integers. Then the excess, 8 + 128 / 128, is subtracted.
     """
     x = tl.inline_asm_elementwise(
         "prmt.b32 $0, $2, 0x48484848, 0x4140; prmt.b32 $1, $2, 0x48484848, 0x4342;",
@@ -189,7 +191,7 @@ def _stored(x, place, scale_place, mask):
     """Round x, all numbers of one token and head, as __setitem__ does, but for the last bit of
     127 / largest, and store it → x as it is read.
     """
-    largest = tl.max(tl.abs(x))  # fp32, of bf16 too
+    largest = tl.max(tl.abs(x))  # fp32, also if x is bf16
     integers = (x * tl.div_rn(127.0, largest) + 128.5).to(tl.uint8)
     scale = largest * (128 / 127)
     tl.store(place, integers, mask=mask)

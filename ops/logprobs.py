@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0 (QeRL from scratch)
-"""Log-probabilities of given tokens and their gradient, without a (tokens, vocabulary) tensor.
+"""Log-probabilities of given tokens and their gradient, without a (tokens, vocabulary) tensor: what
+others call fused linear cross-entropy.
 
     logits  = hidden @ W.T                     W: lm_head (V, D); Qwen2.5 has 152,000 logits a token
     z       = logits / temperature
@@ -116,7 +117,7 @@ def write_logprobs(
             num_warps=8,
         )
         return
-    # In place, and log_p is freed before d_logits is written: three such matrices hold numbers.
+    # In place, and log_p is freed before d_logits is written: at most three (n, V) matrices live.
     log_p = logits.div_(temperature).log_softmax(-1)
     logprob.copy_(log_p.gather(1, targets[:, None])[:, 0])
     p = log_p.exp()
@@ -128,7 +129,7 @@ def write_logprobs(
 
 
 # do_not_specialize_on_alignment: Triton compiles a kernel anew for addresses that 16 does not
-# divide. In every chunk but the first, these three pointers have any address.
+# divide. In every chunk but the first, these three pointers may be unaligned.
 @jit(do_not_specialize=["scale"], do_not_specialize_on_alignment=["targets", "logprob", "entropy"])
 def _logprobs_kernel(logits, targets, scale, logprob, entropy, d_logits, V, TILE: constexpr):
     """Grid (n,): a CTA reads one token's logits twice, in tiles of TILE: for their sums, then for

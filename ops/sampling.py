@@ -6,11 +6,11 @@
 The uniform numbers are counter-based. Philox-4x32-10 (Salmon et al., SC 2011; Triton's tl.philox)
 is a function without any state, from a counter and a key to four random 32-bit words:
 
-    counter   (token id // 4, position, sequence, step)    key   seed    word   token id % 4
+    counter   (token id // 4, index, sequence, step)    key   seed    word   token id % 4
 
     step      of training, the same for all answers of a rollout; −1 in an evaluation
     sequence  the number of the answer in its step, unique over all prompts, batches and ranks
-    position  the index of the new token in its answer, from 0
+    index     of the new token in its answer, from 0
 
 A uniform number has 23 bits, so the noise is at most 16.64. Rare tokens are drawn too rarely: one
 of probability 3e-8 about half as often as it should, and one below 1e-9 never. More bits would
@@ -69,7 +69,7 @@ def launch_options(x: Tensor) -> dict[str, bool]:
 
 @jit
 def wait_for_predecessor(PDL: constexpr):
-    """Wait until the kernel before has ended and its writes are visible. Then allow the GPU to
+    """Wait until the previous kernel has ended and its writes are visible. Then allow the GPU to
     start the next kernel, which waits for this one in the same way.
 
     Call this before the first load of what a running kernel may still write, and before the first
@@ -81,20 +81,20 @@ def wait_for_predecessor(PDL: constexpr):
 
 
 def sample(
-    logits: Tensor, temperature: float, seed: int, step: int, sequence: Tensor, position: Tensor
+    logits: Tensor, temperature: float, seed: int, step: int, sequence: Tensor, index: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Draw from softmax(logits / temperature) → token (B,) int64, its log-probability (B,) f32.
 
     logits (B, V) f32. temperature ≥ 0: 0 takes the largest logit, with its log-probability at
-    temperature 1. seed, step, and sequence, position (B,) int64 of each row: as explained at the
+    temperature 1. seed, step, and sequence, index (B,) int64 of each row: as explained at the
     top of this file. A row of NaN gets an arbitrary token of the vocabulary.
     """
     if uses_kernels(logits):
-        return _sample(logits, temperature, seed, step, sequence, position)
+        return _sample(logits, temperature, seed, step, sequence, index)
     scaled = logits / (temperature or 1.0)
     noisy = scaled
     if temperature > 0:
-        noisy = scaled + noise(logits.shape[1], seed, step, sequence, position)
+        noisy = scaled + noise(logits.shape[1], seed, step, sequence, index)
     token = noisy.argmax(-1)
     return token, scaled.gather(1, token[:, None])[:, 0] - scaled.logsumexp(-1)
 
@@ -116,7 +116,7 @@ def nucleus(logits: Tensor, temperature: float, top_p: float) -> Tensor:
     return logits.masked_fill(scaled < least, float("-inf"))
 
 
-def _sample(logits, temperature, seed, step, sequence, position):
+def _sample(logits, temperature, seed, step, sequence, index):
     """sample by two kernels. _tile_kernel reduces each tile of 2,048 logits to five numbers,
     _merge_kernel merges the tiles of a row. Two, because with few rows one CTA a row would leave
     most SMs idle.
@@ -141,7 +141,7 @@ def _sample(logits, temperature, seed, step, sequence, position):
         seed,
         step,
         sequence,
-        position,
+        index,
         # pointers: scratch
         max_z,
         sum_exp,
@@ -179,7 +179,7 @@ def _tile_kernel(
     seed,
     step,
     sequence,
-    position,
+    index,
     # pointers: scratch
     max_z,
     sum_exp,
@@ -209,7 +209,7 @@ def _tile_kernel(
         w0, w1, w2, w3 = tl.philox(
             seed,
             block,
-            zero + tl.load(position + b).to(tl.int32),
+            zero + tl.load(index + b).to(tl.int32),
             zero + tl.load(sequence + b).to(tl.int32),
             zero + step.to(tl.int32),
         )
@@ -348,14 +348,14 @@ def _append_kernel(
 # --- the noise, in plain torch
 
 
-def noise(V: int, seed: int, step: int, sequence: Tensor, position: Tensor) -> Tensor:
-    """→ (B, V) f32 standard Gumbel noise, −ln(−ln(uniform)), for sequence and position (B,) int64.
+def noise(V: int, seed: int, step: int, sequence: Tensor, index: Tensor) -> Tensor:
+    """→ (B, V) f32 standard Gumbel noise, −ln(−ln(uniform)), for sequence and index (B,) int64.
 
-    Token 4i + j of the vocabulary gets word j of counter (i, position, sequence, step), under the
+    Token 4i + j of the vocabulary gets word j of counter (i, index, sequence, step), under the
     key seed.
     """
     block = torch.arange((V + 3) // 4, device=sequence.device)[None]  # (1, V/4)
-    words = philox(seed, block, position[:, None], sequence[:, None], step & 0xFFFFFFFF)
+    words = philox(seed, block, index[:, None], sequence[:, None], step & 0xFFFFFFFF)
     bits = torch.stack(words, -1).flatten(1)[:, :V]  # (B, V) 32-bit words
     # 23 bits + ½ are exact in fp32. 24 bits could round to uniform = 1, whose noise is infinite:
     # such a token would win whatever its logit.

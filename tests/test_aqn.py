@@ -108,7 +108,7 @@ def test_sigma_adaptive_is_what_was_adapted():
     """And `start` as long as nothing was. It has no stages, so it asks nothing of the step."""
     for step in (0, 7, 12):
         given = step, 10, 0.02
-        assert aqn.sigma(*given, schedule="adaptive", adapted=0.005) == 0.005
+        assert aqn.sigma(*given, schedule="adaptive", current=0.005) == 0.005
         assert aqn.sigma(*given, schedule="adaptive") == 0.02
 
 
@@ -179,11 +179,11 @@ def test_an_adapted_sigma_reaches_its_target_and_stays_near_it():
     at_target = 0.02**0.5
     for sigma in (1e-2, 3.0):
         for _ in range(40):
-            sigma = aqn.adapted(sigma, sigma**2, 0.02)
+            sigma = aqn.next_sigma(sigma, sigma**2, 0.02)
         for _ in range(10):
-            sigma = aqn.adapted(sigma, sigma**2, 0.02)
+            sigma = aqn.next_sigma(sigma, sigma**2, 0.02)
             assert 1 / aqn.FACTOR <= sigma / at_target <= aqn.FACTOR
-    assert aqn.adapted(1.0, math.nan, 0.02) < 1
+    assert aqn.next_sigma(1.0, math.nan, 0.02) < 1
 
 
 def test_noise_on_noise_is_refused_and_sigma_zero_changes_nothing(model):

@@ -115,7 +115,7 @@ def test_an_update_that_runs_out_of_memory_begins_again(tiny_chat, fits, whole):
     gradients, which must not stay: the result is that of an update that fits at once.
     """
     learner = trainer(tiny_chat, correction="tis")
-    model, whole_gradient = learner.model, learner.gradient
+    model, whole_gradient = learner.model, learner.run_micro_batches
     experience = learner.experience(rollout(model, sigma=0.5), ANSWERS)
     learner.backward(experience)
     expected = gradient(model)
@@ -126,7 +126,7 @@ def test_an_update_that_runs_out_of_memory_begins_again(tiny_chat, fits, whole):
             raise torch.OutOfMemoryError
         return result
 
-    learner.gradient = checked
+    learner.run_micro_batches = checked
     learner.backward(experience)
     assert_same(gradient(model), expected)
     assert model.recomputed_layers == whole

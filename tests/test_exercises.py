@@ -99,7 +99,7 @@ return (torch.round(size / step) * step).clamp(max=6) * x.sign()
     "aqn.sigma": (
         """
 if schedule == "adaptive":
-    return adapted if adapted else start
+    return current if current else start
 if schedule not in SCHEDULES:
     raise ValueError(f"I know no schedule {schedule}")
 if stages < 3:
@@ -113,8 +113,8 @@ stage = step * stages // total_steps
 return SCHEDULES[schedule](start, end, (stage - 1) / (stages - 2)) if stage else 0.0
 """,
         [
-            ("adapted if adapted else start", "start"),
-            ("adapted if adapted else start", "adapted"),
+            ("current if current else start", "start"),
+            ("current if current else start", "current"),
             ("{schedule}", ""),
             ("(start, end, ", "(1e-2, 1e-4, "),
             ("stages < 3", "stages < 2"),

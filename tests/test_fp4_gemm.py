@@ -43,7 +43,7 @@ def case(M, sizes, K, rank, dtype=torch.float32):
 def dense(W, low_rank):
     """W as an unquantised Dense weight, with the same adapter."""
     plain = fp4_gemm.Dense(W.to(low_rank.B.dtype))
-    plain.adapt(low_rank.B, low_rank.splits)
+    plain.store_B(low_rank.B, low_rank.splits)
     return plain
 
 
@@ -75,7 +75,7 @@ def check(x, weight, W, bias, low_rank, tolerance):
         (same_xa, right_xa),
         (plain[0], base),
         (leaf.grad[0], dx),
-        (fp4_gemm.transposed(dy, weight, add_to.clone()), dx + add_to),
+        (fp4_gemm.input_gradient(dy, weight, add_to.clone()), dx + add_to),
     )
     assert error < tolerance
 
@@ -86,7 +86,7 @@ def test_products_on_the_cpu(M, sizes, K):
     x, packed, W, bias, low_rank = case(M, sizes, K, rank=3)
     plain = dense(W, low_rank._replace(B=0 * low_rank.B))
     captured = plain.weight_and_B  # by a CUDA graph, say
-    plain.adapt(low_rank.B, sizes)
+    plain.store_B(low_rank.B, sizes)
     assert plain.weight_and_B is captured and torch.equal(plain.weight, W.float())
     for weight in (packed, plain):
         check(x, weight, W, bias, low_rank, 2**-18)

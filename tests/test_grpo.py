@@ -247,7 +247,7 @@ def test_the_soft_overlong_penalty_of_dapo():
     """DAPO, eq. 13 with L_max = 20, L_cache = 4: 0 up to 16 tokens, then (16 − n)/4, −1 from 20
     on.
     """
-    got = grpo.overlong_penalty(torch.tensor([0, 16, 17, 19, 20, 25]), 20, cache=4)
+    got = grpo.overlong_penalty(torch.tensor([0, 16, 17, 19, 20, 25]), 20, soft_tokens=4)
     assert got.tolist() == [0, 0, -0.25, -0.75, -1, -1]
 
 

@@ -44,7 +44,7 @@ class Told(lora.FrozenMatrix):
         self.given = given
         return super().product(*given)
 
-    def adapt(self, B, splits):
+    def store_B(self, B, splits):
         self.adapted = B.clone(), splits
 
 

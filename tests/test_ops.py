@@ -288,8 +288,8 @@ def plain_kernel(qkv, heads, cos, sin, layer, paged):
     return attention.plain_attention(q, cache.k[layer], cache.v[layer], *where).flatten(1)
 
 
-def unpacked(integers):
-    """int8.unpacked for the interpreter, which has no PTX."""
+def dequantized(integers):
+    """int8.dequantized for the interpreter, which has no PTX."""
     return integers.to(attention.tl.float32) / 128 - 1
 
 
@@ -304,7 +304,7 @@ def interpreted():
     table, ids, out = torch.randn(5, 97), torch.tensor([4, 0, 2]), torch.ones(4, 97)
     elementwise._embed_kernel[3,](ids, table, out, **elementwise.whole_row_options(out))
     same(out, F.pad(table[ids], (0, 0, 0, 1), value=1), 0)  # and writes nothing behind its rows
-    int8.unpacked = unpacked
+    int8.dequantized = dequantized
     kernels = [attention._paged_attention, plain_kernel]
     for H, Hkv, Dh, head_norms, positions, dtype in (
         (8, 4, 16, False, EDGES, torch.float32),
@@ -445,7 +445,7 @@ def test_a_bias_before_a_norm_is_no_center():
         )
         k, v = torch.zeros(2, 1, 1, 2, 4, 16, dtype=torch.uint8)
         layers = [SimpleNamespace(self_attn=attends)]
-        (keys,), (values,) = int8.of_layers(layers, k, v, angle.cos(), angle.sin())
+        (keys,), (values,) = int8.pages_of_layers(layers, k, v, angle.cos(), angle.sin())
         assert bool(keys.center.any()) == (norms is None)
         assert not values.center.any() and (values.stretch == 1).all()
 

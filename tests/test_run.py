@@ -245,7 +245,7 @@ def test_a_step_tells_how_long_the_rest_will_take(ended, whole, monkeypatch, cap
     run = resumed(ended, "--steps", 9)
     with guarded(run):
         clock[0] += 1200
-        run.made(6, report.read(whole)["step", 5] | dict(step=6))
+        run.finish_step(6, report.read(whole)["step", 5] | dict(step=6))
     said = capsys.readouterr()
     done = f"done: {ended}, adapter in {ended}/adapter, .* in {ended}/adapter-best"
     assert " 67% " in said.out and " GB | 20.0 min, 40.0 min left\n" in said.out
@@ -870,7 +870,7 @@ def test_a_resumed_run_ends_like_an_unbroken_one(tiny_chat, tmp_path, monkeypatc
     sigma = 0.3
     for record in made:
         assert record["sigma"] == pytest.approx(sigma, rel=1e-4)
-        sigma = aqn.adapted(sigma, record["kl_noise"], 1e-3)
+        sigma = aqn.next_sigma(sigma, record["kl_noise"], 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -981,9 +981,9 @@ def test_five_skipped_steps_in_a_row_stop_the_run(judged):
     """Four in a row do not."""
     skipped = GOOD | dict(skipped=1)
     for stats in [skipped] * 4 + [GOOD] + [skipped] * 4:
-        judged.made(0, dict(stats))
+        judged.finish_step(0, dict(stats))
     with pytest.raises(ValueError, match=" --lr$"):
-        judged.made(18, dict(skipped))
+        judged.finish_step(18, dict(skipped))
     assert judged.state.step == 19
 
 
@@ -1004,7 +1004,7 @@ def test_a_diagnosis_needs_five_steps_or_a_mismatch_and_comes_once(
     for quiet in ([GOOD] + [bad] * (enough - 1), [bad] * 4 + [near], unknown):
         assert not report.diagnose(quiet)
     for _ in range(8):
-        judged.made(0, dict(bad))
+        judged.finish_step(0, dict(bad))
     assert capsys.readouterr().err.count("warning: ") == 1
 
 

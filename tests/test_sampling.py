@@ -27,15 +27,15 @@ def test_philox_gives_its_authors_vectors(counter, key, expected):
     assert torch.stack(sampling.philox(key, *torch.tensor(counter))).tolist() == expected
 
 
-@pytest.mark.parametrize("axis", ["sequence", "position", "step", "seed"])
+@pytest.mark.parametrize("axis", ["sequence", "index", "step", "seed"])
 def test_samples_follow_the_softmax(axis):
     """Chi-square over 6 tokens, rare ones too, while only one part of the counter or the key
     varies. A token outside the nucleus, whose logit is −inf, is never drawn.
     """
     logits, n = torch.tensor([2.0, -1.0, 0.5, 0.0, -3.0, 1.5, -torch.inf]), 100_000
-    where = dict(seed=5, step=1, position=torch.full((n,), 2), sequence=torch.full((n,), 9))
+    where = dict(seed=5, step=1, index=torch.full((n,), 2), sequence=torch.full((n,), 9))
     # the plain lines also take a column of seeds or of steps, one for each row
-    where[axis] = torch.arange(n) if axis in ("position", "sequence") else torch.arange(n)[:, None]
+    where[axis] = torch.arange(n) if axis in ("index", "sequence") else torch.arange(n)[:, None]
     tokens, logprobs = sampling.sample(logits.expand(n, 7), 0.7, **where)
     log_p = (logits.double() / 0.7).log_softmax(0)
     expected = n * log_p.exp()
@@ -58,7 +58,7 @@ def test_a_draw_is_its_own():
     """A row's noise depends on no other row and not on V, but on each part of the counter and on
     the key, whose second half is its upper 32 bits.
     """
-    rows = dict(sequence=torch.tensor([3, 1 << 20, 0, 77]), position=torch.tensor([8, 0, 8, 5]))
+    rows = dict(sequence=torch.tensor([3, 1 << 20, 0, 77]), index=torch.tensor([8, 0, 8, 5]))
     given = dict(seed=1 << 40, step=6) | rows
     noise = sampling.noise(11, **given)
     for b in range(4):
@@ -197,7 +197,7 @@ def test_kernels_compile(cc, everything):
             "*i1": "finished",
             "*fp32": "logits max_z sum_exp win_noisy win_z logprob logprobs",
             "fp32": "temperature",
-            "*i64": "positions sequence position win_id token rows stops last tokens lengths",
+            "*i64": "positions sequence index win_id token rows stops last tokens lengths",
         },
         ("V",),
     )

@@ -437,7 +437,7 @@ class Run:
 
     # --- log and print
 
-    def made(self, step: int, stats: dict) -> None:
+    def finish_step(self, step: int, stats: dict) -> None:
         """Count a finished step in state.step, log it, and print warnings.
 
         stats: its measurements, by the keys of metrics.jsonl. ValueError: five steps in a row were
