@@ -287,7 +287,7 @@ def read(source: str | None, check: Callable[[dict], dict]) -> list[dict]:
             if line.strip():
                 record = None
                 # TypeError for an array
-                record = {**json.loads(line, object_pairs_hook=_unique_keys)}
+                record = {**json.loads(line, object_pairs_hook=unique_keys)}
                 problems.append(check(record))
     except Exception as error:  # the library datasets raises a dozen types of errors
         if number:
@@ -302,8 +302,10 @@ def read(source: str | None, check: Callable[[dict], dict]) -> list[dict]:
     return problems
 
 
-def _unique_keys(pairs: list[tuple]) -> dict:
-    """→ a JSON object. ValueError: a key occurs twice, so that one of two values would be lost."""
+def unique_keys(pairs: list[tuple]) -> dict:
+    """→ a JSON object, as json.loads(text, object_pairs_hook=unique_keys) calls it. ValueError: a
+    key occurs twice, so that one of two values would be lost.
+    """
     record = dict(pairs)
     if len(record) < len(pairs):
         raise ValueError(f"a key occurs twice among {', '.join(record)}")

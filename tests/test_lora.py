@@ -1,6 +1,7 @@
 """LoRA against merged matrices, and PEFT in both directions."""
 
 import json
+import math
 import os
 import re
 
@@ -201,9 +202,18 @@ def test_an_adapter_of_some_projections_and_an_rslora_are_what_peft_computes(tmp
 
 
 LAST = "base_model.model.model.layers.2.self_attn.v_proj.lora_B.weight"
-# settings of adapter_config.json that do not fit
-SETTINGS = dict.fromkeys(adapter.REFUSED, ["a value"])
-SETTINGS |= dict(peft_type="LOHA", r=8, lora_alpha=16, init_lora_weights="pissa")
+# settings of adapter_config.json that do not fit: of PEFT, of a later one, and of no sense
+SETTINGS = [
+    *dict(peft_type="LOHA", task_type="SEQ_CLS", bias="all", init_lora_weights="pissa").items(),
+    *dict(use_dora=True, use_qalora=True, lora_bias=True, fan_in_fan_out=True).items(),
+    *dict(rank_pattern={"q": 4}, alpha_pattern={"q": 4}, modules_to_save=["lm_head"]).items(),
+    *dict(alora_invocation_tokens=[1], layers_to_transform=[0], arrow_config={"k": 2}).items(),
+    *dict(target_parameters=["w"], layer_replication=[[0, 2]], a_later_setting=5).items(),
+    *dict(target_modules=5, use_rslora="false").items(),
+    *(("r", value) for value in (8, 32.0, 8.5, -5, 0, True, "32", None, 10**400)),
+    *(("lora_alpha", value) for value in (16, 0, -1.0, True, "32", None, 10**400, math.nan)),
+    *(("init_lora_weights", value) for value in (5, [], "unheard of")),
+]
 
 
 @pytest.fixture
@@ -225,9 +235,27 @@ def refuses(tiny, tmp_path):
 def test_an_adapter_of_other_settings_is_refused(refuses, tmp_path):
     file = tmp_path / adapter.CONFIG
     fitting = json.loads(file.read_text())
-    for key, value in SETTINGS.items():
+    for key, value in SETTINGS:
         file.write_text(json.dumps(fitting | {key: value}))
-        refuses(f"{key}={value!r}")
+        refuses(f"{key}={value!r}"[:90])
+    text = json.dumps(fitting)
+    file.write_text(text.replace('"r":', '"r": 5, "r":'))
+    refuses("a key occurs twice")
+    file.write_text("[" * 10**5)
+    refuses("nest too deep")
+
+
+def test_what_peft_writes_by_default_fits(tiny, tmp_path):
+    """Each of its settings, one that is empty and one that tells only where an adapter is from."""
+    model = randomise(load(tiny))
+    adapter.save_adapter(model, tmp_path)
+    file = tmp_path / adapter.CONFIG
+    written = json.loads(file.read_text())
+    peft.LoraConfig(task_type="CAUSAL_LM", revision="main").save_pretrained(tmp_path)
+    given = json.loads(file.read_text()) | written | dict(a_later_setting=None, another={})
+    assert len(given) > len(written) + 20
+    file.write_text(json.dumps(given))
+    adapter.load_adapter(model, tmp_path)
 
 
 def test_a_file_of_an_adapter_that_is_damaged_or_missing_is_refused(refuses, tmp_path):

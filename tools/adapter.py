@@ -7,10 +7,11 @@
 PEFT's LoRA has many options. An adapter may scale by a factor of each layer (alpha_pattern), act on
 some tokens only (aLoRA), need more tensors (DoRA, modules_to_save), or belong to a base whose
 weights were changed when it was created (PiSSA, OLoRA, …). load_adapter refuses these, because they
-would load without an error, but wrongly. The sentence of each refusal names the setting. An rsLoRA
+would load without an error, but wrongly, and refuses what it does not know. The sentence of each
+refusal names the setting. An rsLoRA
 loads with its α times √r. In an adapter of some projections the others get lora_A = lora_B = 0:
 they have no gradient then, so that they stay as they are, as in PEFT.
-Needs: torch, safetensors; lora.py.
+Needs: torch, safetensors; lora.py; tools/records.py.
 """
 
 import hashlib
@@ -26,6 +27,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import lora
+from tools.records import read_object
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's two files
 CARD = "README.md"  # which the hub shows, and PEFT does not read
@@ -33,16 +35,18 @@ PREFIX = "base_model.model.model."  # how every tensor name in PEFT's files begi
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 # a name of ours, and the one on the hub, which PEFT needs
 ON_THE_HUB = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
-# settings that must be absent or empty
-REFUSED = (
-    "use_dora",
-    "rank_pattern",
-    "alpha_pattern",
-    "modules_to_save",
-    "alora_invocation_tokens",
+# Settings of any value: they say where an adapter is from, how it was initialized and trained, or
+# which projections it has, which its tensors say, too. A setting that neither this file names nor
+# check_settings reads must be absent or empty: it may be one of a later PEFT.
+HARMLESS = set(
+    "auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config "
+    "exclude_modules inference_mode loftq_config lora_dropout megatron_core peft_version "
+    "qalora_group_size revision runtime_config target_modules".split()
 )
+# and those of one value, PEFT's default
+PLAIN = dict(bias="none", peft_type="LORA", task_type="CAUSAL_LM")
 # values of PEFT's init_lora_weights that initialize lora_A and lora_B without changing the base
-HARMLESS_STARTS = ("gaussian", "orthogonal", "eva", "mica")
+HARMLESS_STARTS = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -115,7 +119,8 @@ def save_file(tensors: dict[str, torch.Tensor], path: str | Path, metadata: dict
 def read_settings(folder: str | Path) -> dict:
     """→ the settings of PEFT's adapter_config.json, those of an rsLoRA as plain LoRA's.
 
-    ValueError: that file or the tensors' file is missing, or the settings are damaged.
+    ValueError: that file or the tensors' file is missing, the settings are damaged, or one of them
+    has a value that it cannot have.
     """
     folder = Path(folder)
     for file in (CONFIG, TENSORS):
@@ -125,14 +130,22 @@ def read_settings(folder: str | Path) -> dict:
                 remedy = "save adapter_model.bin, which may hold code, as safetensors"
             raise ValueError(f"{folder} holds no {file}: {remedy}")
     try:
-        settings = json.loads((folder / CONFIG).read_text())
-        if not isinstance(settings, dict):
-            raise ValueError(f"{type(settings).__name__!r} in the place of its settings")
-        if settings.get("use_rslora"):  # it scales by α/√r, which is α√r/r
-            settings["use_rslora"] = False
-            settings["lora_alpha"] *= settings["r"] ** 0.5
-    except (KeyError, TypeError, ValueError) as error:
+        settings = read_object(folder / CONFIG)
+    except (OSError, ValueError) as error:
         raise ValueError(f"{folder / CONFIG} cannot be read, fetch it again: {error}") from error
+    r, alpha, rslora = (settings.get(key) for key in ("r", "lora_alpha", "use_rslora"))
+    possible = dict(
+        r=r is None or type(r) is int and 1 <= r < 1e9,
+        lora_alpha=alpha is None or type(alpha) in (int, float) and 0 < alpha < 1e9,  # no NaN
+        use_rslora=rslora in (None, False) or rslora is True and bool(r and alpha),
+        target_modules=isinstance(settings.get("target_modules"), (str, list, type(None))),
+    )
+    for key, fits in possible.items():
+        if not fits:
+            found = f"{key}={settings.get(key)!r:.99}"
+            raise ValueError(f"{folder / CONFIG} has {found}: fetch it again")
+    if rslora:  # it scales by α/√r, which is α√r/r
+        settings |= dict(use_rslora=False, lora_alpha=alpha * r**0.5)
     return settings
 
 
@@ -203,21 +216,22 @@ def _first_layer(model):
     return next(iter(lora.lora_layers(model).values()))
 
 
-def check_settings(config, file, r="a number", lora_alpha="a number"):
+def check_settings(config, file, r=None, lora_alpha=None):
     """ValueError: the adapter is no plain LoRA, or of another rank or alpha than those given.
-    config: the settings in `file`.
+    config: the settings in `file`, as read_settings returns them.
     """
-    kind = config.get("peft_type")
-    if kind != "LORA":
-        raise ValueError(f"{file} has peft_type={kind!r}; this model takes LORA")
-    for key in REFUSED:
+    for key, takes in PLAIN.items():
         value = config.get(key)
-        if value:
-            raise ValueError(f"{file} has {key}={value!r}; this model takes none")
+        if value != takes and (value or key == "peft_type"):
+            raise ValueError(f"{file} has {key}={value!r:.99}; this model takes {takes}")
+    read = {"r", "lora_alpha", "init_lora_weights", *PLAIN}
+    for key in sorted(config.keys() - HARMLESS - read):
+        if config[key]:
+            raise ValueError(f"{file} has {key}={config[key]!r:.99}; this model takes none")
     # True (PEFT's default), False and None leave the base as it is. A name is another way to
     # initialize, and only those in HARMLESS_STARTS are known to leave the base as it is.
     start = config.get("init_lora_weights")
-    if isinstance(start, str) and start not in HARMLESS_STARTS:
+    if start not in HARMLESS_STARTS:
         raise ValueError(
             f"{file} has init_lora_weights={start!r}, which changes "
             "the base too: PEFT converts most of these as it saves them, see its "
@@ -225,7 +239,8 @@ def check_settings(config, file, r="a number", lora_alpha="a number"):
         )
     for key, takes in dict(r=r, lora_alpha=lora_alpha).items():
         value = config.get(key)
-        if type(value) not in (int, float) or takes not in (value, "a number"):
+        if value is None or takes not in (None, value):
+            takes = "a number" if takes is None else takes
             raise ValueError(f"{file} has {key}={value!r}, this model takes {takes}")
 
 

@@ -1,15 +1,17 @@
-"""Other people's data: the columns of a record that are read, and files that are no JSONL.
+"""Other people's data: the columns of a record that are read, files that are no JSONL, metadata.
 
     question_and_answer({"problem": "2 + 3?", "ground_truth": 5}) → {"question": …, "answer": "5"}
 
 Needs: tasks.py.
 """
 
+import json
 import os
 import re
+from pathlib import Path
 from shlex import quote
 
-from tasks import text_of
+from tasks import text_of, unique_keys
 
 # how a file begins that is no JSONL: what it is, and how to make JSONL of it
 FORMATS = {
@@ -82,3 +84,16 @@ def refuse_other_formats(path: str) -> None:
                 stem = re.sub(r"(\.(jsonl?|csv|tsv|txt|gz))+$", "", path)
                 made = quote(f"{stem}.lines.jsonl")  # never the file itself
                 raise ValueError(f"{path} is {what.format(path=quote(path), made=made)}")
+
+
+def read_object(path: Path) -> dict:
+    """→ the object in a JSON file. OSError: it cannot be read. ValueError: it is no object, or has
+    a key twice.
+    """
+    try:
+        found = json.loads(path.read_text(), object_pairs_hook=unique_keys)
+    except RecursionError:
+        raise ValueError("its brackets nest too deep") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{type(found).__name__!r} in the place of its settings, no mapping")
+    return found
