@@ -5,8 +5,10 @@ python -m pytest tests/test_flags.py
 
 import json
 import math
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -374,6 +376,11 @@ def test_a_run_of_an_earlier_version_goes_on_if_its_old_flags_did_nothing(ended)
         "{\"steps\": 2.5} | 'steps': 2.5",
         "{\"clip_low\": \"0.1\"} | 'clip_low': '0.1'",
         '{"steps": 1e999} | infinity',
+        "{\"prompts\": 8.0} | 'prompts': 8.0",
+        "{\"lr\": true} | 'lr': True",
+        "{\"aqn\": 0} | 'aqn': 0",
+        '{"rank": 32, "rank": 8} | a key occurs twice',
+        f"{'[' * 10**5} | nest too deep",
         '{"scale": "group"} | \'scale\'',
         '{"updates_per_rollout": 2} | 2 updates of a rollout',
         '{"stop": "="} | --stop =',
@@ -407,6 +414,19 @@ def test_a_resume_takes_the_runs_own_flags_and_those_given_beside_it_win(
     again = f"{given} --data ../data.jsonl --rank 4 --alpha 8 --model {own['model']} --out {folder}"
     for flags in (given, again):
         assert parse(flags.split()) == want
+
+
+def test_a_resume_tells_which_flags_a_config_lacks(ended, capsys):
+    """And nothing of a whole one."""
+    folder = ended()
+    for absent in ([], ["--kv"], ["--group-size", "--seed"]):
+        flags = {
+            name: field.default for name, field in FIELDS.items() if spelled(name) not in absent
+        }
+        Path(folder, "config.json").write_text(json.dumps(flags))
+        parse(["--resume", folder, "--steps", "20"])
+        told = f"lacks {', '.join(absent)}: their defaults hold"
+        assert (told if absent else "") in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["--resume", "--adapter"])
@@ -452,6 +472,25 @@ def test_ctrl_c_and_too_little_memory_have_no_traceback(error, code, said, capsy
     with pytest.raises(SystemExit) as stop, one_sentence("train.py"):
         raise error
     assert stop.value.code == code and re.fullmatch(said, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("command", ["train.py --rank 0", "-m tools.memory --rank 0"])
+def test_a_command_whose_streams_are_closed_ends_as_it_should(command, closed):
+    """As a daemon may start it."""
+    line = f"{shlex.quote(sys.executable)} {command} {closed}"
+    done = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert ("--rank 0" in done.stderr) == ("2>" not in closed)
+
+
+def test_ctrl_c_while_a_command_imports_has_no_traceback(tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)")
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    for command in (["-m", "tools.chat", "run"], ["-m", "tools.export", "a", "b"]):
+        words = [sys.executable, *command]
+        done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
+        assert done.returncode == -signal.SIGINT and not done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(

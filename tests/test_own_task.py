@@ -2,14 +2,16 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from tools import own_task
+from tools import ends, own_task
 from tools.own_task import load_task_file
 
 ROOT = Path(__file__).parent.parent
@@ -148,6 +150,10 @@ BAD = {  # text of mine.py, behind MINE → what its refusal says next
     "async def reward(problem, text): return 1": r": reward\(\) .*async",
     "reward = max": r": reward\(\) .*max",
     "def prompt(p): return 'a'": r": prompt\(\) .*'p'.*: rename",
+    "import random\ndef prompt(problem): return str(random.random())": ".* two different prompts",
+    "calls = []\ndef prompt(problem): return calls.append(1) or 'a' * len(calls)": ".* two diff",
+    "prompt = lambda problem: [dict(role='user', content='', n=float('nan'))]": ": the .*nan",
+    "prompt = lambda problem: [dict(role='user', content='a', n={1})]": r": the prompt of .*\{1\}",
 }
 
 
@@ -169,6 +175,10 @@ FAILS = {  # what reward() returns → what is said
     "None": ": TypeError: ",
     "exit(1)": ", line 15: SystemExit: 1",
     "float('nan')": ": .* nan .*'a.*b'",
+    "'5'": ": TypeError: '5' is text",
+    "{'a': 1, 'b': b'2'}": ": TypeError: .* is text",
+    "(_ for _ in ()).throw(BaseException('odd'))": ", line 15: BaseException: odd",
+    "__import__('asyncio').run(__import__('asyncio').sleep(0, 1 / 0))": ", line 15: ZeroDivision",
 }
 
 
@@ -187,6 +197,39 @@ def test_a_signal_in_a_reward_is_no_error_of_the_reward(own, stop):
     with pytest.raises(type(stop)) as passed:
         task.reward({"stop": stop}, "7", True)
     assert passed.value is stop
+
+
+@pytest.mark.parametrize("number, stop", [(signal.SIGTERM, 143), (signal.SIGINT, "Keyboard")])
+def test_a_signal_that_a_reward_swallows_ends_the_program_all_the_same(own, number, stop):
+    """After the call, whose verdict is not used. One that came before it is over."""
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    task = own(f"""{MINE}
+import os
+def reward(problem, text):
+    try:
+        os.kill(os.getpid(), problem["number"])
+        time.sleep(9)
+    except:
+        pass
+    return 1.0""")
+    ends.exit_on_signals()
+    try:
+        with pytest.raises((SystemExit, KeyboardInterrupt)) as stopped:
+            task.reward({"number": number}, "7", True)
+        assert task.reward({"number": 0}, "7", True) == 1
+    finally:
+        for n, handler in before.items():
+            signal.signal(n, handler)
+    assert str(stop) in repr(stopped.value)
+
+
+def test_what_a_reward_does_to_torch_ends_with_it(own):
+    code = "import torch\ntorch.set_grad_enabled(False)\n"
+    code += "def reward(text):\n    torch.set_default_dtype(torch.float16)\n    return int(text)"
+    task = own(MINE + code)
+    for text in "12":
+        assert task.reward({}, text, True) == int(text)
+        assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
 
 
 def test_a_task_of_ones_own_imports_what_lies_beside_it(own, tmp_path):

@@ -6,20 +6,32 @@ training pointless (under torchrun 0), 128 + n signal n.
 Needs: nothing, so that a wrong flag is refused before torch is imported.
 """
 
+import os
 import signal
 import sys
 from collections.abc import Iterable
 from contextlib import contextmanager
 from difflib import get_close_matches
+from typing import NoReturn
+
+ARRIVED = []  # the signals that end_by has raised as errors
 
 
 def exit_on_signals() -> None:
-    """Turn SIGTERM and SIGHUP (the terminal was closed) into SystemExit, on which a run saves
-    itself. nohup ignores SIGHUP, and so do we then.
+    """Let SIGTERM and SIGHUP (the terminal was closed), on which a run saves itself, and Ctrl-C end
+    the program by end_by. What is ignored stays so, as nohup ignores SIGHUP.
     """
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
+            signal.signal(number, end_by)
+
+
+def end_by(number: int, frame: object = None) -> NoReturn:
+    """Raise a signal as the error that ends the program: KeyboardInterrupt, or SystemExit."""
+    ARRIVED.append(number)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.exit(128 + number)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -35,6 +47,9 @@ def one_sentence(command: str):
     """Context manager around a command: an error that the user can mend becomes one sentence on
     stderr and exit code 2, Ctrl-C exit code 130. An unforeseen error keeps its traceback.
     """
+    for name, mode in dict(stdin="r", stdout="w", stderr="w").items():
+        if getattr(sys, name) is None:  # closed by who started the program, as cron may
+            setattr(sys, name, open(os.devnull, mode))
     sys.stdout.reconfigure(errors="replace")  # a terminal may not have Unicode
     try:
         yield

@@ -8,7 +8,6 @@ Needs: tasks.py, for its names; tools/adapter.py.
 """
 
 import dataclasses
-import json
 import math
 import os
 import sys
@@ -20,6 +19,7 @@ from shlex import quote
 
 from tasks import TASKS
 from tools.ends import nearest
+from tools.records import read_object
 
 # weights.QUANT, rollout.KV, grpo.LOSSES and aqn.SCHEDULES, whose files import torch.
 QUANT = "nvfp4", "rtn", "bf16"
@@ -306,6 +306,12 @@ def parse(arguments):
             f"note: {config.steps} steps, the default, suit SmolLM2's times table; "
             "GSM8K took 100 steps of 256 answers: give --steps"
         )
+    if config.resume:
+        file = Path(config.resume, "config.json")
+        absent = FIELDS.keys() - read_object(file)
+        if absent:  # the run is of a version without them, or somebody cut the file
+            names = ", ".join(map(spelled, sorted(absent)))
+            say(f"note: {file} lacks {names}: their defaults hold", file=sys.stderr)
     if config.adapter and config.beta:
         say(f"note: --beta pulls to {config.model} alone, not to {config.adapter}")
     return config
@@ -372,10 +378,10 @@ def _of_adapters_run(given):
     return stored
 
 
-def say(*words):
+def say(*words, file=None):
     """Print, but of several ranks only on the first."""
     if os.environ.get("RANK", "0") == "0":
-        print(*words)
+        print(*words, file=file)
 
 
 def flags_of_run(folder):
@@ -383,7 +389,7 @@ def flags_of_run(folder):
     version."""
     path = Path(folder) / "config.json"
     try:
-        given = {**json.loads(path.read_text())}  # TypeError: no object
+        given = read_object(path)
         # An old config.json may have this key: its run counted each update of a rollout as a step.
         updates = given.pop("updates_per_rollout", 1)
         if updates != 1:
@@ -397,7 +403,10 @@ def flags_of_run(folder):
                 raise ValueError(f"{spelled(name)} {value}, a flag that is gone")
         flags = vars(Config(**given))  # TypeError: an unknown flag
         for name, value in flags.items():
-            if value != FIELDS[name].default and FIELDS[name].type(value) != value:
+            kind = FIELDS[name].type
+            # an int is a float, too; but True is no number, and 2.0 counts no prompts
+            fits = type(value) in (kind, int if kind is float else kind)
+            if value is not FIELDS[name].default and (kind(value) != value or not fits):
                 raise ValueError({name: value})
     except OSError as error:
         raise ValueError(

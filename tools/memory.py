@@ -76,6 +76,7 @@ from rollout import (
     scratch_bytes,
 )
 from tools import weights
+from tools.ends import one_sentence
 
 CARDS = 12, 16, 24, 40, 48, 80, 141  # GB as cards are sold: 2³⁰ bytes
 WORKSPACE = 2 * 2**25  # bytes of cuBLAS on Hopper: 32 MiB, outside and inside of CUDA graphs
@@ -481,8 +482,5 @@ def main(arguments: list[str]):
 
 
 if __name__ == "__main__":
-    try:
+    with one_sentence("memory.py"):
         main(sys.argv[1:])
-    except (ValueError, OSError) as error:
-        print(f"memory.py: {error}", file=sys.stderr)
-        sys.exit(2)

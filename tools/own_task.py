@@ -16,11 +16,12 @@ Every error in it becomes one sentence with the file, the reason and, if the err
 the user's code, the line. If a call takes over 20 s, its traceback is printed to stderr, and the
 call goes on.
 
-Left out: async functions. Needs: tasks.py.
+Left out: async functions. Needs: tasks.py; tools/ends.py.
 """
 
 import faulthandler
 import inspect
+import json
 import os
 import sys
 import traceback
@@ -29,8 +30,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import tasks
+from tools import ends
 
-SIGNALS = 129, 143  # exit codes that run.py's handlers of SIGHUP and SIGTERM raise
+SIGNALS = 129, 143  # exit codes of ends.end_by for SIGHUP and SIGTERM
 SLOW = 20  # seconds after which the traceback of a call that has not returned is printed
 
 
@@ -113,6 +115,8 @@ def _reward(path: str, function: Callable) -> Callable[[dict, str, bool], float]
     def total(**given):
         value = function(**given)
         parts = value if isinstance(value, dict) else {}
+        if any(isinstance(part, (str, bytes)) for part in (value, *parts.values())):
+            raise TypeError(f"{value!r} is text, no number")
         reward = Reward(sum(map(float, parts.values())) if parts else value)
         if not abs(reward) <= 1e6:  # also if it is NaN
             raise ValueError(f"{value} is not between -1e6 and 1e6")
@@ -134,19 +138,31 @@ def _reward(path: str, function: Callable) -> Callable[[dict, str, bool], float]
 def _prompt(path: str, function: Callable) -> Callable[[dict], str | list]:
     """→ the prompt of a Task: a function of a problem that returns text or a chat."""
     _takes(path, "prompt", function, "problem")
+    known = {}  # id of a problem → the problem, which keeps the id its own, and its prompt
 
     def prompt(problem):
+        if id(problem) not in known:
+            known[id(problem)] = problem, checked(problem)
+        return known[id(problem)][1]
+
+    def checked(problem):
         value = _call(path, "prompt", function, problem=problem)
         chat = value if isinstance(value, list) else [{"role": "user", "content": value}]
         try:
             texts = [message["role"] + message["content"] for message in chat]
             # UTF-8, and so a tokenizer, takes no half of an emoji
             "".join(texts).encode()[0]
+            json.dumps(value, allow_nan=False)  # the log will hold it
         except Exception:
             raise ValueError(
                 f"{path}: the prompt of {problem!r:.99} is {value!r:.999}, no text in UTF-8 and no "
                 "list of {'role', 'content'}: define prompt(problem), or give problems a 'prompt'"
             ) from None
+        if value != _call(path, "prompt", function, problem=problem):
+            raise ValueError(
+                f"{path}: prompt() returns two different prompts for {problem!r:.99}: draw what is "
+                "random in problems()"
+            )
         return value
 
     return prompt
@@ -162,10 +178,15 @@ def _call(path: str, name: str, function: Callable, **given: object) -> object:
     # From C, so that a regular expression that keeps Python's lock is named, too. To descriptor 2,
     # because sys.stderr may have none.
     faulthandler.dump_traceback_later(SLOW, file=2)
+    modes = _torch_modes()
+    arrived = len(ends.ARRIVED)
     try:
-        return function(**given)
-    except (Exception, SystemExit) as error:
-        if getattr(error, "code", None) in SIGNALS:
+        value = function(**given)
+        if len(ends.ARRIVED) > arrived:  # a bare `except:` has swallowed a signal
+            ends.end_by(ends.ARRIVED[-1])
+        return value
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) or getattr(error, "code", None) in SIGNALS:
             raise
         place = path
         for frame in traceback.extract_tb(error.__traceback__):
@@ -175,3 +196,18 @@ def _call(path: str, name: str, function: Callable, **given: object) -> object:
         raise ValueError(f"{place}: {what}") from error
     finally:
         faulthandler.cancel_dump_traceback_later()
+        for restore, mode in modes:
+            restore(mode)
+
+
+def _torch_modes() -> list[tuple]:
+    """→ what restores torch's modes, if it was imported: a reward that asks a model may change them
+    for all of the program.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return []
+    return [
+        (torch.set_grad_enabled, torch.is_grad_enabled()),
+        (torch.set_default_dtype, torch.get_default_dtype()),
+    ]
