@@ -385,6 +385,9 @@ REFUSED = [  # arguments, what the refusal names
     ),
     ("base out --format bf16 --adapter text", "lora_alpha='16'"),
     ("base out --format bf16 --quant int3", "quant='int3'"),
+    ("odd1 out --format bf16", "odd1/config.json has model=None, quant='nvfp4'"),
+    ("odd2 out --format bf16", r"odd2/config.json has model='base', quant=\[\]"),
+    ("odd3 out --format bf16", "odd3/config.json cannot be read.*a key occurs twice"),
     ("unsaved out --format nvfp4", "train.py --resume"),
     ("moved out --format nvfp4", "gone, the base of moved, has moved.* --adapter moved/adapter"),
     ("base out --format bf16 --adapter bin", "save adapter_model.bin"),
@@ -403,6 +406,10 @@ def test_the_command_exports_a_run_or_says_why_not(runs, tmp_path, monkeypatch, 
         Path(name).mkdir()
     shutil.copytree("run", "moved")
     Path("moved/config.json").write_text('{"model": "/gone", "quant": "nvfp4"}')
+    odd = '{"quant": "nvfp4"}', '{"model": "base", "quant": []}', '{"quant": 1, "quant": 2}'
+    for number, config in enumerate(odd, 1):
+        shutil.copytree("run", f"odd{number}")
+        Path(f"odd{number}/config.json").write_text(config)
     Path("bin/adapter_model.bin").touch()
     shutil.copy("moved/adapter/adapter_config.json", "bin")
     Path("full/mine").write_text("")

@@ -24,7 +24,7 @@ again, compares logits and renames it to DST, if they do not differ. All of this
 fp32, and holds one layer and one file of at most 1 GB at a time.
 
 Needs: torch, tqdm, transformers; model.py, nvfp4.py, ops/attention.py, tools/weights.py,
-tools/adapter.py.
+tools/{adapter,ends,records}.py.
 """
 
 import argparse
@@ -54,6 +54,8 @@ from tools.adapter import (
     read_adapter,
     save_file,
 )
+from tools.ends import exit_on_signals, one_sentence
+from tools.records import read_object
 
 # The formats, and how far the logits of what was written may deviate, as a share of their norm.
 # bf16 rounds each weight, by at most 2⁻⁸ of itself. The 4-bit formats keep every bit, with one
@@ -167,29 +169,31 @@ def resolve(
     run = Path(source)
     config_file = run / "config.json"
     if config_file.is_file():
-        config = read_json(config_file)
+        with weights.readable(config_file):
+            config = read_object(config_file)
         if weights.are_flags(config):
+            base, base_quant = config.get("model"), config["quant"]
+            if not isinstance(base, str) or base_quant not in [*weights.QUANT]:
+                raise ValueError(
+                    f"{config_file} has model={base!r:.99}, quant={base_quant!r:.99}, which no run "
+                    "writes: bring it back, or name the base instead of "
+                    f"{run}, with --adapter {run / 'adapter'}"
+                )
             if not adapter and not (run / "adapter").is_dir():
                 raise ValueError(
                     f"{run} has no adapter: train on with python train.py --resume {run}"
                 )
-            source = config["model"]
+            source = base
             adapter = adapter or run / "adapter"
             if Path(source).is_absolute() and not Path(source).exists():
                 raise ValueError(
                     f"{source}, the base of {run}, has moved: name its new place instead of {run}, "
                     f"with --adapter {adapter}"
                 )
-            quant = quant or config["quant"]
+            quant = quant or base_quant
     if format in LAYOUTS and quant == "bf16":
         raise ValueError("--quant bf16 has no 4 bits to write: take --format bf16 or --quant nvfp4")
     return source, quant, adapter
-
-
-def read_json(path: Path) -> dict:
-    """→ the object in a JSON file. ValueError: there is none."""
-    with weights.readable(path):
-        return {**json.loads(path.read_text())}
 
 
 # --- a model, one layer at a time
@@ -378,7 +382,7 @@ def copy_adapter(folder: str | Path, new: Path, base: Path) -> Path:
     """Copy an adapter's files into the folder `new`, which it returns. base: the model it names."""
     new.mkdir()
     shutil.copyfile(Path(folder) / TENSORS, new / TENSORS)
-    settings = read_json(Path(folder) / CONFIG) | {"base_model_name_or_path": str(base)}
+    settings = read_object(Path(folder) / CONFIG) | {"base_model_name_or_path": str(base)}
     (new / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
     return new
 
@@ -444,11 +448,10 @@ if __name__ == "__main__":
         "--quant", default="", help="of the base, as in train.py (default: the run's, nvfp4)"
     )
     flags = parser.parse_args()
-    try:
+    exit_on_signals()
+    with one_sentence("export.py"):
         deviation = export(**vars(flags))
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"export.py: {error}\n")
-    print(
-        f"done: {flags.destination}, whose logits are the model's "
-        f"but for {deviation:.1e} of their size"
-    )
+        print(
+            f"done: {flags.destination}, whose logits are the model's "
+            f"but for {deviation:.1e} of their size"
+        )
