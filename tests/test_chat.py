@@ -102,6 +102,17 @@ def test_a_question_behind_flags_is_sent_to_its_place(whole):
         chat.main([str(whole), "--kv", "int8", "2 * 3?"])
 
 
+@pytest.mark.parametrize("flag", ["--temperature", "--task", "--resume", "--data=x", "--prmpts"])
+def test_a_flag_that_changes_no_answer_is_refused(whole, flag):
+    with pytest.raises(ValueError, match=f"^{flag.split('=')[0]} has no use here: .* --model, "):
+        chat.main([str(whole), "2 + 2?", flag, "2"])
+
+
+def test_a_question_that_is_no_text_is_named(whole):
+    with pytest.raises(ValueError, match="'2 .udcff' is not UTF-8"):
+        chat.main([str(whole), "2 \udcff"])
+
+
 @pytest.mark.parametrize("words", [[], ["--device", "cpu"]])
 def test_without_a_run_the_usage_is_told(words):
     with pytest.raises(ValueError, match="usage: "):

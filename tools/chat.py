@@ -1,13 +1,14 @@
 """Ask a model what it has learned: its answer without the adapter, then with it.
 
-    python -m tools.chat RUN "What is 7 * 8?" [flags of train.py]
-    python -m tools.chat RUN [flags of train.py]        answers the lines of stdin, until Ctrl-D
+    python -m tools.chat RUN "What is 7 * 8?" [flags]
+    python -m tools.chat RUN [flags]                    answers the lines of stdin, until Ctrl-D
 
 RUN is a run's folder or that of an adapter, such as runs/NAME/adapter-best. Model, quantisation and
-longest answer are those of the run, unless a flag such as --model or --max-new-tokens says
-otherwise. A note follows an answer that --max-new-tokens cut. Answers are greedy. Each question is
-a chat of its own: it gets the model's chat template, but nothing of the task, and the model does
-not see the questions before it.
+longest answer are those of the run, unless one of these flags of train.py says otherwise: --model,
+--quant, --rank, --alpha, --kv, --device, --max-new-tokens, --template-kwargs. A note follows an
+answer that --max-new-tokens cut. Answers are greedy. Each question is a chat of its own: it gets
+the model's chat template, but nothing of the task, and the model does not see the questions before
+it.
 
 Needs: torch; lora.py, model.py, rollout.py, tasks.py;
 tools/{adapter,ends,environment,flags,weights}.py.
@@ -31,11 +32,20 @@ from tools.ends import one_sentence
 from tools.environment import Environment, load_environment
 from tools.flags import parse
 
+# flags of train.py that change what is answered, or where
+TAKES = "--model --quant --rank --alpha --kv --device --max-new-tokens --template-kwargs".split()
+
 
 def ask(question: str, environment: Environment, sampler: Sampler) -> None:
     """Print the greedy answers of the base and of the base with its adapter, on a terminal as they
-    grow. ValueError: the question is empty, or too long for the model.
+    grow. ValueError: the question is empty, no UTF-8, or too long for the model.
     """
+    try:
+        question.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"{question!a:.99} is not UTF-8: set your terminal or file to it"
+        ) from None
     prompts = environment.encode_prompts([{"prompt": question}])
     params = environment.params._replace(temperature=0.0)
     written = 0  # characters
@@ -64,16 +74,20 @@ def main(arguments: list[str]) -> None:
         return print(__doc__)
     words = list(takewhile(lambda word: not word.startswith("--"), arguments))
     if not words:
-        raise ValueError('usage: python -m tools.chat RUN ["question"] [flags of train.py]')
+        raise ValueError('usage: python -m tools.chat RUN ["question"] [flags]')
     run, *questions = words
     if not Path(run).is_dir():
         raise ValueError(f"{run} is no folder: give that of a run, or of its adapter")
-    for before, word in pairwise(arguments[len(words) :]):
+    given = arguments[len(words) :]
+    for flag in (word.split("=")[0] for word in given if word.startswith("--")):
+        if flag not in TAKES:
+            raise ValueError(f"{flag} has no use here: the flags are {', '.join(TAKES)}")
+    for before, word in pairwise(given):
         if not before.startswith("--") and not word.startswith("--"):
             raise ValueError(f"{word!r} stands behind flags: put questions right behind {run}")
     # Another task than the run's, so that a file of the user's own is not started.
     flags = ["--adapter", run, "--task", "addition", "--steps", "0"]
-    config = parse(flags + arguments[len(words) :])
+    config = parse(flags + given)
     check_adapter(config.adapter, config.rank, config.alpha)
     print(f"loading {config.model}", file=sys.stderr)
     source = weights.open(config.model)
