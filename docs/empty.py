@@ -2,12 +2,14 @@
 
 python -m docs.empty NAME         for example grpo.advantages
 
-The `def` line and the docstring stay, and are printed. `git checkout FILE` brings the rest back.
-Needs: nothing.
+The `def` line and the docstring stay, and are printed. `git checkout FILE` brings the rest back. A
+function with code of your own is refused.
+Needs: git, to know that code from ours.
 """
 
 import ast
 import re
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -39,12 +41,24 @@ def with_body(code: str, path: list[str], body: str = EMPTY) -> str:
     return "".join([*lines[: first.lineno - 1], body, *lines[function.end_lineno :]])
 
 
-def main(name: str = "", *_):
-    if name not in names():
-        sys.exit(f"{name or 'no name'}: give one of {', '.join(names())}")
+def main(name: str = "", *more: str):
+    if name not in names() or more:
+        sys.exit(f"{' '.join([name, *more]) or 'no name'}: give one of {', '.join(names())}")
     module, *path = name.split(".")
     file = ROOT / f"{module}.py"
-    code = with_body(file.read_text(), path)
+    before = file.read_text()
+    try:
+        code = with_body(before, path)
+    except (StopIteration, SyntaxError) as error:
+        sys.exit(f"{file.name} has no {name}, or is no Python ({error}): git checkout {file.name}")
+    show = ["git", "-C", str(ROOT), "show", f"HEAD:./{file.name}"]
+    try:
+        ours = subprocess.run(show, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        ours = before  # there is no git, so nobody knows
+    found, original, empty = (ast.dump(_find(text, path)) for text in (before, ours, code))
+    if found not in (original, empty):
+        sys.exit(f"{name} has code of your own: copy it, then git checkout {file.name}")
     file.write_text(code)
     print(f"{file.name} now has\n")
     print(ast.get_source_segment(code, _find(code, path), padded=True))

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 
@@ -237,8 +238,34 @@ def test_the_command_empties_a_function_and_shows_its_docstring(clone, monkeypat
         assert capsys.readouterr().out.rstrip().endswith(empty.EMPTY)
         assert len(path.read_text()) < len(code)
         path.write_text(code)
-    with pytest.raises(SystemExit, match="unheard.of: give one of grpo.advantages, "):
-        empty.main("unheard.of")
+    for names in (["unheard.of"], ["grpo.advantages", "aqn.sigma"]):
+        with pytest.raises(SystemExit, match=f"{' '.join(names)}: give one of grpo.advantages, "):
+            empty.main(*names)
+
+
+def test_the_command_keeps_a_readers_code(tmp_path, monkeypatch, capsys):
+    """Only git knows which code is ours. What is no Python, or has no such function, is named."""
+    monkeypatch.setattr(empty, "ROOT", tmp_path)
+    file = tmp_path / "grpo.py"
+    shutil.copy(ROOT / "grpo.py", file)
+    ours = file.read_text()
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "ours"]):
+        subprocess.run([*git, *words], check=True)
+    for _ in range(2):  # of an empty function nothing can be lost
+        empty.main("grpo.advantages")
+    mine = file.read_text().replace(empty.EMPTY, "return rewards - rewards.mean()")
+    for text, words in (
+        (mine, "grpo.advantages has code of your own: copy it"),
+        (ours.replace("def advantages", "def mine"), "grpo.py has no grpo.advantages, or is no"),
+        (ours + "\ndef", "grpo.py has no grpo.advantages, or is no Python .*git checkout grpo.py"),
+    ):
+        file.write_text(text)
+        with pytest.raises(SystemExit, match=words):
+            empty.main("grpo.advantages")
+        assert file.read_text() == text
+    file.write_text(mine.replace("def kl_k3", "def other"))  # another function may be anything
+    empty.main("grpo.dapo")
 
 
 @pytest.mark.slow
