@@ -43,7 +43,7 @@ def test_a_list_shows_a_dash_for_what_a_config_does_not_tell(tmp_path, text):
     assert report.summary(tmp_path)[1:] == ("–", "–", "0/–", "–", "–", "–", "0.0")
 
 
-ODD = [None, "1", [], {}, True, float("nan"), float("inf")]
+ODD = [None, "1", [], {}, True, float("nan"), float("inf"), 10**400]
 
 
 @pytest.mark.parametrize("command", ["list", "show", "plot"])

@@ -648,6 +648,34 @@ def test_a_folder_holds_one_run_and_one_writer(ended):
         Run(again)
 
 
+def test_a_run_stays_in_its_folder_if_its_task_changes_the_directory(
+    tiny_chat, tmp_path, monkeypatch, capsys
+):
+    """--out may be relative, and what is printed is as it was given."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "mine.py").write_text(
+        "import os\n"
+        "def problems(): return [{'prompt': f'What is {n} - 1?'} for n in range(20)]\n"
+        "def reward(text): os.chdir('elsewhere' if os.path.isdir('elsewhere') else '.'); return 0.5"
+    )
+    monkeypatch.chdir(tmp_path)
+    flags = "--task", "mine.py", "--model", tiny_chat, "--eval-problems", 2, "--out", "run"
+    assert main(*FLAGS, *flags, "--steps", 2, "--save-every", 1) == 0
+    assert Path.cwd() == tmp_path / "elsewhere" and not os.listdir()
+    assert {"metrics.jsonl", "checkpoint.safetensors", "curves.png"} < set(os.listdir("../run"))
+    said = capsys.readouterr().out
+    assert "run folder: run\n" in said and "adapter in run/adapter" in said
+
+
+@pytest.mark.parametrize("score", ["0.5", True, None, [1], math.nan, 10**400])
+def test_an_odd_record_of_an_evaluation_stops_no_resume(ended, score):
+    where = json.dumps(dict(kind="eval", step=3, segment=0, eval_greedy=score))
+    with open(ended / "metrics.jsonl", "a") as log:
+        log.write(where + "\n")
+    run = resumed(ended)
+    assert run.best < 1.01 and run.segment == 1
+
+
 def test_a_resume_to_fewer_steps_than_were_made_is_refused_and_spoils_nothing(ended, monkeypatch):
     """Before the model loads."""
     monkeypatch.setattr(train, "load", None)

@@ -145,12 +145,16 @@ def logged(folder):
     keys = "kind", "step", "segment"
     for record in jsonl(Path(folder) / "metrics.jsonl"):
         if type(record) is dict and [type(record.get(key)) for key in keys] == [str, int, int]:
-            yield record
+            if measured(record, "step"):
+                yield record
 
 
 def measured(record, key):
-    """Whether a record has a number under a key: it may be absent, null, or anything in JSON."""
-    return type(record.get(key)) in (int, float)
+    """Whether a record has a finite number under a key: it may be absent, null, or anything in
+    JSON, such as a number of 400 digits, which no float holds.
+    """
+    value = record.get(key)
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def read(folder):
@@ -202,7 +206,9 @@ def plot(folders):
         ]
         records = read(folder).values()
         named = sorted({key for record in records for key in record if key.startswith("reward/")})
-        curves += [(left, key, key, f"{'^v<>dpx'[n % 7]}--") for n, key in enumerate(named)]
+        for n, key in enumerate(named):
+            label = key.replace("$", r"\$")  # $ begins a formula
+            curves.append((left, key, label, f"{'^v<>dpx'[n % 7]}--"))
         for axis, key, label, style in curves:
             found = [record for record in records if measured(record, key)]
             axis.plot(
@@ -244,7 +250,8 @@ def show(folders):
         evaluated = (Path(folder) / "eval.jsonl").is_file()
         if not evaluated or (Path(folder) / "samples.jsonl").is_file():
             for sample in jsonl(Path(folder) / "samples.jsonl"):
-                with suppress(LookupError, TypeError, ValueError):  # made by hand
+                # a sample made by hand
+                with suppress(ArithmeticError, LookupError, TypeError, ValueError):
                     last[folder, sample["step"], sample["which"]] = SAMPLE.format(**sample)
         if evaluated:
             last[folder] = changes(folder)
@@ -257,7 +264,7 @@ def changes(folder):
     """
     evaluations = defaultdict(dict)  # step → {prompt: the last record of it}
     for record in jsonl(Path(folder) / "eval.jsonl"):
-        with suppress(LookupError, TypeError, ValueError):  # made by hand
+        with suppress(ArithmeticError, LookupError, TypeError, ValueError):  # made by hand
             shown = EVALUATED.format(**record)
             evaluations[record["step"]][str(record["prompt"])] = record | {"shown": shown}
     if not evaluations:
@@ -288,7 +295,8 @@ def table(folders):
 
     ValueError: there is no run.
     """
-    logs = sorted(log for folder in folders for log in Path(folder).rglob("metrics.jsonl"))
+    found = (log for folder in folders for log in Path(folder).rglob("metrics.jsonl"))
+    logs = sorted(filter(Path.is_file, found))
     if not logs:
         raise ValueError(f"no run in {', '.join(folders)}: name the folder that holds your runs")
     rows = ["run task model steps first best last minutes".split()]
@@ -315,7 +323,7 @@ def summary(folder):
     made = sum(r["kind"] == "step" for r in records)
     # In an old run each update of a rollout counted as a step, although its log has one record a
     # rollout. The config.json of such a run holds the number of updates.
-    with suppress(TypeError, ValueError):
+    with suppress(ArithmeticError, TypeError, ValueError):
         made *= int(known.get("updates_per_rollout", 1))
     greedy = [r["eval_greedy"] for r in records if measured(r, "eval_greedy")]
     scores = ["–"] * 3

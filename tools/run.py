@@ -61,7 +61,7 @@ from tools.adapter import TENSORS, save_adapter, save_file
 from tools.environment import Answer
 from tools.flags import MOVABLE, Config, command_of, flags_of_run, program
 from tools.ranks import alike, gather, rank_and_count
-from tools.report import diagnose, line, logged, plot
+from tools.report import diagnose, line, logged, measured, plot
 
 LONG_ROLLOUT = 10  # seconds; the line of a step tells of a shorter one soon enough
 CARD = (  # of an adapter, for the hub
@@ -125,15 +125,18 @@ class Run:
 
         ValueError: another process has locked the folder; the folder holds a run and --resume is
         not given; the run to resume has lost its metrics.jsonl or its checkpoint; the run has made
-        more steps than --steps. OSError: the folder or its log cannot be opened.
+        more steps than --steps. OSError: the folder or its log cannot be written.
         """
         named = f"runs/{Path(config.task).stem}-{time.strftime('%m%d-%H%M%S')}"
-        self.folder = Path(config.resume or config.out or named)
-        self.how_to_resume = f"go on with: {program()} --resume {quote(str(self.folder))}"
+        self.name = config.resume or config.out or named
+        self.folder = Path(
+            self.name
+        ).absolute()  # a task of the user's own may change the directory
+        self.how_to_resume = f"go on with: {program()} --resume {quote(self.name)}"
         # A task of the user's own is a program. A resume does not start it because a file says so.
         if config.own_task:
             self.how_to_resume += f" --task {quote(config.task)}"
-        self.flags = vars(config) | {"resume": "", "out": str(self.folder)}
+        self.flags = vars(config) | {"resume": "", "out": self.name}
         self.model_name = config.model
         self.steps = config.steps
         self.any_reward = config.own_task
@@ -149,7 +152,7 @@ class Run:
             return
         self._lock_folder()
         self._read_log()
-        self.say(f"run folder: {self.folder}")
+        self.say(f"run folder: {self.name}")
 
     def _lock_folder(self):
         """Make the folder, and lock its log against other processes. The kernel unlocks it when
@@ -159,13 +162,18 @@ class Run:
         self.is_new = not self.folder.exists()
         if self.is_resumed and not log.exists():
             raise ValueError(f"{log} is gone: bring it back, or {self.another_run()}")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.lock = open(log, "ab")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = open(log, "ab")
+        except OSError as error:
+            remedy = "make it writable" if self.is_resumed else "take another --out"
+            raise OSError(f"{error}: {remedy}") from error
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
-                f"another process is writing to {self.folder}: take another --out"
+                f"another process is writing to {self.folder}: wait until it ends, or begin "
+                "another run with another --out"
             ) from None
         # tell() is the log's size, because append mode opens a file at its end
         begun = self.lock.tell() or (self.folder / "config.json").is_file()
@@ -195,9 +203,8 @@ class Run:
         records = list(logged(self.folder))  # those of replayed steps occur more than once
         self.segment = max((record["segment"] + 1 for record in records), default=0)
         for record in records:
-            score = record.get("eval_greedy")
-            if score is not None:
-                self._rank(record["step"], score)
+            if measured(record, "eval_greedy"):
+                self._rank(record["step"], record["eval_greedy"])
         steps = {
             record["step"]: record["segment"] for record in records if record["kind"] == "step"
         }
@@ -522,19 +529,19 @@ class Run:
         """
         if self.quiet:
             return
-        results = f"done: {self.folder}"
+        results = f"done: {self.name}"
         try:
             results += f"/{plot([self.folder]).name}"
         except Exception as error:
-            command = f"python -m tools.report plot {self.folder}"
+            command = f"python -m tools.report plot {self.name}"
             self.say(f"warning: no curves, for {error!r}; try {command}", sys.stderr)
         card = self.folder / "adapter" / "README.md"
         if card.exists():
-            results += f", adapter in {self.folder}/adapter"
+            results += f", adapter in {self.name}/adapter"
             # the last evaluation followed the last save
             write_atomically(card, lambda path: path.write_text(self.card(self.steps)))
         if (self.folder / "adapter-best").exists():
-            results += f", the best ({self.best:.2f}) in {self.folder}/adapter-best"
+            results += f", the best ({self.best:.2f}) in {self.name}/adapter-best"
             if self.best <= self.first:
                 results += f"; before training it was {self.first:.2f}"
         self.say(results)
