@@ -271,12 +271,12 @@ def _correct(scaled, factor):
         columns[these] = group[:count]
         block_scale.append(scales[:, : count // BLOCK].clone())
         columns[rest].addmm_(factor[these, rest].T, errors[:count], alpha=-1)
-    return columns.T, torch.cat(block_scale, 1)
+    return columns.T.contiguous(), torch.cat(block_scale, 1)
 
 
 def _round_group(group, factors, errors, scales):
     """For GROUP columns of the weights, one after the other and for all rows at once: find what
-    rounding does to a column, and correct those of them that follow. _pack rounds them later.
+    rounding does to a column, and correct the group's later columns. _pack rounds them later.
 
     group (GROUP, N): a row of it is a column of the weights; it is corrected in place. factors
     (GROUP, GROUP): its part of factor. Written: errors (GROUP, N), of each column; scales

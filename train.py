@@ -223,8 +223,8 @@ def collect(
     rollout = Rollout.join([group.rollout for group in groups[:P]])
     answers = [answer for group in groups[:P] for answer in group.answers]
     if config.overlong == "penalty":
-        last = max(1, config.max_new_tokens // 4)  # tokens over which the penalty falls to −1
-        due = grpo.overlong_penalty(rollout.lengths.cpu(), config.max_new_tokens, last)
+        soft_tokens = max(1, config.max_new_tokens // 4)
+        due = grpo.overlong_penalty(rollout.lengths.cpu(), config.max_new_tokens, soft_tokens)
         answers = [
             answer._replace(reward=round(answer.reward + penalty, 9))
             for answer, penalty in zip(answers, due.tolist(), strict=True)
@@ -516,6 +516,7 @@ def main(config: Config) -> int:
     on_gpu = device != "cpu"
     if config.memory_gb and on_gpu:
         limit_memory(config.memory_gb)
+    started_in = os.getcwd()
     with alike() as facts:  # all ranks must load the same, or all of them end
         task = load_task(config)
         if config.adapter and not config.resume:
@@ -524,7 +525,7 @@ def main(config: Config) -> int:
         source = weights.open(config.model)
         environment = load_environment(config, task, source)
         config.follow_model(plan(source.config, "bf16").weights / 2)  # two bytes a weight
-        run = Run(config, quiet=rank > 0)
+        run = Run(config, rank > 0, started_in)
         run.say(f"loading {config.model}")
         with run.removed_on_error():
             model = load(source, config.quant, config.rank, config.alpha, device, config.seed)

@@ -3,8 +3,8 @@
 python -m docs.empty NAME         for example grpo.advantages
 
 The `def` line and the docstring stay, and are printed. `git checkout FILE` brings the rest back. A
-function with code of your own is refused.
-Needs: git, to know that code from ours.
+function with code of your own that is not committed is refused.
+Needs: git, to tell your code from ours.
 """
 
 import ast
@@ -47,16 +47,19 @@ def main(name: str = "", *more: str):
     module, *path = name.split(".")
     file = ROOT / f"{module}.py"
     before = file.read_text()
-    try:
-        code = with_body(before, path)
-    except (StopIteration, SyntaxError) as error:
-        sys.exit(f"{file.name} has no {name}, or is no Python ({error}): git checkout {file.name}")
     show = ["git", "-C", str(ROOT), "show", f"HEAD:./{file.name}"]
     try:
         ours = subprocess.run(show, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
-        ours = before  # there is no git, so nobody knows
-    found, original, empty = (ast.dump(_find(text, path)) for text in (before, ours, code))
+        ours = before  # without git we cannot tell
+    try:
+        code = with_body(before, path)
+        found, original, empty = (ast.dump(_find(text, path)) for text in (before, ours, code))
+    except (StopIteration, SyntaxError):
+        sys.exit(
+            f"{file.name} is no Python, or has no {name}: mend it, or copy your code, then "
+            f"git checkout {file.name}"
+        )
     if found not in (original, empty):
         sys.exit(f"{name} has code of your own: copy it, then git checkout {file.name}")
     file.write_text(code)

@@ -109,7 +109,7 @@ def test_a_flag_that_changes_no_answer_is_refused(whole, flag):
 
 
 def test_a_question_that_is_no_text_is_named(whole):
-    with pytest.raises(ValueError, match="'2 .udcff' is not UTF-8"):
+    with pytest.raises(ValueError, match="'2 .udcff' is not valid UTF-8"):
         chat.main([str(whole), "2 \udcff"])
 
 

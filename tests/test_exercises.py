@@ -257,8 +257,8 @@ def test_the_command_keeps_a_readers_code(tmp_path, monkeypatch, capsys):
     mine = file.read_text().replace(empty.EMPTY, "return rewards - rewards.mean()")
     for text, words in (
         (mine, "grpo.advantages has code of your own: copy it"),
-        (ours.replace("def advantages", "def mine"), "grpo.py has no grpo.advantages, or is no"),
-        (ours + "\ndef", "grpo.py has no grpo.advantages, or is no Python .*git checkout grpo.py"),
+        (ours.replace("def advantages", "def mine"), "grpo.py is no Python, or has no grpo.advant"),
+        (ours + "\ndef", "grpo.py is no Python, or has no .*copy your code, then git checkout"),
     ):
         file.write_text(text)
         with pytest.raises(SystemExit, match=words):

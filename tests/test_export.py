@@ -7,6 +7,7 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -432,6 +433,28 @@ def test_the_command_exports_a_run_or_says_why_not(runs, tmp_path, monkeypatch, 
         code, out, err = command(arguments)
         assert code == 2 and not out and re.fullmatch(f"export.py: .*{words}.*\n", err), err
         assert sorted(os.listdir()) == before
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_command_that_a_signal_ends_leaves_nothing(
+    runs, tmp_path, monkeypatch, command, number, code
+):
+    """A temporary folder beside DST may be as large as the model."""
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    copy = export.copy_tensors
+
+    def struck(*given):
+        os.kill(os.getpid(), number)
+        return copy(*given)
+
+    monkeypatch.setattr("tools.adapter.copy_tensors", struck)
+    monkeypatch.chdir(tmp_path)
+    try:
+        stopped, out, err = command(f"{runs()[0]} dst --format nvfp4")
+    finally:
+        for n, handler in before.items():
+            signal.signal(n, handler)
+    assert (stopped, out, err) == (code, "", "") and not os.listdir()
 
 
 def test_an_export_that_is_interrupted_or_wrong_is_not_there(exported, tmp_path, monkeypatch):

@@ -113,6 +113,14 @@ def problems(): return [{'prompt': [{'role': 'user', 'content': c}]} for c in 'a
 """
 
 
+def test_a_chat_that_prompt_fills_anew_each_time_is_that_of_its_problem(own):
+    code = "chat = [dict(role='user')]\n"
+    code += "def prompt(problem):\n    chat[0]['content'] = problem['prompt']\n    return chat"
+    task = own(MINE + code)
+    for problem in task.train:
+        assert task.prompt(problem)[0]["content"] == problem["prompt"]
+
+
 def test_a_prompt_of_ones_own_is_text_or_a_chat(own):
     """Problems with the same prompt are one."""
     task = own(MINE + "def prompt(problem): return problem['prompt'][:9]")
@@ -192,15 +200,16 @@ def test_a_reward_that_fails_is_named_with_its_line_and_the_answer(own, value, s
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt(), SystemExit(143), SystemExit(129)])
 def test_a_signal_in_a_reward_is_no_error_of_the_reward(own, stop):
-    """tools/run.py turns SIGTERM into SystemExit(143), whatever function runs just then."""
+    """tools/ends.py turns SIGTERM into SystemExit(143), whatever function runs just then."""
     task = own(MINE + "def reward(problem): raise problem['stop']")
     with pytest.raises(type(stop)) as passed:
         task.reward({"stop": stop}, "7", True)
     assert passed.value is stop
 
 
+@pytest.mark.parametrize("then", ["pass", "raise RuntimeError('odd')", "exit(7)", "raise"])
 @pytest.mark.parametrize("number, stop", [(signal.SIGTERM, 143), (signal.SIGINT, "Keyboard")])
-def test_a_signal_that_a_reward_swallows_ends_the_program_all_the_same(own, number, stop):
+def test_a_signal_that_a_reward_swallows_ends_the_program_all_the_same(own, number, stop, then):
     """After the call, whose verdict is not used. One that came before it is over."""
     before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
     task = own(f"""{MINE}
@@ -210,7 +219,7 @@ def reward(problem, text):
         os.kill(os.getpid(), problem["number"])
         time.sleep(9)
     except:
-        pass
+        {then}
     return 1.0""")
     ends.exit_on_signals()
     try:

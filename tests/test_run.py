@@ -648,23 +648,35 @@ def test_a_folder_holds_one_run_and_one_writer(ended):
         Run(again)
 
 
+@pytest.mark.parametrize("where", ["import", "problems", "prompt", "reward"])
 def test_a_run_stays_in_its_folder_if_its_task_changes_the_directory(
-    tiny_chat, tmp_path, monkeypatch, capsys
+    tiny_chat, tmp_path, monkeypatch, capsys, where
 ):
     """--out may be relative, and what is printed is as it was given."""
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "mine.py").write_text(
-        "import os\n"
-        "def problems(): return [{'prompt': f'What is {n} - 1?'} for n in range(20)]\n"
-        "def reward(text): os.chdir('elsewhere' if os.path.isdir('elsewhere') else '.'); return 0.5"
-    )
+    (tmp_path / "mine.py").write_text(f"""
+import os
+def leave(name):
+    if name == {where!r} and os.path.isdir("elsewhere"):
+        os.chdir("elsewhere")
+leave("import")
+def problems():
+    leave("problems")
+    return [dict(prompt=f"What is {{n}} - 1?") for n in range(20)]
+def prompt(problem):
+    leave("prompt")
+    return problem["prompt"]
+def reward(text):
+    leave("reward")
+    return 0.5
+""")
     monkeypatch.chdir(tmp_path)
-    flags = "--task", "mine.py", "--model", tiny_chat, "--eval-problems", 2, "--out", "run"
+    flags = "--task", "mine.py", "--model", tiny_chat, "--eval-problems", 2, "--out", "run/"
     assert main(*FLAGS, *flags, "--steps", 2, "--save-every", 1) == 0
     assert Path.cwd() == tmp_path / "elsewhere" and not os.listdir()
     assert {"metrics.jsonl", "checkpoint.safetensors", "curves.png"} < set(os.listdir("../run"))
     said = capsys.readouterr().out
-    assert "run folder: run\n" in said and "adapter in run/adapter" in said
+    assert "run folder: run\n" in said and "done: run/curves.png, adapter in run/adapter" in said
 
 
 @pytest.mark.parametrize("score", ["0.5", True, None, [1], math.nan, 10**400])

@@ -142,6 +142,8 @@ def test_a_run_an_adapter_or_the_hubs_cache_is_no_model(whole, tiny, tmp_path):
     unborn = tmp_path / "unborn"  # killed before its config was written
     unborn.mkdir()
     (unborn / "metrics.jsonl").touch()
+    cut = shutil.copytree(whole, tmp_path / "cut")
+    (cut / "config.json").write_text("[" * 10**5)
     begun = tmp_path / "begun"
     begun.mkdir()
     shutil.copy(whole / "config.json", begun)
@@ -150,7 +152,8 @@ def test_a_run_an_adapter_or_the_hubs_cache_is_no_model(whole, tiny, tmp_path):
     for folder, words in (
         (whole, ["is a run", f"--adapter {whole}", "tools.export"]),
         (begun, ["is a run", f"--resume {begun}"]),
-        (unborn, ["is of a run that ended", f"--out {unborn}"]),
+        (unborn, ["is a run, not a model", f"--out {unborn}"]),
+        (cut, ["is a run, not a model", "restore its config.json"]),
         (whole / "adapter", ["is an adapter", "--adapter"]),
         (cache, ["is the hub's cache", str(cache / "snapshots")]),
     ):

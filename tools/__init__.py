@@ -2,11 +2,13 @@
 
 import sys
 
+before = sys.excepthook
 
-def _report(kind, error, trace):
-    """sys.excepthook, which is quiet about Ctrl-C: it may come while torch is imported."""
+
+def quiet_about_ctrl_c(kind, error, trace):
+    """Python's report of an error that ends a program: Ctrl-C may come while torch is imported."""
     if not issubclass(kind, KeyboardInterrupt):
-        sys.__excepthook__(kind, error, trace)
+        before(kind, error, trace)
 
 
-sys.excepthook = _report
+sys.excepthook = quiet_about_ctrl_c

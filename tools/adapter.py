@@ -6,12 +6,12 @@
 
 PEFT's LoRA has many options. An adapter may scale by a factor of each layer (alpha_pattern), act on
 some tokens only (aLoRA), need more tensors (DoRA, modules_to_save), or belong to a base whose
-weights were changed when it was created (PiSSA, OLoRA, …). load_adapter refuses these, because they
-would load without an error, but wrongly, and refuses what it does not know. The sentence of each
-refusal names the setting. An rsLoRA
-loads with its α times √r. In an adapter of some projections the others get lora_A = lora_B = 0:
-they have no gradient then, so that they stay as they are, as in PEFT.
-Needs: torch, safetensors; lora.py; tools/records.py.
+weights were changed when it was created (PiSSA, OLoRA, …). load_adapter refuses these by name,
+because they would load without an error but compute something else. It also refuses settings that
+it does not know. An rsLoRA loads with its α times √r. In an adapter of some projections the others
+get lora_A = lora_B = 0: they have no gradient then, so that they stay as they are, as in PEFT.
+
+Needs: torch, safetensors; lora.py; tools/metadata.py.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import lora
-from tools.records import read_object
+from tools.metadata import read_object
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's two files
 CARD = "README.md"  # which the hub shows, and PEFT does not read
@@ -43,7 +43,7 @@ HARMLESS = set(
     "exclude_modules inference_mode loftq_config lora_dropout megatron_core peft_version "
     "qalora_group_size revision runtime_config target_modules".split()
 )
-# and those of one value, PEFT's default
+# Settings that must have this value; bias and task_type may be empty.
 PLAIN = dict(bias="none", peft_type="LORA", task_type="CAUSAL_LM")
 # values of PEFT's init_lora_weights that initialize lora_A and lora_B without changing the base
 HARMLESS_STARTS = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
@@ -143,7 +143,7 @@ def read_settings(folder: str | Path) -> dict:
     for key, fits in possible.items():
         if not fits:
             found = f"{key}={settings.get(key)!r:.99}"
-            raise ValueError(f"{folder / CONFIG} has {found}: fetch it again")
+            raise ValueError(f"{folder / CONFIG} has {found}: save the adapter again")
     if rslora:  # it scales by α/√r, which is α√r/r
         settings |= dict(use_rslora=False, lora_alpha=alpha * r**0.5)
     return settings

@@ -44,7 +44,7 @@ def ask(question: str, environment: Environment, sampler: Sampler) -> None:
         question.encode()
     except UnicodeEncodeError:
         raise ValueError(
-            f"{question!a:.99} is not UTF-8: set your terminal or file to it"
+            f"{question!a:.99} is not valid UTF-8: set your terminal to UTF-8, or convert the file"
         ) from None
     prompts = environment.encode_prompts([{"prompt": question}])
     params = environment.params._replace(temperature=0.0)

@@ -18,8 +18,8 @@ ARRIVED = []  # the signals that end_by has raised as errors
 
 
 def exit_on_signals() -> None:
-    """Let SIGTERM and SIGHUP (the terminal was closed), on which a run saves itself, and Ctrl-C end
-    the program by end_by. What is ignored stays so, as nohup ignores SIGHUP.
+    """Make SIGTERM, SIGHUP (the terminal was closed) and Ctrl-C call end_by, so that a run saves
+    itself first. An ignored signal stays ignored, as nohup wants for SIGHUP.
     """
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         if signal.getsignal(number) != signal.SIG_IGN:

@@ -24,7 +24,7 @@ again, compares logits and renames it to DST, if they do not differ. All of this
 fp32, and holds one layer and one file of at most 1 GB at a time.
 
 Needs: torch, tqdm, transformers; model.py, nvfp4.py, ops/attention.py, tools/weights.py,
-tools/{adapter,ends,records}.py.
+tools/{adapter,ends,flags,metadata}.py.
 """
 
 import argparse
@@ -55,7 +55,8 @@ from tools.adapter import (
     save_file,
 )
 from tools.ends import exit_on_signals, one_sentence
-from tools.records import read_object
+from tools.flags import QUANT
+from tools.metadata import read_object
 
 # The formats, and how far the logits of what was written may deviate, as a share of their norm.
 # bf16 rounds each weight, by at most 2⁻⁸ of itself. The 4-bit formats keep every bit, with one
@@ -173,10 +174,10 @@ def resolve(
             config = read_object(config_file)
         if weights.are_flags(config):
             base, base_quant = config.get("model"), config["quant"]
-            if not isinstance(base, str) or base_quant not in [*weights.QUANT]:
+            if not isinstance(base, str) or base_quant not in QUANT:
                 raise ValueError(
                     f"{config_file} has model={base!r:.99}, quant={base_quant!r:.99}, which no run "
-                    "writes: bring it back, or name the base instead of "
+                    "writes: restore that file, or name the base instead of "
                     f"{run}, with --adapter {run / 'adapter'}"
                 )
             if not adapter and not (run / "adapter").is_dir():

@@ -4,7 +4,7 @@ Config.
 Most mistakes on a command line are found here, so this file does not import torch, which takes
 seconds. Only what depends on the GPU or on an adapter's files imports it, in its function.
 
-Needs: tasks.py, for its names; tools/adapter.py.
+Needs: tasks.py, for its names; tools/{adapter,ends,metadata}.py.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from shlex import quote
 
 from tasks import TASKS
 from tools.ends import nearest
-from tools.records import read_object
+from tools.metadata import read_object
 
 # weights.QUANT, rollout.KV, grpo.LOSSES and aqn.SCHEDULES, whose files import torch.
 QUANT = "nvfp4", "rtn", "bf16"
@@ -308,7 +308,7 @@ def parse(arguments):
         )
     if config.resume:
         file = Path(config.resume, "config.json")
-        absent = FIELDS.keys() - read_object(file)
+        absent = FIELDS.keys() - read_object(file) - given.keys()
         if absent:  # the run is of a version without them, or somebody cut the file
             names = ", ".join(map(spelled, sorted(absent)))
             say(f"note: {file} lacks {names}: their defaults hold", file=sys.stderr)

@@ -98,7 +98,7 @@ def _ask(child: subprocess.Popen, gold: str, answer: str) -> bool:
 def close(one: object, other: object) -> bool:
     """→ whether two values of sympy, which math-verify finds equal, are also close as numbers.
 
-    math-verify rounds numbers to 6 digits behind the point, and so takes 1e-9 for 2e-9. Sets,
+    math-verify rounds numbers to 6 digits after the point, and so takes 1e-9 for 2e-9. Sets,
     tuples and equations are close if their parts are; of what is no number, math-verify decides.
     """
     if getattr(one, "is_number", False) and getattr(other, "is_number", False):

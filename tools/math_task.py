@@ -8,7 +8,7 @@ equal to the solution. Judging takes a few milliseconds, or at most 1 s of proce
 comparison that math-verify makes.
 
 math-verify leaves out some parts of a formula, so this file decides about these. If either text has
-a base (52_8), dots, \prime, a ' behind a digit, ) or }, a negation (\neg, \not) or a word such as
+a base (52_8), dots, \prime, a ' after a digit, ) or }, a negation (\neg, \not) or a word such as
 "million", the whole texts must be the same, but for blanks, braces, \left, \right and \text. If the
 solution has a unit, the answer has the same one, in the same words, or none: of 8\text{ m}, 8 is
 right, and neither 8\text{ cm} nor 8\text{ meters}. If the solution has no %, 5\% is 1/20. (1, 2) is
@@ -60,7 +60,7 @@ IGNORED = re.compile(
     r"[0-9]\}?_|\\[a-z]*dots|\.\.\.|…|[0-9)}]'|\\(?:dot|not|neg|lnot|prime)(?![a-z])"
     r"|hundred|thousand|million|billion|trillion|squared|cubed"
 )
-# A word, and the power behind it: of the units cm and m^2, which math-verify leaves out, too. UNIT
+# A word, and the power after it: of the units cm and m^2, which math-verify leaves out, too. UNIT
 # tells that a gold has one. A letter before = is a variable.
 WORD = re.compile(r"(?<![\\A-Za-z])([A-Za-z]+)(?![A-Za-z]| *=)(?:[} ]*\^[{ ]*(\d))?")
 UNIT = re.compile(r"\\(?:text|mbox|mathrm)|\d +[a-z]{2}")
@@ -98,7 +98,7 @@ def _last_box(text: str) -> str:
 
 
 def _bare(formula: str) -> str:
-    """→ a formula without blanks around it and a full stop behind it, but with three dots."""
+    """→ a formula without blanks around it and a full stop after it, but with three dots."""
     return re.sub(r"(?<!\.)\s*\.\s*\Z", "", formula).strip()
 
 
@@ -160,7 +160,7 @@ def _latex_problem(record: dict) -> dict:
     """→ the problem of a line of the data.
 
     ValueError: a column is missing; an answer in prose; one that is empty or exceeds MAX_FORMULA,
-    counted inside its last box or else behind its last ####; one that does not equal itself; a chat
+    counted inside its last box or else after its last ####; one that does not equal itself; a chat
     of several turns.
     """
     question, answer = question_and_answer(record).values()

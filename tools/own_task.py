@@ -115,8 +115,9 @@ def _reward(path: str, function: Callable) -> Callable[[dict, str, bool], float]
     def total(**given):
         value = function(**given)
         parts = value if isinstance(value, dict) else {}
-        if any(isinstance(part, (str, bytes)) for part in (value, *parts.values())):
-            raise TypeError(f"{value!r} is text, no number")
+        for part in parts.values() or [value]:
+            if isinstance(part, (str, bytes)):
+                raise TypeError(f"{part!r} is text, no number")
         reward = Reward(sum(map(float, parts.values())) if parts else value)
         if not abs(reward) <= 1e6:  # also if it is NaN
             raise ValueError(f"{value} is not between -1e6 and 1e6")
@@ -138,32 +139,30 @@ def _reward(path: str, function: Callable) -> Callable[[dict, str, bool], float]
 def _prompt(path: str, function: Callable) -> Callable[[dict], str | list]:
     """→ the prompt of a Task: a function of a problem that returns text or a chat."""
     _takes(path, "prompt", function, "problem")
-    known = {}  # id of a problem → the problem, which keeps the id its own, and its prompt
 
     def prompt(problem):
-        if id(problem) not in known:
-            known[id(problem)] = problem, checked(problem)
-        return known[id(problem)][1]
+        value, text = checked(problem)
+        if checked(problem)[1] != text:
+            raise ValueError(
+                f"{path}: prompt() returns two different prompts for {problem!r:.99}: draw what is "
+                "random in problems()"
+            )
+        return value
 
     def checked(problem):
+        """→ the prompt, and as JSON, which the log will hold."""
         value = _call(path, "prompt", function, problem=problem)
         chat = value if isinstance(value, list) else [{"role": "user", "content": value}]
         try:
             texts = [message["role"] + message["content"] for message in chat]
             # UTF-8, and so a tokenizer, takes no half of an emoji
             "".join(texts).encode()[0]
-            json.dumps(value, allow_nan=False)  # the log will hold it
+            return value, json.dumps(value, allow_nan=False)
         except Exception:
             raise ValueError(
                 f"{path}: the prompt of {problem!r:.99} is {value!r:.999}, no text in UTF-8 and no "
                 "list of {'role', 'content'}: define prompt(problem), or give problems a 'prompt'"
             ) from None
-        if value != _call(path, "prompt", function, problem=problem):
-            raise ValueError(
-                f"{path}: prompt() returns two different prompts for {problem!r:.99}: draw what is "
-                "random in problems()"
-            )
-        return value
 
     return prompt
 
@@ -181,10 +180,7 @@ def _call(path: str, name: str, function: Callable, **given: object) -> object:
     modes = _torch_modes()
     arrived = len(ends.ARRIVED)
     try:
-        value = function(**given)
-        if len(ends.ARRIVED) > arrived:  # a bare `except:` has swallowed a signal
-            ends.end_by(ends.ARRIVED[-1])
-        return value
+        return function(**given)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) or getattr(error, "code", None) in SIGNALS:
             raise
@@ -198,11 +194,13 @@ def _call(path: str, name: str, function: Callable, **given: object) -> object:
         faulthandler.cancel_dump_traceback_later()
         for restore, mode in modes:
             restore(mode)
+        if len(ends.ARRIVED) > arrived:  # whatever the function has made of the signal
+            ends.end_by(ends.ARRIVED.pop())
 
 
 def _torch_modes() -> list[tuple]:
-    """→ what restores torch's modes, if it was imported: a reward that asks a model may change them
-    for all of the program.
+    """→ what restores two modes of torch, if it was imported: whether it keeps gradients, and its
+    default dtype. A reward that asks a model may change them for all of the program.
     """
     torch = sys.modules.get("torch")
     if torch is None:

@@ -1,17 +1,15 @@
-"""Other people's data: the columns of a record that are read, files that are no JSONL, metadata.
+"""Other people's data: the columns of a record that are read, and files that are no JSONL.
 
     question_and_answer({"problem": "2 + 3?", "ground_truth": 5}) → {"question": …, "answer": "5"}
 
 Needs: tasks.py.
 """
 
-import json
 import os
 import re
-from pathlib import Path
 from shlex import quote
 
-from tasks import text_of, unique_keys
+from tasks import text_of
 
 # how a file begins that is no JSONL: what it is, and how to make JSONL of it
 FORMATS = {
@@ -39,7 +37,7 @@ def question_and_answer(record: dict) -> dict[str, str]:
         problem, question, prompt, messages
         answer, ground_truth (also inside of reward_model), solution, or the chat's answer
 
-    prompt and messages may be a chat: what the user says, behind the system's messages, and what
+    prompt and messages may be a chat: what the user says, after the system's messages, and what
     the assistant answers. ValueError: no column has text; a chat of several turns.
     """
     columns = dict(record)
@@ -64,7 +62,7 @@ def _turn(chat: list) -> tuple[str, str]:
     roles = [message.get("role") if isinstance(message, dict) else None for message in chat]
     if not re.fullmatch("(system )*user( assistant)?", " ".join(map(str, roles))):
         raise ValueError(
-            "a chat must be one message of the user, behind those of the system, and at most one "
+            "a chat must be one message of the user, after those of the system, and at most one "
             "answer of the assistant"
         )
     texts = [text_of(message, "content") for message in chat]
@@ -84,16 +82,3 @@ def refuse_other_formats(path: str) -> None:
                 stem = re.sub(r"(\.(jsonl?|csv|tsv|txt|gz))+$", "", path)
                 made = quote(f"{stem}.lines.jsonl")  # never the file itself
                 raise ValueError(f"{path} is {what.format(path=quote(path), made=made)}")
-
-
-def read_object(path: Path) -> dict:
-    """→ the object in a JSON file. OSError: it cannot be read. ValueError: it is no object, or has
-    a key twice.
-    """
-    try:
-        found = json.loads(path.read_text(), object_pairs_hook=unique_keys)
-    except RecursionError:
-        raise ValueError("its brackets nest too deep") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{type(found).__name__!r} in the place of its settings, no mapping")
-    return found

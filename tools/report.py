@@ -355,7 +355,8 @@ def main(arguments):
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a terminal may not have Unicode
+    if sys.stdout:  # closed by who started the program: None
+        sys.stdout.reconfigure(errors="replace")  # a terminal may not have Unicode
     try:
         main(sys.argv[1:])
     except (ValueError, OSError) as error:

@@ -117,21 +117,21 @@ class Run:
     newest_damaged = False
     print_error = ""
 
-    def __init__(self, config: Config, quiet: bool = False):
+    def __init__(self, config: Config, quiet: bool = False, started_in: str = ""):
         """Lock the folder of --resume or --out, or a new one. guarded() loads the checkpoint later.
         With --preflight, lock nothing.
 
         quiet: do not print, write or lock; of several ranks all but the first are quiet.
+        started_in: the folder that a relative path is from; "": the current one. A task of the
+        user's own may have changed that.
 
         ValueError: another process has locked the folder; the folder holds a run and --resume is
         not given; the run to resume has lost its metrics.jsonl or its checkpoint; the run has made
         more steps than --steps. OSError: the folder or its log cannot be written.
         """
         named = f"runs/{Path(config.task).stem}-{time.strftime('%m%d-%H%M%S')}"
-        self.name = config.resume or config.out or named
-        self.folder = Path(
-            self.name
-        ).absolute()  # a task of the user's own may change the directory
+        self.name = str(Path(config.resume or config.out or named))
+        self.folder = Path(started_in, self.name).absolute()
         self.how_to_resume = f"go on with: {program()} --resume {quote(self.name)}"
         # A task of the user's own is a program. A resume does not start it because a file says so.
         if config.own_task:
@@ -166,7 +166,7 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = open(log, "ab")
         except OSError as error:
-            remedy = "make it writable" if self.is_resumed else "take another --out"
+            remedy = "mend this, then resume" if self.is_resumed else "take another --out"
             raise OSError(f"{error}: {remedy}") from error
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -27,7 +27,8 @@ does not know, such as a rotation of the weights.
 
 Projections are read onto the model's device, and checked, quantised and packed there.
 
-Needs: torch, transformers, safetensors, huggingface_hub; nvfp4.py, fp4_gemm.py, tools/gguf.py.
+Needs: torch, transformers, safetensors, huggingface_hub; nvfp4.py, fp4_gemm.py,
+tools/{ends,gguf,metadata}.py.
 """
 
 import datetime
@@ -59,6 +60,7 @@ from fp4_gemm import Dense, PackedNVFP4, pack
 from model import FAMILIES, family, rope_frequencies
 from tools.ends import nearest
 from tools.gguf import GGUFFile, readable, tensor_names  # noqa: F401, for tools/export.py
+from tools.metadata import read_object
 
 # what --quant may be → nvfp4.quantize's method; None: weights are not quantised
 QUANT = {"nvfp4": "sweep", "rtn": "rtn", "bf16": None}
@@ -85,7 +87,7 @@ UNUSED = re.compile(
     r"\.((input|output|[qkv]|kv|prob)_(global_)?(scale|zero_point)"
     r"|weight_shape|inv_freq|(cos|sin)_cached)$|_proj\.[kv]_bias$"
 )
-# in Jinja: strftime_now() of one day, for formats of letters and of letters behind a minus. In a
+# in Jinja: strftime_now() of one day, for formats of letters and of letters after a minus. In a
 # loop, because Jinja takes a second to compile a hundred filters.
 DIRECTIVES = [sign + letter for letter in string.ascii_letters for sign in ("%", "%-")]
 DATES = {directive: f"{datetime.date(2024, 7, 26):{directive}}" for directive in DIRECTIVES}
@@ -150,10 +152,10 @@ def are_flags(settings: dict) -> bool:
 
 def check_is_model(folder: Path) -> None:
     """ValueError: it holds a run, an adapter or the hub's cache of a model, and no model; or a
-    model and an adapter, of which transformers would load both."""
+    model and an adapter: transformers would load both."""
     settings = {}
-    with suppress(OSError, TypeError, ValueError):
-        settings = {**json.loads((folder / "config.json").read_text())}
+    with suppress(OSError, ValueError):
+        settings = read_object(folder / "config.json")
     if are_flags(settings):
         remedy = f"train on with python train.py --resume {folder}"  # it has no adapter yet
         if (folder / "adapter").is_dir():
@@ -162,16 +164,17 @@ def check_is_model(folder: Path) -> None:
                 f"python train.py --adapter {folder} goes on from it"
             )
         raise ValueError(f"{folder} is a run, not a model: {remedy}")
-    if (folder / "metrics.jsonl").is_file() and not settings:
-        raise ValueError(
-            f"{folder} is of a run that ended before its first step: begin it again, by "
-            f"python train.py --out {folder} and its flags"
-        )
+    log = folder / "metrics.jsonl"
+    if log.is_file() and not settings:
+        remedy = "restore its config.json"
+        if not log.stat().st_size:
+            remedy = f"it ended before its first step, so begin it again with --out {folder}"
+        raise ValueError(f"{folder} is a run, not a model, and has no flags: {remedy}")
     if (folder / "adapter_config.json").is_file():
         if list(folder.glob("model.safetensors*")):
             raise ValueError(
-                f"{folder} has a model and an adapter: move the adapter's files to a folder of "
-                "its own, and name that by --adapter"
+                f"{folder} has a model and an adapter: give each a folder of its own, and name the "
+                "adapter's by --adapter, if it is to be used"
             )
         raise ValueError(
             f"{folder} is an adapter, not a model: name its base model, and "
@@ -247,7 +250,7 @@ def understand(said: dict, lists: dict[str, list[str]], inside: str = "") -> Non
     """Append to lists of layers, each under its key, those in the description of a quantisation.
     ValueError: it is not NVFP4 in groups of 16, or it says something that may change the weights.
 
-    said: the description or a dict in it, behind the keys `inside`, which are for messages.
+    said: the description or a dict in it, under the keys `inside`, which are for messages.
     """
     for key, value in said.items():
         if not value or key in HARMLESS:
@@ -265,7 +268,7 @@ def understand(said: dict, lists: dict[str, list[str]], inside: str = "") -> Non
 def among(names: list[str], module: str) -> bool:
     """Whether names of layers in the description of a quantisation mean a projection: by its
     class, by its own name or that of a module around it, with wildcards (ModelOpt), or by a regular
-    expression behind "re:" (compressed-tensors).
+    expression after "re:" (compressed-tensors).
     """
     return "Linear" in names or any(
         re.match(name[3:], module)
@@ -674,5 +677,5 @@ def encode(
             if said.strip() not in text:
                 raise ValueError(f"it drops or changes the {message['role']} message")
         # The template has written the special tokens, a first <s> too. It does not get the begun
-        # answer, which it might trim, or put behind thoughts of its own.
+        # answer, which it might trim, or put after thoughts of its own.
         return tokenizer(text + begun, add_special_tokens=False)["input_ids"]
