@@ -1045,7 +1045,7 @@ def product(
 
     low_rank: an object with these fields, such as lora.LowRank:
         A (S·r, K), B (N, r)    r: the rank. S: the number of parts of a fused projection, such as
-                                q, k and v, or 1. A Dense weight needs B by `store_B` first.
+                                q, k and v, or 1. For a Dense weight call store_B with B first.
         splits                  S integers, N in all: how many columns of y each part has. Part s
                                 uses rows s·r to (s + 1)·r − 1 of A.
         scale                   a float

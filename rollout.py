@@ -167,7 +167,7 @@ class Sampler:
         if kv not in KV:
             raise ValueError(f"kv {kv!r} must be one of {', '.join(KV)}")
         self.model, self.slots, self.pages, self.bar, self.kv = model, slots, pages, bar, kv
-        self.page_limit = math.inf  # after memory ran out: half of the pages that it did not hold
+        self.page_limit = math.inf  # once memory has run out: half of the pages that did not fit
         self.page_size = CPU_PAGE if model.device.type == "cpu" else attention.PAGE
         self.watch = None
         self.limits = None  # Limits of the last call of generate
@@ -525,9 +525,9 @@ class ModelRunner:
         self.cuda = self.model.device.type == "cuda"
         slots, pages, *_ = sampler.limits
         splits = math.ceil(rollout.tokens.shape[1] / attention.SPLIT)  # of the longest row
-        adapted = self.model.layers[0].self_attn.qkv_proj.enabled  # the same in all layers
+        enabled = self.model.layers[0].self_attn.qkv_proj.enabled  # the same in all layers
         # The kind of decode step: which kernels it needs, but for the batch size.
-        kind = adapted, params.temperature == 0, params.top_p < 1, len(params.stop_ids)
+        kind = enabled, params.temperature == 0, params.top_p < 1, len(params.stop_ids)
         self.graphs = DecodeGraphs(slots, splits, sampler.loaded.setdefault(kind, set()))
         c = self.model.config
         key_heads = c.num_key_value_heads

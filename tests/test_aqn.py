@@ -104,7 +104,7 @@ def test_what_sigma_refuses_it_names(change, named):
         aqn.sigma(**dict(step=0, total_steps=10) | change)
 
 
-def test_sigma_adaptive_is_what_was_adapted():
+def test_sigma_adaptive_is_the_current_one():
     """And `start` as long as nothing was. It has no stages, so it asks nothing of the step."""
     for step in (0, 7, 12):
         given = step, 10, 0.02
@@ -172,7 +172,7 @@ def test_an_interrupt_while_noise_is_added_restores_every_norm(model, monkeypatc
     assert not moved(before, model) and not aqn.is_noisy(model)
 
 
-def test_an_adapted_sigma_reaches_its_target_and_stays_near_it():
+def test_an_adaptive_sigma_reaches_its_target_and_stays_near_it():
     """The distance grows as σ². From both sides σ comes within one factor of the σ at the target,
     and NaN makes it smaller.
     """

@@ -46,7 +46,7 @@ class Told(lora.FrozenMatrix):
         return super().product(*given)
 
     def store_B(self, B, splits):
-        self.adapted = B.clone(), splits
+        self.stored = B.clone(), splits
 
 
 def told_layer(dtype):
@@ -88,7 +88,7 @@ def test_only_refresh_rounds_the_parameters_into_the_copies():
     _, (A, B, *rest), compute_output = layer.base.given
     assert (rest, compute_output) == ([(16, 8, 4), 2], False)
     assert torch.equal(A, layer.lora_A.bfloat16()) and torch.equal(B, layer.lora_B.bfloat16())
-    copy, splits = layer.base.adapted
+    copy, splits = layer.base.stored
     assert torch.equal(copy, B) and splits == (16, 8, 4) and B.data_ptr() == address
     assert layer.lora_A.grad.dtype == layer.lora_B.grad.dtype == torch.float32
     for rank, splits in ((0, None), (3, (16, 8))):

@@ -166,7 +166,7 @@ def inputs_of(K, tokens=1024):
 
 
 def naive_gptq(w, H, damping):
-    """GPTQ as the paper derives it, in fp64: round a column, then correct all columns behind it by
+    """GPTQ as the paper derives it, in fp64: round a column, then correct all columns after it by
     the inverse of what is left of H.
 
     w (N, K), weights / global_scale → (N, K) each: the weights as they were rounded, in units of

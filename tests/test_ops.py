@@ -303,7 +303,7 @@ def interpreted():
             same(with_gradients(kernels, *given), with_gradients(plain, *given), 4e-6)
     table, ids, out = torch.randn(5, 97), torch.tensor([4, 0, 2]), torch.ones(4, 97)
     elementwise._embed_kernel[3,](ids, table, out, **elementwise.whole_row_options(out))
-    same(out, F.pad(table[ids], (0, 0, 0, 1), value=1), 0)  # and writes nothing behind its rows
+    same(out, F.pad(table[ids], (0, 0, 0, 1), value=1), 0)  # and writes nothing after its rows
     int8.dequantized = dequantized
     kernels = [attention._paged_attention, plain_kernel]
     for H, Hkv, Dh, head_norms, positions, dtype in (

@@ -568,8 +568,8 @@ def test_a_model_without_its_adapters_loads_kernels_of_its_own(m, r, monkeypatch
     with lora.disabled(m):
         sampler.generate(*DRAW)
     check_same(sampler.generate(*DRAW), r)
-    for adapted in (False, True):
-        assert [name for name, state in events if state == adapted][:2] == ["append", "graph"]
+    for enabled in (False, True):
+        assert [name for name, state in events if state == enabled][:2] == ["append", "graph"]
 
 
 def run_out(monkeypatch, owner, name, fails):

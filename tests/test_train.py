@@ -420,8 +420,8 @@ def test_resampling_replaces_groups_without_signal(tiny_chat, every, resample, a
     assert batch.drawn == 4 * attempts
 
 
-@pytest.mark.parametrize("limit, cache", [(12, 3), (3, 1)])
-def test_a_long_answer_pays_the_overlong_penalty(tiny_chat, limit, cache):
+@pytest.mark.parametrize("limit, soft_tokens", [(12, 3), (3, 1)])
+def test_a_long_answer_pays_the_overlong_penalty(tiny_chat, limit, soft_tokens):
     """The last quarter of the tokens costs up to 1. Rewards are float64 that differ by 1e-9 at
     least.
     """
@@ -429,9 +429,9 @@ def test_a_long_answer_pays_the_overlong_penalty(tiny_chat, limit, cache):
         collected(tiny_chat, lambda i, g: i + g / 8, max_new_tokens=limit, overlong=overlong)
         for overlong in ("none", "penalty")
     )
-    due = grpo.overlong_penalty(batch.rollout.lengths, limit, cache).tolist()
+    due = grpo.overlong_penalty(batch.rollout.lengths, limit, soft_tokens).tolist()
     assert paid == [round(r + d, 9) for r, d in zip(plain, due, strict=True)]
-    assert len(set(due)) > min(cache, 2)
+    assert len(set(due)) > min(soft_tokens, 2)
 
 
 @pytest.mark.parametrize("overlong, resampled", [("none", 0), ("mask", 4), ("penalty", 0)])
