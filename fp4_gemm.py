@@ -564,6 +564,10 @@ def _partial_sums(x, grid, tile_size):
 # The shrink kernel's counters of a weight: enough for S·r = 4096 and 256 rows of x, in tiles of 32
 # rows of A and 16 of x. The main kernel has others, because both kernels run at the same time.
 SHRINK_COUNTERS = 2048
+SPLIT_FROM = 8 * COLS  # a K with fewer columns is not split, here and in change 7 (fitted)
+# At most so many CTAs share a tile. The main kernel allows fewer, because its sums are larger
+# (fitted).
+MAX_SHRINK_SPLIT_K = 28
 
 
 @jit(do_not_specialize=["M"])
@@ -852,10 +856,8 @@ def _linear_kernel(
 # tile_m → CTAs of the main kernel that fit on an SM. Their registers leave room for the shrink
 # kernel's CTAs, which run beside them. (The tests compile each kernel and compare its registers.)
 CTAS_PER_SM = {8: 3, 16: 4, 32: 3, 64: 3, 128: 2}
-SPLIT_FROM = 8 * COLS  # a K with fewer columns is not split (fitted)
 MIN_RANGE = 2 * COLS  # a CTA that shares a tile has at least so many columns (fitted)
 MAX_SPLIT_K = 14  # at most so many CTAs share a tile: the last one adds the sums of all (fitted)
-MAX_SHRINK_SPLIT_K = 28  # more for the shrink kernel: its small sums are added fast (fitted)
 LONG_K = 14 * COLS  # K // LONG_K estimates split_k, which is chosen after the tile (fitted)
 LARGE_M, LARGE_N = 256, 128  # a large tile: rows of x, rows of W
 LARGE_TIME = 1.8  # a wave of large tiles takes 1.8 times as long as one of half the work (measured)

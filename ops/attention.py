@@ -776,7 +776,7 @@ def _attention_kernel(
             k1, k2, v, k_factor, v_factor = LOAD(
                 k_cache, v_cache, k_scale, v_scale, kv_at, in_page, t, d, seen, DH, PAGE
             )
-        if start == begin:
+        if start == begin:  # only in the first iteration: rotate q, and the new token's k
             qkv = _after_wait(qkv, PDL)  # (10)
             q_at = (h * REP + head)[:, None] * DH + d
             q1_rows, q2_rows = _rotated(
