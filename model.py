@@ -45,6 +45,8 @@ import fp4_gemm
 from lora import LoRALinear, LowRank
 from ops import attention, elementwise, logprobs
 
+MLP_TOKENS = 4096  # most that an MLP computes at a time in a prefill
+
 # --- the modules with weights, and what makes them
 
 
@@ -169,8 +171,12 @@ class MLP(nn.Module):
         self.down_proj = build.linear({f"{name}.down_proj": D}, F)
 
     def forward(self, h: Tensor, compute_output: bool = True) -> Tensor:
-        """h (n, D) → (n, D)."""
-        return self.down_proj(elementwise.swiglu(self.gate_up_proj(h)), compute_output)
+        """h (n, D) → (n, D). In eval mode, the sampler's, at most MLP_TOKENS at a time: else gate
+        and up of a long prompt would take twice the memory of all its other activations.
+        """
+        if self.training or len(h) <= MLP_TOKENS:
+            return self.down_proj(elementwise.swiglu(self.gate_up_proj(h)), compute_output)
+        return torch.cat([self(part) for part in h.split(MLP_TOKENS)])
 
 
 class Block(nn.Module):

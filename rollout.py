@@ -68,7 +68,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
-from model import Decoder, head_dim, rotary
+from model import MLP_TOKENS, Decoder, family, head_dim, rotary
 from ops import attention, int8, sampling
 
 SLOTS = 256  # most rows that run at once
@@ -196,6 +196,7 @@ class Sampler:
         rollout = _without_answers(prompts, group_size, params.max_new_tokens, self.model.device)
         rows, length = rollout.tokens.shape
         self._allot(list(map(len, prompts)), rows, length, params)
+        self.model.eval()  # an MLP computes a long prefill in parts
         with self.bar(
             total=rows, desc=progress, unit="seq", leave=False, disable=None if progress else True
         ) as bar:
@@ -215,6 +216,7 @@ class Sampler:
                     self._halve_pages()
                 # Return the memory to CUDA, or the update's tensors fragment it.
                 torch.cuda.empty_cache()
+        self.model.train()
         return rollout.rows(range(rows))  # all of them, cut to the longest
 
     # --- memory. On a first reading go on with continuous_batching.
@@ -725,13 +727,17 @@ def scratch_bytes(config: PreTrainedConfig, length: int) -> int:
 
 
 def prefill_bytes(config: PreTrainedConfig, tokens: int) -> int:
-    """→ bytes of the activations of so many prompt tokens, at the MLP of a layer.
+    """→ bytes of the activations of so many prompt tokens, at the attention or the MLP of a layer.
 
-    A token has the residual stream of D numbers in fp32 and at most four tensors of D numbers in
-    bf16 (12·D bytes). It also has gate, up and their product, of I numbers each in bf16 (6·I
-    bytes).
+    A token has the residual stream of D numbers in fp32, and at most four tensors of D numbers in
+    bf16 (12·D bytes). Attention has three more: qkv, q and k after RoPE, and its output. If q and k
+    are normalized, it also has them in fp32. The MLP has gate, up and their product (6·I bytes), of
+    at most MLP_TOKENS tokens.
     """
-    return tokens * (12 * config.hidden_size + 6 * config.intermediate_size)
+    of_heads = (config.num_attention_heads + config.num_key_value_heads) * head_dim(config)
+    at_attention = tokens * (12 if family(config).head_norm else 6) * of_heads
+    at_mlp = min(tokens, MLP_TOKENS) * 6 * config.intermediate_size
+    return tokens * 12 * config.hidden_size + max(at_attention, at_mlp)
 
 
 def _power_of_two(n):

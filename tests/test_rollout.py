@@ -464,6 +464,19 @@ def test_prefill_in_parts_changes_nothing(m, r, prefills, monkeypatch, pages, pa
     assert len(prefills) == passes or pages
 
 
+def test_an_mlp_computes_a_long_prefill_in_parts(m, r, monkeypatch):
+    """Only while sampling, as prefill_bytes plans it; the trainer's update needs all at once."""
+    monkeypatch.setattr(model, "MLP_TOKENS", 7)
+    rows = []  # of each call
+    hook = m.layers[1].mlp.gate_up_proj.register_forward_pre_hook(
+        lambda _, inputs: rows.append(len(inputs[0]))
+    )
+    with hook:
+        check_same(generate(m, PROMPTS), r)
+        assert max(rows) == 7
+        assert gap(m, r) < 1e-4 and rows[-1] > 100
+
+
 def test_no_prefill_is_larger_than_planned(m, prefills):
     """Memory is planned for stats["prefill"] tokens, also if rows are preempted and several of them
     go on together.
