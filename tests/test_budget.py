@@ -232,7 +232,7 @@ def test_gpu_the_allocator_grows_its_segments(monkeypatch):
     """In a process of its own: the setting is read once, at the first tensor on the GPU."""
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)  # a train.py before has set it
     code = (
-        "import torch; from tools import budget; budget.return_freed_memory(); "
+        "import torch; from tools import budget; budget.grow_segments(); "
         "torch.ones(1, device='cuda'); "
         "print(torch.cuda.memory._snapshot()['allocator_settings']['expandable_segments'])"
     )
