@@ -509,9 +509,9 @@ def preflight(
 
 def main(config: Config) -> int:
     """Put together what the flags name, then train → the exit code."""
-    exit_on_signals()
     grow_segments()
     device = join_ranks(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    exit_on_signals()  # not before: a rank that waits for others would not heed a signal
     rank, ranks = rank_and_count()
     on_gpu = device != "cpu"
     if config.memory_gb and on_gpu:

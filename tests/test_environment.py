@@ -20,6 +20,7 @@ from tasks import Task
 from tools import report, weights
 from tools.environment import load_environment, notes
 from tools.flags import Config
+from tools.ranks import join_ranks
 
 
 def asks(train=("1",), held_out=("2",)):
@@ -193,6 +194,24 @@ def ranks(count=2):
         port = server.getsockname()[1]
     meeting = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(count))
     return [meeting | dict(RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(count)]
+
+
+@pytest.mark.parametrize(
+    "device, wrong",
+    [
+        ("cpu", dict(RANK="2")),
+        ("cpu", dict(RANK="-1")),
+        ("cpu", dict(RANK="a")),
+        ("cpu", dict(WORLD_SIZE="")),
+        ("cuda", dict(LOCAL_RANK="")),
+    ],
+)
+def test_a_rank_that_is_not_among_the_ranks_does_not_wait_for_them(monkeypatch, device, wrong):
+    for name, value in (ranks()[1] | wrong).items():
+        monkeypatch.setenv(name, value)
+    (name,) = wrong
+    with pytest.raises(ValueError, match=f"{name}={wrong[name]}.* torchrun"):
+        join_ranks(device)
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -455,6 +455,13 @@ def test_another_task_does_not_inherit_the_operands_of_an_adapters_run(ended, ta
     assert found == (operands, 0.5, None)  # 0 evaluates nothing
 
 
+@pytest.mark.parametrize("count", ["0", "a", "", "-1", "1.5"])
+def test_a_number_of_ranks_that_makes_no_sense_is_refused(monkeypatch, count):
+    monkeypatch.setenv("WORLD_SIZE", count)
+    with pytest.raises(ValueError, match=f"^WORLD_SIZE={count} .*torchrun"):
+        parse([])
+
+
 def test_only_the_first_rank_tells_where_flags_come_from(ended, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     parse(["--adapter", ended()])

@@ -442,7 +442,7 @@ def check(config):
         refuse("device", "must be cpu, or cuda where torch finds a GPU")
     if config.own_task and (config.data or config.test or config.operands):
         refuse("task", "takes no --data, --test, --operands")
-    if config.prompts % int(os.environ.get("WORLD_SIZE", 1)):
+    if config.prompts % rank_count():
         refuse("prompts", "must be a multiple of the ranks")
     if config.steps and config.warmup >= config.steps:
         refuse("warmup", f"must be under --steps {config.steps}, or --lr is never reached")
@@ -455,6 +455,16 @@ def check(config):
             "is far beyond gspo's clip of 3e-4 and would silence nearly all answers",
         )
     return config
+
+
+def rank_count():
+    """→ how many processes torchrun started; 1 without it. ValueError: its variable says no such
+    number.
+    """
+    count = os.environ.get("WORLD_SIZE", "1")
+    if not count.isdecimal() or int(count) < 1:
+        raise ValueError(f"WORLD_SIZE={count} is no number of ranks: unset it, or use torchrun")
+    return int(count)
 
 
 def _has_gpu():

@@ -25,6 +25,7 @@ def join_ranks(device):
     GPU of the local rank. A thread starts the GPU while the caller reads its files.
     """
     if "RANK" in os.environ:
+        _check_variables(device)
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
         if device == "cuda":
             device = f"cuda:{os.environ['LOCAL_RANK']}"
@@ -32,6 +33,15 @@ def join_ranks(device):
     if device != "cpu":
         Thread(target=_start, args=[device]).start()
     return device
+
+
+def _check_variables(device):
+    """ValueError: they are not as torchrun sets them, so that joining would wait for ever."""
+    names = ["WORLD_SIZE", "RANK", *(["LOCAL_RANK"] if device == "cuda" else [])]
+    count, rank, *_ = values = [os.environ.get(name, "") for name in names]
+    if not all(value.isdecimal() for value in values) or int(rank) >= int(count):
+        given = ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+        raise ValueError(f"{given} name no rank: start ranks by torchrun, or unset RANK for one")
 
 
 def _start(device):
