@@ -454,7 +454,8 @@ def rope_frequencies(config: PreTrainedConfig) -> tuple[Tensor, float]:
     """
     rope = config.rope_parameters
     for name, number in rope.items():
-        if "type" not in name and number is not None and not 0 < number < torch.inf:
+        counted = "type" not in name and name != "truncate"  # these two are a word and a bool
+        if counted and number is not None and not 0 < number < torch.inf:
             raise ValueError(f"rope_parameters has {name}={number}, which must be above 0, finite")
     kind = rope.get("rope_type", "default")
     Dh, scale = head_dim(config), 1.0
@@ -463,6 +464,8 @@ def rope_frequencies(config: PreTrainedConfig) -> tuple[Tensor, float]:
     frequencies = 1 / rope["rope_theta"] ** (torch.arange(0, Dh, 2) / Dh)
     if kind != "default":
         frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    if not frequencies.isfinite().all():
+        raise ValueError(f"rope_parameters {rope} give frequencies that are not finite")
     return frequencies, scale
 
 

@@ -709,7 +709,66 @@ def test_a_number_that_makes_no_sense_is_refused(tmp_path, key, value, words):
     refuses(path, path, words)
 
 
-@pytest.mark.parametrize("key, value", [("head_dim", 0), ("rms_norm_eps", -1.0)])
+@pytest.mark.parametrize(
+    "key, value, words",
+    [
+        ("sliding_window", 4, "attention.sliding_window is 4"),
+        ("causal_attention", False, "attention.causal is False"),
+        ("expert_count", 8, "expert_count is 8"),
+        ("parallel_residual", True, "use_parallel_residual is True"),
+        ("type", "adapter", "GGUF of type adapter"),
+        ("causal_attention", True, ""),
+        ("expert_count", 0, ""),
+        ("parallel_residual", False, ""),
+    ],
+)
+def test_a_key_that_would_change_the_computation_is_refused(tmp_path, key, value, words):
+    """Also one that we do not know; not one that says there is no such thing."""
+    tiny_checkpoint(tmp_path)
+    path = as_gguf(tmp_path, **{key: value})
+    if words:
+        refuses(path, path, words)
+    else:
+        load(path)
+
+
+def test_an_index_and_its_shards_agree(tmp_path):
+    """A tensor in two shards, or in one that the index does not name for it; a key twice."""
+    tiny_checkpoint(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(tensors)
+    save_file({name: tensors[name] for name in names}, tmp_path / "a.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "a.safetensors")}))
+    load(tmp_path)
+    save_file({names[0]: tensors[names[0]], "x.weight": torch.ones(1)}, tmp_path / "b.safetensors")
+    places = dict.fromkeys(names, "a.safetensors") | {"x.weight": "b.safetensors"}
+    index.write_text(json.dumps({"weight_map": places}))
+    refuses(tmp_path, "b.safetensors also holds", names[0])
+    index.write_text(json.dumps({"weight_map": places}).replace("{", '{"x.weight": "", ', 2))
+    refuses(tmp_path, index, "x.weight")
+
+
+def test_a_gguf_in_the_other_byte_order_is_refused(tmp_path):
+    tiny_checkpoint(tmp_path)
+    path = as_gguf(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4] + whole[4:8][::-1] + whole[8:])
+    refuses(path, path, "big-endian")
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("head_dim", 0),
+        ("rms_norm_eps", -1.0),
+        ("num_hidden_layers", 0),
+        ("vocab_size", -1),
+        ("max_position_embeddings", 10**30),
+        ("rope_parameters", {"rope_theta": 1e-300, "rope_type": "default"}),
+    ],
+)
 def test_a_config_whose_number_makes_no_sense_is_refused(tmp_path, key, value):
     tiny_checkpoint(tmp_path)
     edit_json(tmp_path / "config.json", **{key: value})

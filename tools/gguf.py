@@ -49,7 +49,14 @@ ARCHITECTURES = "llama", "qwen2", "qwen3"
 MARKED = 3, 4  # of tokenizer.ggml.token_type: control tokens, and those that the makers defined
 # Keys of the header that scale something → the value that changes nothing. An old file may have a
 # factor without a type, and llama.cpp then scales linearly.
+# Keys of an architecture that are read, or change nothing. Others must have a value of PLAIN, or 0.
+KNOWN = (
+    "block_count context_length embedding_length feed_forward_length vocab_size rope.freq_base "
+    "attention.head_count attention.head_count_kv attention.key_length "
+    "attention.layer_norm_rms_epsilon pooling_type tensor_data_layout"
+).split()
 PLAIN = {
+    "attention.causal": True,
     "rope.scaling.type": "none",
     "rope.scaling.factor": 1,
     "rope.scaling.attn_factor": 1,
@@ -96,6 +103,9 @@ class GGUFFile:
         from gguf import MODEL_ARCH, get_tensor_name_map
 
         self.path = path
+        with path.open("rb") as file:
+            if file.read(8)[4:] == bytes([0, 0, 0, 3]):
+                raise ValueError(f"{path} is big-endian: take a little-endian file of this model")
         with readable(path):
             self.reader = parse(path)
             self.header = {key: field.contents() for key, field in self.reader.fields.items()}
@@ -105,6 +115,9 @@ class GGUFFile:
             raise ValueError(
                 f"{path} is of the architecture {family}: only {', '.join(ARCHITECTURES)} load"
             )
+        kind = self.header.get("general.type", "model")
+        if kind != "model":
+            raise ValueError(f"{path} holds a GGUF of type {kind}: name one of a model")
         parts = self.header.get("split.count", 1)
         if parts not in (0, 1):
             raise ValueError(
@@ -169,8 +182,8 @@ class GGUFFile:
         """Make `marked`, and put into the config what transformers passes over.
 
         prefix: of the header's keys, such as "llama.". biased: whether q has a bias. ValueError: a
-        key says that something is scaled, or that a part of each head is rotated. The model would
-        load and compute something else.
+        key is unknown, or says that something is scaled or that a part of each head is rotated. The
+        model would load and compute something else.
         """
         config, header = self.config, self.header
         # a config from a GGUF names no architecture: LlamaConfig → LlamaForCausalLM
@@ -182,8 +195,11 @@ class GGUFFile:
         sizes = dict.fromkeys(("rope.dimension_count", "attention.value_length"), config.head_dim)
         plain = PLAIN | sizes
         for key, value in header.items():
-            allowed = 0, plain.get(key.removeprefix(prefix))  # a factor of 0 means none
-            if re.search("scal|dimension|value_length", key) and value not in allowed:
+            name = key.removeprefix(prefix)
+            allowed = 0, plain.get(name)  # a factor of 0 means none
+            unknown = key.startswith(prefix) and name not in KNOWN
+            unknown |= bool(re.search("scal|dimension|value_length", key))
+            if unknown and value not in allowed or name == "attention.causal" and not value:
                 raise ValueError(f"its {key} is {value}")
         ends = {header.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
         self.marked = {}

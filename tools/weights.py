@@ -97,6 +97,11 @@ A_DATE = (
     "{% set made.text = made.text|replace(directive, date) %}"
     "{% endfor %}{{ made.text }}{% endmacro %}\n"
 )
+# numbers of a config that count something
+SIZES = (
+    "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size "
+    "vocab_size max_position_embeddings"
+).split()
 E4M3_MAX = 0x7E  # the byte of 448; 0x7F is NaN, and from 0x80 on the sign bit is set
 
 
@@ -198,10 +203,12 @@ def config_of(name: str | Path) -> PreTrainedConfig:
     check_is_model(Path(name))
     own = Path(name, "hf_quant_config.json")
     with readable(name, "has no config.json that can be loaded, fetch or save the model again"):
+        if Path(name, "config.json").is_file():
+            read_object(Path(name, "config.json"))  # of a key twice, transformers keeps the last
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         said = getattr(config, "quantization_config", None) or {}
         if own.is_file() and not said:
-            said = json.loads(own.read_text())
+            said = read_object(own)
     with readable(name, "cannot be loaded, take another checkpoint"):
         config.quantization_config = in_4_bits(said, config)
         # what transformers makes of the model_type, and what the config calls it
@@ -222,6 +229,12 @@ def check_numbers(config: PreTrainedConfig, name: str | Path) -> None:
         rope_frequencies(config)
         if config.rms_norm_eps < 0:
             raise ValueError(f"rms_norm_eps is {config.rms_norm_eps}")
+        for size in SIZES:
+            if not 1 <= getattr(config, size) < 2**31:
+                raise ValueError(f"{size} is {getattr(config, size)}")
+        heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+        if heads % key_heads:
+            raise ValueError(f"{key_heads} key heads cannot be shared by {heads} query heads")
 
 
 def in_4_bits(said: dict, config: PreTrainedConfig) -> dict[str, bool]:
@@ -255,7 +268,7 @@ def understand(said: dict, lists: dict[str, list[str]], inside: str = "") -> Non
     for key, value in said.items():
         if not value or key in HARMLESS:
             continue
-        if key in lists:
+        if key in lists and isinstance(value, list) and all(type(name) is str for name in value):
             lists[key] += value
         elif isinstance(value, dict):
             understand(value, lists, f"{inside}{key}.")
@@ -543,11 +556,14 @@ class Source:
         ids = [i for i in ids if i is not None]
         whole = all(type(i) is int for i in ids)
         if not whole or not any(0 <= i < self.config.vocab_size for i in ids):
+            where = "its config.json and generation_config.json"
+            if self.path.is_file():
+                where = "its header"
             raise ValueError(
                 f"{self.path} has no token that ends an answer, but {ids}: take another copy of "
-                "this model, or correct eos_token_id in its config.json and generation_config.json"
+                f"this model, or correct eos_token_id in {where}"
             )
-        return sorted(set(ids))
+        return sorted({i for i in ids if 0 <= i < 2**31})  # others would fit no tensor of ids
 
 
 def _dense(weights, dtype):
@@ -601,7 +617,16 @@ class Safetensors(Source):
         with readable(
             index, f"cannot be read, and there is no {only.name} beside it; fetch it again"
         ):
-            return {k: str(v) for k, v in json.loads(index.read_text())["weight_map"].items()}
+            files = {k: str(v) for k, v in read_object(index)["weight_map"].items()}
+        for file in sorted(set(files.values())):
+            with readable(self.path / file), safe_open(self.path / file, "pt") as f:
+                others = [k for k in f.keys() if files.get(k) != file and not UNUSED.search(k)]
+            if others:
+                raise ValueError(
+                    f"{self.path / file} also holds {others[0]}, which {index.name} does not look "
+                    "for there: fetch or save the model again"
+                )
+        return files
 
     def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """→ the tensor as it is stored, but a global scale as the factor of dequantising.
