@@ -587,8 +587,8 @@ class Safetensors(Source):
     """
 
     def __init__(self, folder: Path):
-        """ValueError: config.json or the list of tensors is missing or damaged, or
-        the config names a quantisation other than NVFP4. read() finds a missing or damaged shard.
+        """ValueError: config.json, the list of tensors or a shard is missing or damaged, a shard
+        holds more than its index says, or the config names a quantisation other than NVFP4.
         """
         self.path = folder
         self.config = config_of(folder)
@@ -603,7 +603,8 @@ class Safetensors(Source):
         self.packed = any(name.endswith("_packed") for name in self.names)
 
     def _files(self):
-        """→ {name of a stored tensor: name of its file}. ValueError: there is no list.
+        """→ {name of a stored tensor: name of its file}. ValueError: there is no list, or not the
+        same names in a file.
 
         A model is one file, model.safetensors, or several files and an index of them. If both are
         here, transformers loads the one file, and so do we: the index may remain from an older,
