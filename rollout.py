@@ -196,7 +196,7 @@ class Sampler:
         rollout = _without_answers(prompts, group_size, params.max_new_tokens, self.model.device)
         rows, length = rollout.tokens.shape
         self._allot(list(map(len, prompts)), rows, length, params)
-        self.model.eval()  # an MLP computes a long prefill in parts
+        self.model.eval()  # MLP.forward takes a long prefill in parts; nothing else reads the mode
         with self.bar(
             total=rows, desc=progress, unit="seq", leave=False, disable=None if progress else True
         ) as bar:

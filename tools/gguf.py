@@ -47,16 +47,15 @@ except ImportError:
 PIECE = 1 << 20  # numbers that read() dequantises at a time: few enough for a CPU's cache
 ARCHITECTURES = "llama", "qwen2", "qwen3"
 MARKED = 3, 4  # of tokenizer.ggml.token_type: control tokens, and those that the makers defined
-# Keys of the header that scale something → the value that changes nothing. An old file may have a
-# factor without a type, and llama.cpp then scales linearly.
 # Keys of an architecture that are read, or change nothing. Others must have a value of PLAIN, or 0.
 KNOWN = (
     "block_count context_length embedding_length feed_forward_length vocab_size rope.freq_base "
     "attention.head_count attention.head_count_kv attention.key_length "
     "attention.layer_norm_rms_epsilon pooling_type tensor_data_layout"
 ).split()
+# Keys of the header that scale something → the value that changes nothing. An old file may have a
+# factor without a type, and llama.cpp then scales linearly.
 PLAIN = {
-    "attention.causal": True,
     "rope.scaling.type": "none",
     "rope.scaling.factor": 1,
     "rope.scaling.attn_factor": 1,
@@ -196,10 +195,11 @@ class GGUFFile:
         plain = PLAIN | sizes
         for key, value in header.items():
             name = key.removeprefix(prefix)
-            allowed = 0, plain.get(name)  # a factor of 0 means none
-            unknown = key.startswith(prefix) and name not in KNOWN
-            unknown |= bool(re.search("scal|dimension|value_length", key))
-            if unknown and value not in allowed or name == "attention.causal" and not value:
+            strange = key.startswith(prefix) and name not in KNOWN
+            strange = strange or re.search("scal|dimension|value_length", key)
+            # a factor or a number of 0 means none
+            allowed = [True] if name == "attention.causal" else [0, plain.get(name)]
+            if strange and value not in allowed:
                 raise ValueError(f"its {key} is {value}")
         ends = {header.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
         self.marked = {}

@@ -86,16 +86,7 @@ DECODED_TOKENS = 430  # each micro-batch decodes all weights, in the time of so 
 RECOMPUTED = 0.32  # of an update's time: what recomputing every layer adds
 BESIDE = 1.5e9  # bytes for CUDA's context, a display, and the gaps that the allocator leaves
 
-SIZES = (  # of a model, by transformers' names
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-    "vocab_size",
-    "tie_word_embeddings",
-)
-MODELS = {  # the SIZES of released models
+MODELS = {  # weights.SIZES of released models, and whether embeddings and lm_head are tied
     "135m": (576, 30, 9, 3, 1536, 49152, True),  # SmolLM2; the others are Qwen2.5
     "0.5b": (896, 24, 14, 2, 4864, 151936, True),
     "1.5b": (1536, 28, 12, 2, 8960, 151936, True),
@@ -111,7 +102,7 @@ def config(shape: str) -> PretrainedConfig:
     """→ transformers' config of a name in MODELS."""
     name, context = ("Llama", 8192) if shape == "135m" else ("Qwen2", 32768)
     return getattr(transformers, f"{name}Config")(
-        **dict(zip(SIZES, MODELS[shape], strict=True)),
+        **dict(zip((*weights.SIZES, "tie_word_embeddings"), MODELS[shape], strict=True)),
         max_position_embeddings=context,
         architectures=[f"{name}ForCausalLM"],
     )

@@ -97,11 +97,14 @@ A_DATE = (
     "{% set made.text = made.text|replace(directive, date) %}"
     "{% endfor %}{{ made.text }}{% endmacro %}\n"
 )
-# numbers of a config that count something
-SIZES = (
-    "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size "
-    "vocab_size max_position_embeddings"
-).split()
+SIZES = (  # of a model, by transformers' names
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+)
 E4M3_MAX = 0x7E  # the byte of 448; 0x7F is NaN, and from 0x80 on the sign bit is set
 
 
@@ -229,7 +232,7 @@ def check_numbers(config: PreTrainedConfig, name: str | Path) -> None:
         rope_frequencies(config)
         if config.rms_norm_eps < 0:
             raise ValueError(f"rms_norm_eps is {config.rms_norm_eps}")
-        for size in SIZES:
+        for size in (*SIZES, "max_position_embeddings"):
             if not 1 <= getattr(config, size) < 2**31:
                 raise ValueError(f"{size} is {getattr(config, size)}")
         heads, key_heads = config.num_attention_heads, config.num_key_value_heads
